@@ -2,10 +2,13 @@
 
     python benchmarks/before_after.py OTHER [--size 134M] [--rounds 15] [--json FILE]
 
-OTHER is a checkout of another commit with its own .venv (`make .venv/.installed`). Each side builds
-its bundle and runs it with its own runtime. The two sides take turns on single passes, a generation
-and the first token of a process. Prints medians with quartiles in milliseconds, this side's value
-over the other's, the passes and peak memory of a generation, and how many of its tokens are equal.
+OTHER is a checkout of another commit with a .venv in it (`make .venv/.installed`). Each checkout
+builds its bundle and runs it with its runtime. The two checkouts take turns. Three things are
+timed: single passes, a generation, and the first token of a new process.
+
+Prints medians with quartiles in milliseconds, and the ratio of this checkout's median to the
+other's. Also prints the passes and the peak memory of a generation, and how many of its tokens are
+equal.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from shapes import ROOT, machine
 
 PRECISIONS = ("int8", "fp32")
 PASSES = ((32, 224, 32), (256, 0, 256))  # (T, S, R)
-NEW_TOKENS = 128  # of a generation, after 128 given tokens
-# Both programs use only calls that old and new versions have.
+NEW_TOKENS = 128  # length of a generation, which follows 128 given tokens
+# Both programs only use calls that old and new versions of the runtime have.
 WORKER = """
 import json, sys
 import dlm_runtime
@@ -53,7 +56,7 @@ dlm_runtime.open(sys.argv[1]).generate(
 
 
 class Side:
-    """A checkout: its bundles, and a process that runs its runtime."""
+    """A checkout: its bundles, and a process that uses its runtime."""
 
     def __init__(self, root: Path, size: str) -> None:
         self.python = str(root / ".venv" / "bin" / "python")
@@ -77,7 +80,7 @@ class Side:
         )
 
     def ask(self, *what: object) -> list[Any]:
-        """Send one line to the process and return its answer."""
+        """Send a line to the process and return the answer."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(what) + "\n")
@@ -90,7 +93,7 @@ class Side:
         return [second * 1e3 for second in self.ask(precision, *sizes)]
 
     def first_token(self) -> float:
-        """Return the milliseconds of a Python process that generates one token."""
+        """Return the milliseconds from the start of a Python process to its first token."""
         began = time.perf_counter()
         subprocess.run([self.python, "-c", FIRST, self.bundles["int8"]], check=True)
         return (time.perf_counter() - began) * 1e3

@@ -1,11 +1,13 @@
-"""Measure the exact cache of a block-causal denoiser.
+"""Measure the cache of a block-causal denoiser, which is exact.
 
-    python benchmarks/blocks.py [--precisions fp32,int8] [--depths 0,512,2048,8192] [--rounds 9] [--json FILE]
+    python benchmarks/blocks.py [--precisions fp32,int8] [--depths 0,512,2048,8192] [--rounds 9]
+        [--json FILE]
 
-The denoiser has random weights in SDAR's layout and blocks of 32 tokens. A pass over a block is
-timed after each number of stored tokens; only the time of attention grows with it. Then generations
-with `cache=block` and `cache=none` take turns, with four passes a block. Their canvases must be
-equal.
+The denoiser has random weights in the layout of SDAR, and blocks of 32 tokens. First, a pass over a
+block is timed with different numbers of stored tokens. With more stored tokens, only attention
+takes more time.
+Then generations with `cache=block` and `cache=none` take turns, with four passes per block. Both
+must give the same canvas.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Measure the memory, speed and loss of caches in fp32, fp16 and INT8.
+"""Measure the memory, the speed and the loss of caches in fp32, fp16 and INT8.
 
-    python benchmarks/caches.py [--lengths 4096,16384] [--passes 32,4096,32;4,4096,4] [--rounds 7] [--json FILE]
+    python benchmarks/caches.py [--lengths 4096,16384] [--passes 32,4096,32;4,4096,4] [--rounds 7]
+        [--json FILE]
 
-Memory and passes use random denoisers of two layers with int8 weights and heads of 128: four heads
-for memory, sixteen for passes. Memory is that of a new process after one block of two passes over a
-canvas of each length; a token takes 2 * layers * kv_heads * bytes of a row. Passes take turns in
-one process. The loss is that of builds of the demo, which judge rounding of the cache alone.
+Memory and speed are measured with random denoisers of two layers with int8 weights. Heads have a
+size of 128. There are four heads to measure memory and sixteen to time passes. Memory is that of a
+new process after two passes over one block of a canvas of each length. By formula, a cached token
+takes 2 * layers * kv_heads * bytes of a row. The passes over the different caches take turns in one
+process. The loss comes from builds of the demo, which measure it with only the cache rounded.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ HEADS = {"memory": 4, "passes": 16}
 
 
 def bundle_of(purpose: str, cache: str) -> Path:
-    """The random denoiser for a key of ``HEADS``, over a cache."""
+    """The random denoiser for a purpose (a key of ``HEADS``), with a cache of this type."""
     from checkpoints import llada_config
 
     heads = HEADS[purpose]
@@ -48,7 +50,9 @@ def bundle_of(purpose: str, cache: str) -> Path:
 
 
 def held(folder: str, cache: str, length: int, threads: int) -> dict[str, int]:
-    """Bytes of the cache, by formula and as the runtime counts them, and the process's peak memory."""
+    """The bytes of the cache, by formula and as the runtime counts them, and the peak memory of the
+    process.
+    """
     import dlm_runtime
     from dlm_export.bundle.manifest import network_of
     from dlm_export.graph import CACHE_DTYPES
@@ -73,8 +77,8 @@ def held(folder: str, cache: str, length: int, threads: int) -> dict[str, int]:
 
 
 def timed(sizes: tuple[int, int, int], rounds: int, threads: int) -> dict[str, dict[str, float]]:
-    """Time a pass over each cache, in turn. Takes the best of ten each time, because filling the
-    cache comes first.
+    """Time a pass over each cache, in turns. Each time is the best of ten, because the cache has
+    just been filled before the first one.
     """
     import dlm_runtime
 
@@ -90,7 +94,7 @@ def timed(sizes: tuple[int, int, int], rounds: int, threads: int) -> dict[str, d
 
 
 def lost() -> dict[str, Any]:
-    """Loss of the demo by rounding: ``cache`` of accuracy.json."""
+    """The loss of the demo by rounding of the cache: the member ``cache`` of accuracy.json."""
     found = {}
     for cache in CACHES[1:]:
         arguments = ("--precision", "fp32", "--cache-dtype", cache, "--judged", "64")

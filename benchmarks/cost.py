@@ -4,11 +4,12 @@
     python benchmarks/cost.py --size 1B --layers 16 --samples 128 --states-per-sample 8 --beside OTHER/bin/dlm-export \
         --beside-samples 2 [--json FILE]
 
-Builds random checkpoints in LLaDA's layout with different numbers of layers and calibration states.
-Weights are rounded by GPTQ (--solver). ``--beside`` builds the same checkpoint with another
-installed version of dlm-export, in turn. --beside-samples gives it fewer samples if all of them
-would take hours, so compare the seconds a state. Memory is the largest resident set, and the part
-of it that is not mapped files.
+Builds random checkpoints in the layout of LLaDA, with different numbers of layers and calibration
+states. Weights are rounded by GPTQ (--solver).
+
+``--beside`` also builds each checkpoint with another installed version of dlm-export, in turns. If
+that version would take hours, --beside-samples makes it use fewer samples; then compare the seconds
+per state. Memory is the largest resident set, and the part of it that is not mapped files.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from watching import finished
 def build(
     program: list[str], source: Path, arguments: argparse.Namespace, samples: int, extra: list[str]
 ) -> dict[str, Any]:
-    """Build once with one program. Returns seconds by stage and peaks in bytes."""
+    """Build once with one program. Returns the seconds of each stage, and peak memory in bytes."""
     with tempfile.TemporaryDirectory(dir=ROOT / "build" / "benchmarks") as folder:
         output = Path(folder) / "bundle"
         command = [

@@ -1,13 +1,17 @@
-"""Build TensorRT-RTX engines without a GPU: seconds, peak memory, sizes, and the audit's findings.
+"""Measure building TensorRT-RTX engines without a GPU: seconds, peak memory, sizes, and what the
+audit finds.
 
-    python benchmarks/engines.py [--sizes demo,134M] [--precisions fp16,bf16,int8,int4,fp8,nvfp4,mixed]
+    python benchmarks/engines.py [--sizes demo,134M] [--precisions
+        fp16,bf16,int8,int4,fp8,nvfp4,mixed]
                                  [--targets rtx4090,rtx5090,gb10] [--json FILE]
 
-The bundle is built once a precision, without engines. Then `dlm-export engine` builds each engine
-in its own process. Peak memory is that process's largest resident set with mapped files, and is
-also shown relative to the bundle's weights. The demo's bundles are calibrated on its own data and
-judged on the 64 commands kept from it, by ONNX Runtime on the graph that the entry names. Random
-denoisers are calibrated on a few random ids and not judged: they only measure the builder.
+For each precision, a bundle is built once, without engines. Then `dlm-export engine` builds each
+engine in a separate process. Peak memory is the largest resident set of that process, including
+mapped files. It is also shown relative to the weights of the bundle.
+
+The demo's bundles are calibrated on its data. They are judged on the 64 commands that calibration
+did not use, by ONNX Runtime with the graph that the entry names. Random denoisers only serve to
+measure the builder. They are calibrated on a few random ids and are not judged.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ LEAST_TARGET = {
 
 
 def bundle(size: str, precision: str) -> Path:
-    """A bundle with a device graph and no engine, built once under build/."""
+    """A bundle with a device graph but without an engine. It is built once under build/."""
     options = ["--target", LEAST_TARGET.get(precision, "rtx4090"), "--precision", precision]
     effort = ("--judge", "full", "--judged", str(JUDGED)) if size == "demo" else FEW
     name = f"engines-{size}-{precision}"
@@ -41,7 +45,7 @@ def bundle(size: str, precision: str) -> Path:
 
 
 def judged(folder: Path) -> dict[str, Any]:
-    """What accuracy.json says of a quantised bundle."""
+    """The results for a quantised bundle in accuracy.json."""
     path = folder / "accuracy.json"
     found = json.loads(path.read_text()).get("judgement") if path.is_file() else None
     if found is None:
@@ -55,8 +59,8 @@ def judged(folder: Path) -> dict[str, Any]:
 
 
 def measure(size: str, precision: str, target: str) -> dict[str, Any]:
-    """Build one engine; seconds of the process and of the builder, peak resident bytes as the
-    kernel reports them.
+    """Build one engine. Returns the seconds of the process and of the builder, and the peak
+    resident bytes that the kernel reports.
     """
     folder = bundle(size, precision)
     options = ["--target", target, "--force", "--json"]

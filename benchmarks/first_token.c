@@ -1,9 +1,9 @@
 /* Times a bundle's first token in a cold process. first_token.py runs it:
  *   first_token BUNDLE CHECK_HASHES PROMPT NEW_TOKENS THREADS STARTED_NS
  * STARTED_NS is CLOCK_MONOTONIC just before this process was created. Prints one JSON object. It
- * has the milliseconds since then until main began, the bundle was open, the first pass was done
- * and the first token was committed. It also has the passes up to that token, and the resident
- * kibibytes, anonymous and of files. */
+ * has the milliseconds from STARTED_NS to four times: main began, the bundle was open, the first
+ * pass was done, and the first token was committed. It also has the number of passes up to that
+ * token, and the resident memory in KiB, separately for anonymous memory and for files. */
 #define _POSIX_C_SOURCE 200809L
 #include <inttypes.h>
 #include <stdio.h>

@@ -1,21 +1,24 @@
-"""Milliseconds from the start of a process to a bundle's first token, in C and in Python, with the
-bundle's files in the page cache.
+"""Measure the milliseconds from the start of a process to the first token of a bundle, in C and in
+Python. The files of the bundle are in the page cache.
 
     python benchmarks/first_token.py [BUNDLE] [--prompt-tokens 4,32] [--threads N] [--rounds 15]
 
 Each run is a new process. Three ways to open the bundle take turns. "recorded" opens a bundle whose
-hashes were right before. "hashed" hashes all files, like the first open. "sizes" checks no hashes.
+hashes were found right before. "hashed" hashes all files, like the first open. "sizes" does not
+check hashes.
 
 Phases are in milliseconds since just before the process was created:
 
-    main         the program's first statement runs
+    main         the first statement of the program runs
     import       Python has imported dlm_runtime
     open         the bundle is open
     first pass   the first pass is done
-    first token  the first token is committed; a later pass if the first one stores the prompt
+    first token  the first token is committed; this is in a later pass if the first pass stores the
+        prompt
 
-Resident memory is read at the end: copies of weights would be anonymous, mapped weights are files.
-Without BUNDLE the script builds one of random weights (--size, --precision).
+At the end, resident memory is read. Copies of the weights would count as anonymous memory, and
+mapped weights count as files. Without BUNDLE, the script builds a bundle with random weights
+(--size, --precision).
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from timing import cell, spread
 from dlm_runtime.abi import native as _native
 
 WAYS = {"recorded": (1, "changed"), "hashed": (1, "always"), "sizes": (0, "changed")}
-"""check_hashes and $DLM_HASH_FILES."""
+"""The values of check_hashes and $DLM_HASH_FILES for each way to open a bundle."""
 
 PYTHON = """
 import json, sys, time
@@ -61,7 +64,7 @@ print(json.dumps(found))
 
 
 def compiled() -> Path:
-    """The C program, against the installed package's header and library."""
+    """Compile the C program with the header and library of the installed package."""
     library = Path(_native.library()._name)
     program = ROOT / "build" / "benchmarks" / "first_token"
     program.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +76,7 @@ def compiled() -> Path:
 
 
 def read(bundle: Path) -> None:
-    """Bring the bundle's files into the page cache."""
+    """Read the files of the bundle, so that they are in the page cache."""
     buffer = bytearray(1 << 23)
     for path in filter(Path.is_file, bundle.rglob("*")):
         with path.open("rb", buffering=0) as file:
@@ -84,7 +87,7 @@ def read(bundle: Path) -> None:
 def measure(
     command: list[str], bundle: Path, way: str, sizes: tuple[int, int, int], records: str
 ) -> dict[str, Any]:
-    """The phases of one process."""
+    """Run one process and return its phases."""
     check_hashes, hash_files = WAYS[way]
     environment = os.environ | {
         "DLM_ONNXRUNTIME": _native.onnxruntime_library() or "",
@@ -104,7 +107,7 @@ def measure(
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians and quartiles of each phase; the last run's passes and memory."""
+    """The median and quartiles of each phase, and the passes and memory of the last run."""
     last = runs[-1]
     facts = ("passes", "anonymous_kib", "file_kib")
     phases = {name: spread([run[name] / 1e3 for run in runs]) for name in last if name not in facts}

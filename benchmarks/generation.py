@@ -4,15 +4,16 @@
     python benchmarks/generation.py [--sizes 134M,1B] [--contestants ..] [--prompts 128] [--new 128] [--batch 1] [--rounds 3]
                                     [--sampled-passes 4] [--demo 600] [--json FILE] [--markdown FILE]
 
-Each contestant runs in its own process, and they take turns, round after round. The others are
-stopped meanwhile, so their spinning threads take no time from it. Each gets the number of threads
-(all cores or half of them) and the OMP_WAIT_POLICY with which its pass was fastest before the
-rounds. If a process ends, its contestant is listed with the reason and the others go on.
+Each contestant runs in a separate process, and the processes take turns, round after round. The
+other processes are stopped meanwhile, so that their spinning threads take no processor time. Before
+the rounds, the best settings of each contestant are found. These are the number of threads (all
+cores, or half of them) and the OMP_WAIT_POLICY with which its pass is fastest. If a process ends,
+its contestant is listed with the reason, and the others go on.
 
-Random denoisers run LLaDA's static loop with one token a pass and blocks of 32, so all make the
-same number of passes. This runtime and torch use the dual cache; llama.cpp keeps no cache for LLaDA
-and computes the whole canvas. The trained demo runs the best loop of each contestant: threshold
-0.9, with or without the dual cache. Its answers are checked.
+Random denoisers run LLaDA's static loop with one token per pass and blocks of 32, so all
+contestants make the same number of passes. This runtime and torch use the dual cache. llama.cpp has
+no cache for LLaDA and computes the whole canvas in each pass. The trained demo is run with the best
+loop of each contestant: threshold 0.9, with or without the dual cache. Its answers are checked.
 """
 
 from __future__ import annotations
@@ -52,17 +53,17 @@ THRESHOLD = PRESETS["fast-dllm"].as_dict()
 NATIVE_NAMES = (f"{NATIVE}-fp32", f"{NATIVE}-int8", f"{NATIVE}-int4-rtn")
 ALL = NATIVE_NAMES + TORCH_NAMES + LLAMA_NAMES
 KNOWN = f"{NATIVE}-PRECISION, {', '.join(TORCH_NAMES + LLAMA_NAMES)}"
-WAIT_POLICIES = ("passive", "active")  # of OpenMP, which torch and llama.cpp use
+WAIT_POLICIES = ("passive", "active")  # values for OpenMP, which torch and llama.cpp use
 TRIED = {"B": 1, "T": 64, "S": 0, "R": 64}  # the pass used to compare settings
 QUICK = (*NATIVE_NAMES[:2], "torch-fp32", "torch-bf16", "llama.cpp-Q8_0")
 PASSES = ((32, 224, 32), (32, 0, 32), (256, 0, 256))  # (T, S, R)
 DEMO_NEW = 64  # tokens of a demo answer, eos included, as in examples/demo/evaluate.py
-DEMO_TURN = 50  # commands a turn: enough that a contestant answers from warm caches
+DEMO_TURN = 50  # commands per turn, enough for a contestant to answer mostly with warm caches
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """``batch`` sequences of ``prompt`` given and ``new`` generated tokens."""
+    """``batch`` sequences, each with ``prompt`` given tokens and ``new`` tokens to generate."""
 
     prompt: int
     new: int
@@ -71,7 +72,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a contestant's threads are set."""
+    """The settings of a contestant's threads."""
 
     threads: int
     wait: str
@@ -81,7 +82,7 @@ class Settings:
 
 
 class Worker:
-    """The process of one contestant, stopped between its turns."""
+    """The process of a contestant. It is stopped while the others have their turn."""
 
     def __init__(self, name: str, size: str, settings: Settings) -> None:
         self.log = ROOT / "build" / "benchmarks" / f"worker-{size}-{name}.log"
@@ -109,7 +110,7 @@ class Worker:
         self.about = self.ask(do="about")
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Send one request and return its answer. After the process has ended, the answer is
+        """Send a request and return the answer. If the process has ended, the answer is
         ``not_offered`` with the reason.
         """
         if self.ended:
@@ -142,8 +143,8 @@ class Worker:
 
 
 def settle(name: str, size: str, threads: int) -> tuple[Settings, dict[str, float | None]]:
-    """Return the fastest settings of a contestant, and the milliseconds of each that was tried
-    (None if it ended the process).
+    """Find the fastest settings of a contestant. Also returns the milliseconds of all settings that
+    were tried, or None for settings that ended the process.
     """
     waits = WAIT_POLICIES[:1] if name.startswith(NATIVE) else WAIT_POLICIES
     tried = {}
@@ -161,8 +162,8 @@ def settle(name: str, size: str, threads: int) -> tuple[Settings, dict[str, floa
 
 
 class Fleet:
-    """The workers of a size, in the order of their names. Each has the best ``settings`` of those
-    ``tried``.
+    """The workers for denoisers of one size, in the order of their names. Each uses the best of its
+    ``tried`` settings.
     """
 
     def __init__(self, names: list[str], size: str, threads: int) -> None:
@@ -187,8 +188,8 @@ class Fleet:
 
 
 def prepare(name: str, size: str) -> None:
-    """Write the files that a contestant opens, here, so that its own process's memory does not
-    count this.
+    """Write the files that a contestant opens. They are written in this process, so that the memory
+    for writing them does not count for the contestant's process.
     """
     engine, _, kind = name.partition("-")
     if engine == NATIVE:
@@ -200,7 +201,7 @@ def prepare(name: str, size: str) -> None:
 
 
 def available(names: list[str]) -> tuple[list[str], str | None]:
-    """The contestants that can run here, and why the others cannot."""
+    """The contestants that can run on this machine, and the reasons why the others cannot."""
     missing = [
         module for module in ("llama_cpp", "gguf") if importlib.util.find_spec(module) is None
     ]
@@ -215,7 +216,9 @@ def available(names: list[str]) -> tuple[list[str], str | None]:
 
 
 def with_ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Add to each measured row its median over native int8's, or None if that was not measured."""
+    """Add to each row the ratio of its median to that of native int8, or None if native int8 was
+    not measured.
+    """
     base = rows.get(NATIVE_NAMES[1], {}).get("median_ms")
     for row in rows.values():
         if "median_ms" in row:
@@ -226,8 +229,8 @@ def with_ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def generations(
     workers: list[Worker], scenario: Scenario, rounds: int, sampled: int | None
 ) -> dict[str, dict[str, Any]]:
-    """One row for each contestant: the spread of a whole generation in ms, tokens a second, how
-    much of it was timed, and memory.
+    """Return a row for each contestant: the spread of a whole generation in ms, the tokens per
+    second, the share of the generation that was timed, and memory.
     """
     sampled = sampled and max(
         1, sampled // scenario.batch
@@ -249,8 +252,8 @@ def generations(
         )
 
     for worker in workers:
-        # Warms up compilers, allocators and caches: a first pass or block, or a whole loop if it
-        # cannot be cut short.
+        # This call warms up compilers, allocators and caches. It runs a first pass or block, or a
+        # whole loop if the loop cannot be ended early.
         first = worker.ask(**request, passes=1)
         rows[worker.name] = first if "not_offered" in first else {"first_s": first["seconds"]}
     for name, times in in_turns(workers, rows, turn, rounds, warm_ups=0).items():
@@ -275,8 +278,8 @@ def in_turns(
     rounds: int,
     warm_ups: int,
 ) -> dict[str, dict[str, float]]:
-    """The times of the contestants that answer to the end. ``rows`` gets the reason why the others
-    do not.
+    """Return the times of the contestants that answer until the last round. For the others, the
+    reason is put into ``rows``.
     """
     runs = {
         worker.name: partial(turn, worker)
@@ -294,7 +297,7 @@ def in_turns(
 def passes(
     workers: list[Worker], batch: int, T: int, S: int, R: int, rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """One row for each contestant: the spread of a pass in ms."""
+    """Return a row for each contestant: the spread of a pass in ms."""
     request = {"do": "pass", "B": batch, "T": T, "S": S, "R": R}
     rows = {worker.name: worker.ask(**request) for worker in workers}
 
@@ -306,8 +309,8 @@ def passes(
 
 
 def agreement(workers: list[Worker], size: str) -> dict[str, float]:
-    """Share of the 256 rows of a half-masked canvas on which a contestant's most likely token
-    equals the first contestant's.
+    """For each contestant, the share of rows whose most likely token is that of the first
+    contestant. The 256 rows are those of a canvas of which half is masked.
     """
     numbers = random.Random(2)
     mask = json.loads((checkpoint(size) / "config.json").read_text())["mask_token_id"]
@@ -322,8 +325,8 @@ def agreement(workers: list[Worker], size: str) -> dict[str, float]:
 
 
 def demo(names: list[str], count: int, threads: int) -> dict[str, dict[str, Any]]:
-    """The demo's held-out commands, in turns: ms a command, tokens a second of the answers (eos
-    counted), NFE, and exact match.
+    """Run the demo's held-out commands, in turns. Returns ms per command, tokens per second of the
+    answers including eos, NFE, and exact match.
     """
     import tokenizers
 
@@ -380,7 +383,7 @@ def demo(names: list[str], count: int, threads: int) -> dict[str, dict[str, Any]
 
 
 def _is_same_call(answer: str, wanted: str) -> bool:
-    """Return True if both are JSON of equal value."""
+    """Return True if both texts are JSON with equal values."""
     try:
         return bool(json.loads(answer) == json.loads(wanted))
     except json.JSONDecodeError:

@@ -1,8 +1,8 @@
-"""llama.cpp's number formats on single matrices.
+"""Rounds single matrices to the number formats of llama.cpp.
 
-llama.cpp's own quantiser rounds, without an importance matrix, and the ``gguf`` package reads the
-result. ``types_of`` finds the format that llama.cpp chooses for each matrix by quantising a small
-random model with as many layers.
+The quantiser of llama.cpp rounds the matrices, without an importance matrix, and the ``gguf``
+package reads the result. ``types_of`` finds out which format llama.cpp chooses for each matrix. For
+that, it lets llama.cpp quantise a small random model with the same number of layers.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ def _library() -> ctypes.CDLL:
 
 
 def bits(name: str) -> float:
-    """Bits a weight of a format, scales included."""
+    """The bits per weight of a format, including scales."""
     elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     return 8 * size / elements
 
 
 def rounded(w: np.ndarray, name: str) -> np.ndarray:
-    """Round a matrix fp32 ``[K, N]`` to a format, with groups along K.
+    """Round an fp32 matrix ``[K, N]`` to a format, with groups along K.
 
-    K-quants and IQ4_XS group 256 weights. If K is no multiple of 256, zeros are added and cut off
-    again, which does not change how the rest is rounded.
+    K-quants and IQ4_XS have groups of 256 weights. If K is not a multiple of 256, the matrix is
+    padded with zeros, which are cut off afterwards. This does not change how the other values are
+    rounded.
     """
     kind = gguf.GGMLQuantizationType[name]
     elements, size = gguf.GGML_QUANT_SIZES[kind]
@@ -68,7 +69,7 @@ def rounded(w: np.ndarray, name: str) -> np.ndarray:
 
 
 def types_of(network: NetworkSpec, file_type: str) -> dict[str, str]:
-    """Layer -> the format that llama.cpp chooses for it in a file of one of ``FILE_TYPES``."""
+    """For each layer, the format that llama.cpp chooses for it in a file of this type."""
     attention = network.layers[0].attention
     heads = attention.heads // attention.kv_heads  # llama.cpp only looks at this ratio
     shapes = {

@@ -1,9 +1,9 @@
-"""The benchmarks' checkpoints as GGUF files of llama.cpp's LLaDA or Qwen3 architecture, written
-once under build/.
+"""Writes the checkpoints of the benchmarks as GGUF files for llama.cpp, in its LLaDA or Qwen3
+architecture. Each file is written once, under build/.
 
-The ``gguf`` package defines the file format. Keys and tensor names are those that llama.cpp's own
-converter writes for LLaDA (its conversion/llada.py) and Qwen3. The benchmarks use token ids, so the
-files hold only the size of the vocabulary.
+The ``gguf`` package defines the file format. Keys and tensor names are the ones that llama.cpp's
+converter writes for LLaDA (conversion/llada.py) and Qwen3. The benchmarks use token ids, so the
+files only contain the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LAYER_TENSORS = {
 
 
 def gguf_of(size: str, file_type: str) -> Path:
-    """The GGUF of a size of ``shapes``, in one of llama.cpp's ``FILE_TYPES``. llama.cpp itself
-    quantises all types except F16.
+    """The GGUF file for a size of ``shapes``, in a type of llama.cpp's ``FILE_TYPES``. All types
+    except F16 are made by llama.cpp's quantiser.
     """
     path = ROOT / "build" / "benchmarks" / f"{size}-{file_type}.gguf"
     if not path.is_file():
@@ -41,8 +41,8 @@ def gguf_of(size: str, file_type: str) -> Path:
 
 
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder the rows of a query or key matrix ``[heads * D, in]`` for RoPE over neighbours; ours
-    rotates pairs D / 2 apart.
+    """Reorder the rows of a query or key matrix ``[heads * D, in]``. llama.cpp's RoPE rotates
+    neighbouring rows, and ours rotates pairs that are D / 2 apart.
     """
     rows, inputs = weight.shape
     ordered: np.ndarray = (
@@ -87,8 +87,8 @@ def _write(size: str, path: Path) -> None:
     writer.add_file_type(FILE_TYPES["F16"])
 
     def add(name: str, parameter: str, heads: int = 0) -> None:
-        """Matrices as ``[out, in]`` in fp16 (ours are ``[in, out]``), norms in fp32, as llama.cpp
-        wants them.
+        """Add a parameter in the form that llama.cpp needs: matrices as ``[out, in]`` in fp16 (ours
+        are ``[in, out]``), and norms in fp32.
         """
         value = weights.read(parameter, np.dtype(np.float32))
         if value.ndim == 2:

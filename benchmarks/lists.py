@@ -1,12 +1,12 @@
-"""Compare ways to run a block-causal denoiser's cache: NFE, ms a request, tokens/s.
+"""Compare variants of the cache of a block-causal denoiser: NFE, ms per request, tokens/s.
 
     python benchmarks/lists.py BUNDLE --data FILE.jsonl [--count 40] [--rounds 5] [--set threshold=0.85] [--json FILE]
     python benchmarks/lists.py BUNDLE --data FILE.jsonl --effort
 
-Each line of the file has a `prompt`, and the ways take turns over the same list of requests. Prints
-medians and quartiles over the rounds, and how many canvases differ from the first way's. With
-`--effort` the ways are the bundle's effort levels, and the loops of the faster levels with separate
-passes to store blocks.
+Each line of the file has a `prompt`. The variants take turns over the same requests. Prints medians
+and quartiles over the rounds, and how many canvases differ from those of the first variant. With
+`--effort`, the variants are the bundle's effort levels. The loops of the faster levels are also run
+with separate passes to store blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python: its quantiser, and passes over sequences of token ids."""
+"""Uses llama.cpp through llama-cpp-python: its quantiser, and passes over token ids."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _callback: Any = None  # llama.cpp keeps the pointer, so the callback must stay 
 
 @functools.cache
 def quiet_llama() -> Any:
-    """Import llama-cpp-python; it then prints only errors, on stderr."""
+    """Import llama-cpp-python and make it print only errors, to stderr."""
     import llama_cpp
 
     def tell(level: int, text: bytes, _: object) -> None:
@@ -42,7 +42,7 @@ def quiet_llama() -> Any:
 
 
 def quantise(source: Path, path: Path, file_type: str) -> None:
-    """Write a GGUF in one of ``FILE_TYPES`` from another, which may be quantised itself."""
+    """Convert a GGUF file to one of ``FILE_TYPES``. The source may be quantised too."""
     llama = quiet_llama()
     options = llama.llama_model_quantize_default_params()
     options.ftype, options.allow_requantize = FILE_TYPES[file_type], True
@@ -51,7 +51,7 @@ def quantise(source: Path, path: Path, file_type: str) -> None:
 
 
 def facts() -> dict[str, str]:
-    """Versions, and the instructions that llama.cpp was compiled for."""
+    """The versions, and the instruction sets for which llama.cpp was compiled."""
     llama = quiet_llama()
     return {
         "llama-cpp-python": llama.__version__,
@@ -61,8 +61,8 @@ def facts() -> dict[str, str]:
 
 
 class Llama:
-    """A GGUF on the CPU. A new context is made when the number of tokens changes. Keys and values
-    are held in fp32.
+    """A GGUF file opened on the CPU. Keys and values are fp32. If the number of tokens changes, a
+    new context is created.
     """
 
     def __init__(self, path: Path, threads: int, *, is_causal: bool) -> None:
@@ -91,7 +91,7 @@ class Llama:
             self.context = None
 
     def number(self, key: str) -> int:
-        """An integer of the GGUF's metadata."""
+        """An integer from the metadata of the GGUF file."""
         text = ctypes.create_string_buffer(32)
         if self.llama.llama_model_meta_val_str(self.model, key.encode(), text, len(text)) < 0:
             raise SystemExit(f"the GGUF has no {key}; delete build/benchmarks/*.gguf")
@@ -107,7 +107,7 @@ class Llama:
         return list(tokens[:count])
 
     def prepare(self, B: int, L: int) -> None:
-        """A context and a batch of ``B`` sequences of ``L`` tokens."""
+        """Create a context and a batch for ``B`` sequences of ``L`` tokens."""
         if self.shape == (B, L):
             return
         llama, tokens = self.llama, B * L
@@ -128,8 +128,8 @@ class Llama:
             self.batch.seq_id[i][0] = i // L
 
     def logits(self, canvases: np.ndarray) -> np.ndarray:
-        """Logits ``[B, L, V]`` of a pass over canvases ``[B, L]``. They are in the engine's memory
-        and valid until the next pass.
+        """Logits ``[B, L, V]`` of a pass over canvases ``[B, L]``. They are in the memory of the
+        engine, and only valid until the next pass.
         """
         B, L = canvases.shape
         self.prepare(B, L)

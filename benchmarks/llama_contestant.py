@@ -1,8 +1,9 @@
-"""llama.cpp's LLaDA through llama-cpp-python, and the denoising loop over its logits.
+"""Runs LLaDA in llama.cpp through llama-cpp-python, with the denoising loop in Python over its
+logits.
 
-llama.cpp keeps no keys and values for LLaDA: llama-model.cpp creates no memory for it, so
-llama_decode runs its encoder. The encoder scores every row, whatever the batch asks for. Each pass
-therefore computes the whole canvas, head included.
+llama.cpp has no cache for LLaDA. llama-model.cpp creates no memory for it, so llama_decode runs the
+encoder of llama.cpp. The encoder scores every row, even if the batch asks for fewer. So each pass
+computes the whole canvas, including the head.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ class LlamaCpp(Contestant):
 
 
 def _score(logits: np.ndarray, mask: int) -> tuple[np.ndarray, np.ndarray]:
-    """Best tokens and their probabilities ``[M]`` from logits ``[M, V]``, which it overwrites."""
+    """The best tokens and their probabilities ``[M]``, from logits ``[M, V]``. The logits are
+    overwritten.
+    """
     logits[:, mask] = -np.inf
     best = logits.argmax(1)
     logits -= logits[np.arange(len(best)), best, None]

@@ -1,10 +1,10 @@
-"""Measure what a block costs on canvases of 4k, 16k and 32k tokens.
+"""Measure the time and memory per block on canvases of 4k, 16k and 32k tokens.
 
     python benchmarks/long.py [--lengths 4096,16384,32768] [--precisions fp32,int8] [--refresh 0,32,64] [--json FILE]
 
-Each block opens with a full pass or a refresh. A small random denoiser fills the last 128 tokens in
-blocks of 32, with four passes a block and the dual cache. Each run is a new process, which measures
-its largest resident set. A run that needs more memory than --memory is reported as such.
+Each block starts with a full pass or a refresh. A small random denoiser fills the last 128 tokens
+in blocks of 32, with four passes per block and the dual cache. Each run is a new process, and its
+largest resident set is measured. If a run needs more memory than --memory, it is reported as such.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def bundle_of(precision: str) -> Path:
 
 
 def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, Any]:
-    """Run one generation and time each step: seconds of the first pass, ms of the opening passes of
-    later blocks and of other passes, and bytes held.
+    """Run one generation and time its steps. Returns the seconds of the first pass, the ms of the
+    first passes of later blocks and of all other passes, and the bytes held.
     """
     import dlm_runtime
     from dlm_export.bundle.manifest import network_of

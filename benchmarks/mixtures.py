@@ -1,13 +1,15 @@
-"""Compare a mixture of experts with a dense denoiser of its active size, and with computing all
-experts.
+"""Compare a mixture of experts with two other denoisers: a dense one with the size of its active
+part, and one that computes all experts.
 
     python benchmarks/mixtures.py [--layers 8] [--precision int8] [--rounds 9] [--json FILE]
 
-About a billion random parameters in LLaDA-MoE's layout, 8 of 64 experts a token. Passes of the
-three take turns in one process. Limits are the roofline's, from the rates of this machine that
-``dlm-export bench`` measures. Memory is measured in a new process for each: after passes of 1, 4,
-32 and 256 tokens, and after a single pass of one token, which does not read the experts that no
-token chose.
+The mixture has about a billion random parameters in the layout of LLaDA-MoE, and uses 8 of 64
+experts per token. Passes of the three denoisers take turns in one process. They are compared with
+the limits of the roofline model, for the rates of this machine that ``dlm-export bench`` measures.
+
+Memory is measured in a new process for each denoiser, at two times: after passes of 1, 4, 32 and
+256 tokens, and after a single pass of one token. In the second case, the experts that no token
+chose were never read.
 """
 
 from __future__ import annotations
@@ -49,12 +51,12 @@ KINDS = {
     "dense, active size": (ACTIVE, 0),
     "all experts": (COUNT, 1),
 }
-"""Experts a token, and whether layers have them."""
+"""The number of experts per token, and whether layers have experts."""
 PASSES = ((1, 255, 1), (4, 252, 4), (32, 224, 32), (256, 0, 256))  # (T, S, R)
 
 
 def bundle_of(kind: str, layers: int, precision: str) -> Path:
-    """Build a bundle once. All kinds with experts have the same weights."""
+    """Build a bundle once. All kinds of bundle with experts have the same weights."""
     from checkpoints import llada_moe_config
 
     active, has_experts = KINDS[kind]
@@ -69,8 +71,8 @@ def bundle_of(kind: str, layers: int, precision: str) -> Path:
 
 
 def memory(path: Path) -> dict[str, int]:
-    """Bytes that this process holds after passes: anonymous memory and mapped files, also after a
-    pass that uses few experts.
+    """The bytes that this process holds after passes, as anonymous memory and as mapped files. Also
+    the bytes after a pass that uses few experts.
     """
     with dlm_runtime.open(path, check_hashes=False) as bundle:
         bundle.time_passes(1, 0, 1, 1)
@@ -82,7 +84,9 @@ def memory(path: Path) -> dict[str, int]:
 
 
 def limits(path: Path, rates: roofline.Rates) -> dict[tuple[int, int, int], tuple[float, int]]:
-    """For each pass, the least seconds by the roofline and the bytes of weights that it reads."""
+    """For each pass, the lower bound of its seconds by the roofline model, and the bytes of weights
+    that it reads.
+    """
     manifest = json.loads((path / "manifest.json").read_text())
     network, layers = network_of(manifest), manifest["precision"].get("layers", {})
     work = {size: roofline.work_of(network, layers, *size) for size in PASSES}

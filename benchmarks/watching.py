@@ -12,8 +12,8 @@ SAMPLE_S = 0.05
 
 
 def watched(command: list[str]) -> tuple[str, dict[str, Any]]:
-    """Run a command. Returns its output, and its ``seconds``, ``exit`` and the bytes of
-    ``Watched.row``.
+    """Run a command. Returns its output, and a row with its ``seconds``, its ``exit`` code and the
+    bytes of ``Watched.row``.
     """
     began = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -28,7 +28,7 @@ def watched(command: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def figures(path: Path) -> dict[str, int]:
-    """``name: number`` lines of a file under /proc/PID; kB as bytes."""
+    """The lines ``name: number`` of a file under /proc/PID. Values in kB are converted to bytes."""
     found = {}
     for line in path.read_text().splitlines():
         name, _, value = line.partition(":")
@@ -47,7 +47,9 @@ def finished(command: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 class Watched:
-    """The highest memory of a process and the bytes that it moved. Samples every ``SAMPLE_S``."""
+    """Records the highest memory of a process and the bytes that it read and wrote. Takes a sample
+    every ``SAMPLE_S`` seconds.
+    """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.folder = Path(f"/proc/{process.pid}")
@@ -73,8 +75,8 @@ class Watched:
             time.sleep(SAMPLE_S)
 
     def row(self) -> dict[str, int]:
-        """Bytes by name. ``disk`` counts accesses to storage; ``calls`` counts the bytes of read
-        and write calls, cached or not.
+        """The bytes, by name. ``disk`` counts accesses to storage. ``calls`` counts the bytes of
+        read and write calls, including cached ones.
         """
         self.thread.join()
         names = {

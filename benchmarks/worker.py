@@ -2,10 +2,11 @@
 
     python benchmarks/worker.py SIZE NAME THREADS
 
-Reads requests as JSON lines on stdin and writes answers on stdout; all other output goes to stderr.
-A request has an action, ``do``, and its arguments: ``generate`` (prompts, new, policy, passes),
-``pass`` (B, T, S, R), ``best_tokens`` (canvas), ``about``. If the contestant cannot do it, the
-answer is ``not_offered`` with the reason.
+Reads requests as JSON lines from stdin and writes answers to stdout. All other output goes to
+stderr. The member ``do`` of a request names an action, and the other members are its arguments:
+``generate`` (prompts, new, policy, passes), ``pass`` (B, T, S, R), ``best_tokens`` (canvas),
+``about``. If the contestant does not support the action, the answer is ``not_offered`` with the
+reason.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dlm_export.planning.bench import peak_rss_bytes
 
 
 def make(name: str, size: str, threads: int) -> Contestant:
-    """The contestant with this name; ``contestants`` lists them."""
+    """The contestant with this name. The module ``contestants`` lists the names."""
     engine, _, kind = name.partition("-")
     if engine == NATIVE:
         return Native(size, kind, threads)
@@ -34,15 +35,15 @@ def make(name: str, size: str, threads: int) -> Contestant:
 
 
 class Server:
-    """Answers requests to one contestant. Passes stay prepared between rounds."""
+    """Answers the requests to one contestant. Prepared passes are kept between rounds."""
 
     def __init__(self, contestant: Contestant) -> None:
         self.contestant = contestant
         self.passes: dict[tuple[int, ...], Callable[[], float]] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what ``request`` asks for. ``peak_rss_bytes`` is the process's peak so far, with
-        mapped files.
+        """Carry out a request. ``peak_rss_bytes`` in the answer is the peak memory of the process
+        so far, including mapped files.
         """
         kind = request.pop("do")
         try:

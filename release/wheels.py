@@ -1,14 +1,16 @@
-"""Builds what a release is made of into dist/: the sdist, and wheels for x86-64 and aarch64 with
-the native library compiled.
+"""Builds the files of a release into dist/: the sdist, and wheels for x86-64 and aarch64 that
+contain the compiled native library.
 
     python release/wheels.py [--architecture x86_64] [--architecture aarch64]
 
-Wheels are made of the sdist, so that it is proved to hold everything. The library has the C++
-library in it (libstdc++ linked statically): what the wheel then needs of a system is glibc alone,
-and its tag says of which version, read from the symbols that the library asks for and checked by
-auditwheel. For aarch64 Debian's cross compiler is needed: g++-aarch64-linux-gnu. If it is missing,
-the script says so before it builds anything, builds the sdist and the other wheel, and exits with
-1.
+Wheels are built from the sdist, which proves that the sdist is complete. The C++ library
+(libstdc++) is linked statically, so the only library that a wheel needs from the system is glibc.
+The tag of the wheel names the required version of glibc. The script reads this version from the
+symbols that the native library imports, and auditwheel checks it.
+
+The aarch64 wheel needs Debian's cross compiler (g++-aarch64-linux-gnu). If the compiler is missing,
+the script says so before it builds anything. It then builds the sdist and the other wheel, and
+exits with 1.
 """
 
 from __future__ import annotations
@@ -26,14 +28,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
-TOOLCHAIN = "runtime/native/cmake/aarch64-linux-gnu.cmake"  # in the sdist as here
+TOOLCHAIN = "runtime/native/cmake/aarch64-linux-gnu.cmake"  # the same path in the sdist
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 OBJDUMP = {"x86_64": "objdump", "aarch64": "aarch64-linux-gnu-objdump"}
 STATIC = "DLM_STATIC_LIBSTDCXX"
 
 
 def run(*command: str | Path, **variables: str) -> str:
-    """Standard output of a program; what it says goes to stderr, and a failure ends this one."""
+    """Run a program and return its standard output. If the program fails, this script exits with
+    that output as the message.
+    """
     print("$", *command, file=sys.stderr, flush=True)
     words = [str(part) for part in command]
     done = subprocess.run(
@@ -45,8 +49,8 @@ def run(*command: str | Path, **variables: str) -> str:
 
 
 def glibc_of(wheel: Path, architecture: str) -> tuple[int, int]:
-    """The oldest glibc that has every symbol that the wheel's library asks for. Exits where it asks
-    for a C++ library.
+    """The oldest version of glibc that has every symbol that the wheel's library imports. If the
+    library imports symbols of a C++ library, this script ends.
     """
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
         named = [
@@ -68,7 +72,9 @@ def glibc_of(wheel: Path, architecture: str) -> tuple[int, int]:
 
 
 def obstacle(architecture: str) -> str | None:
-    """Why no wheel for a processor can be built here, and what to do; None if it can."""
+    """The reason why no wheel for this processor can be built here, and what to do about it. None
+    if it can be built.
+    """
     if architecture == platform.machine():
         return None
     if architecture != "aarch64":
@@ -79,13 +85,13 @@ def obstacle(architecture: str) -> str | None:
 
 
 def build_wheel(sdist: Path, architecture: str, folder: Path) -> Path:
-    """The wheel of an sdist for a processor, tagged for the glibc that it needs."""
+    """Build the wheel for a processor from the sdist. Its tag names the glibc that it needs."""
     settings = [f"cmake.define.{STATIC}=ON"]
     variables, isolation = {}, []
     if architecture != platform.machine():
         settings.append(f"cmake.define.CMAKE_TOOLCHAIN_FILE={ROOT / TOOLCHAIN}")
-        # What sysconfig calls the platform, for the tag. pip believes it too, and would fetch the
-        # other processor's CMake.
+        # This variable sets the platform that sysconfig reports, which determines the tag. pip uses
+        # it too, and would then download CMake for the other processor.
         variables, isolation = (
             {"_PYTHON_HOST_PLATFORM": f"linux-{architecture}"},
             ["--no-build-isolation"],

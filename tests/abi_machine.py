@@ -1,8 +1,9 @@
-"""Random calls of the C ABI in any order, checked against a model of the handles.
+"""Makes random calls of the C ABI in any order, and checks them against a model of the handles.
 
-Usage: ``abi_machine.py EXAMPLES STEPS``. Hypothesis draws the calls. The program runs in its own
-process, over the library of $DLM_RUNTIME_LIBRARY, so that a crash is a test failure and does not
-end the tests. A handle is either NULL or valid: the header defines no other state.
+Usage: ``abi_machine.py EXAMPLES STEPS``. Hypothesis chooses the calls. The program runs in a
+separate process, so that a crash fails one test and does not end the test run. It uses the library
+that $DLM_RUNTIME_LIBRARY names. A handle is either NULL or valid, because the header defines no
+other state.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ lib = _native.library()
 
 
 def usually(right: st.SearchStrategy[Any], wrong: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Draw a right value nine times in ten, because most calls must succeed for later ones to
-    matter.
+    """Choose a valid value nine times in ten. Most calls must succeed, because later calls depend
+    on them.
     """
     return st.integers(0, 9).flatmap(lambda drawn: wrong if drawn == 9 else right)
 
 
 WRONG_NUMBERS = st.sampled_from([-1, 0, 1, 3, CANVAS + 1, 1 << 24, (1 << 31) - 1, -(1 << 31)])
 NUMBERS = usually(st.integers(0, 24), WRONG_NUMBERS)
-NO_STATUS = ("dlm_job_wait",)  # that return another number
+NO_STATUS = ("dlm_job_wait",)  # these functions return another number instead of a status
 IDS = st.integers(0, VOCAB - 1)
 TOKENS = usually(
     st.lists(IDS, max_size=20), st.lists(IDS | st.sampled_from([-1, VOCAB, 1 << 30]), max_size=20)
@@ -54,7 +55,7 @@ RARELY = st.integers(0, 9).map(lambda drawn: drawn == 0)
 
 @st.composite
 def policies(draw: st.DrawFn) -> Any:
-    """A policy with a few fields set to allowed or forbidden values."""
+    """A policy in which a few fields are set to allowed or forbidden values."""
     policy = _native.initialised(_native.Policy)
     for field in draw(st.lists(st.sampled_from(_native.policy_fields()), max_size=2)):
         name = field.name.decode()
@@ -80,8 +81,8 @@ def policies(draw: st.DrawFn) -> Any:
 
 
 class Calls(RuleBasedStateMachine):
-    """One bundle with a session, a scheduler and its jobs. ``inside``: how deep in a call of the
-    session, through callbacks.
+    """A bundle with one session, one scheduler and its jobs. ``inside`` is the number of session
+    calls in progress, since callbacks can make calls too.
     """
 
     def __init__(self) -> None:
@@ -136,7 +137,7 @@ class Calls(RuleBasedStateMachine):
         return self._noting(self._from_inside)
 
     def _noting(self, work: Callable[[], int]) -> int:
-        """Record an exception of a callback, which ctypes would only print."""
+        """Record an exception of a callback. Otherwise ctypes would only print it."""
         try:
             return work()
         except BaseException as err:
@@ -187,7 +188,7 @@ class Calls(RuleBasedStateMachine):
         policy = draw.draw(policies(), "policy")
         given = (C.c_int32 * max(len(tokens), 1))(*tokens)
         stops = (C.c_char_p * 2)(b"ab", "é".encode())
-        request.kept = policy, given, stops  # as long as the struct
+        request.kept = policy, given, stops  # must live as long as the struct
         request.tokens, request.token_count = C.cast(given, _native.i32p), len(tokens)
         if not draw.draw(RARELY):
             request.policy = C.pointer(policy)
@@ -353,7 +354,7 @@ class Calls(RuleBasedStateMachine):
         before=st.booleans(),
     )
     def arrange(self, fails: int, stops_at: int, reenters: bool, before: bool) -> None:
-        """How the callbacks of later calls behave."""
+        """Set how the callbacks of later calls behave."""
         self.fails_at = self.passes + fails if fails else 0
         self.stops_at, self.reenters = stops_at, reenters
         callback = self.before_pass if before else C.cast(None, BeforePassFn)
@@ -430,7 +431,7 @@ class Calls(RuleBasedStateMachine):
 
     @rule()
     def hand_in_nothing(self) -> None:
-        """Every function that takes a handle, with NULL for all that it takes."""
+        """Call every function that takes a handle, with NULL for all arguments."""
         numbers = (C.c_int32, C.c_size_t, C.c_double, BeforePassFn, PassFn)
         for name, (result, arguments) in _native.HEADER.functions.items():
             if name.endswith(("field_at", "kernel_set_at", "status_name", "version")):
@@ -441,7 +442,7 @@ class Calls(RuleBasedStateMachine):
             assert result is not C.c_int32 or name in NO_STATUS or status == INVALID, name
 
     def teardown(self) -> None:
-        """In either order of jobs and their scheduler."""
+        """Destroy the jobs and their scheduler in either order."""
         if self.passes % 2:
             lib.dlm_scheduler_destroy(self.scheduler)
         for job in self.jobs:

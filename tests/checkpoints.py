@@ -1,4 +1,4 @@
-"""Small seeded random checkpoints in the released layouts, for tests and benchmarks."""
+"""Small random checkpoints in the released layouts, made from a seed, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 
 def llada_config(**changes: Any) -> dict[str, Any]:
-    """config.json of a tiny LLaDA under the released keys."""
+    """The config.json of a tiny LLaDA, with the released keys."""
     return {
         "architectures": ["LLaDAModelLM"],
         "model_type": "llada",
@@ -41,7 +41,7 @@ def llada_config(**changes: Any) -> dict[str, Any]:
 
 
 def dream_config(**changes: Any) -> dict[str, Any]:
-    """config.json of a tiny Dream under the released keys."""
+    """The config.json of a tiny Dream, with the released keys."""
     return {
         "architectures": ["DreamModel"],
         "model_type": "Dream",
@@ -63,8 +63,8 @@ def dream_config(**changes: Any) -> dict[str, Any]:
 
 
 def a2d_qwen3_config(**changes: Any) -> dict[str, Any]:
-    """config.json of a tiny Qwen3 converted to a denoiser (A2D): heads wider than hidden/heads, q
-    and k normed a head.
+    """The config.json of a tiny Qwen3 that was converted to a denoiser (A2D). Its heads are wider
+    than hidden size / number of heads, and queries and keys have a norm per head.
     """
     return {
         "architectures": ["A2DQwen3LMHeadModel"],
@@ -89,7 +89,7 @@ def a2d_qwen3_config(**changes: Any) -> dict[str, Any]:
 
 
 def llada_moe_config(**changes: Any) -> dict[str, Any]:
-    """config.json of a tiny LLaDA-MoE under the released keys."""
+    """The config.json of a tiny LLaDA-MoE, with the released keys."""
     return {
         "architectures": ["LLaDAMoEModelLM"],
         "model_type": "llada",
@@ -123,7 +123,9 @@ def llada_moe_config(**changes: Any) -> dict[str, Any]:
 
 
 def sdar_config(**changes: Any) -> dict[str, Any]:
-    """config.json of a tiny SDAR under the released keys: Qwen3's, and the length of a block."""
+    """The config.json of a tiny SDAR, with the released keys. They are those of Qwen3 and the block
+    length.
+    """
     other = {
         "architectures": ["SDARForCausalLM"],
         "model_type": "sdar",
@@ -134,8 +136,8 @@ def sdar_config(**changes: Any) -> dict[str, Any]:
 
 
 def fast_dllm_v2_config(**changes: Any) -> dict[str, Any]:
-    """config.json of a tiny Fast-dLLM v2 under the released keys: Qwen2.5's, and the length of a
-    block; no mask token.
+    """The config.json of a tiny Fast-dLLM v2, with the released keys. They are those of Qwen2.5 and
+    the block length. There is no mask token.
     """
     other = {
         "architectures": ["Fast_dLLM_QwenForCausalLM"],
@@ -146,14 +148,14 @@ def fast_dllm_v2_config(**changes: Any) -> dict[str, Any]:
 
 
 def a2d_config(trunk: str, **changes: Any) -> dict[str, Any]:
-    """config.json of a tiny Qwen2, Qwen3 or Llama converted to a denoiser (A2D)."""
+    """The config.json of a tiny Qwen2, Qwen3 or Llama that was converted to a denoiser (A2D)."""
     named = {"architectures": [f"A2D{trunk}LMHeadModel"], "model_type": f"a2d-{trunk.lower()}"}
     return (a2d_qwen3_config if trunk == "Qwen3" else dream_config)(**named | changes)
 
 
 def llada2_config(**changes: Any) -> dict[str, Any]:
-    """config.json of a tiny LLaDA2 under the released keys: 16 experts in 4 groups, the first layer
-    dense.
+    """The config.json of a tiny LLaDA2, with the released keys. It has 16 experts in 4 groups, and
+    its first layer is dense.
     """
     return {
         "architectures": ["LLaDA2MoeModelLM"],
@@ -192,8 +194,8 @@ def llada2_config(**changes: Any) -> dict[str, Any]:
 
 
 def qwen3_moe_config(architecture: str, **changes: Any) -> dict[str, Any]:
-    """config.json of a tiny RND1 (``RND1LM``) or SDAR-MoE (``SDARMoeForCausalLM``) under the
-    released keys: Qwen3-MoE's.
+    """The config.json of a tiny RND1 (``RND1LM``) or SDAR-MoE (``SDARMoeForCausalLM``), with the
+    released keys, which are those of Qwen3-MoE.
     """
     mixture = {
         "num_experts": 8,
@@ -315,7 +317,7 @@ def qwen3_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def _with_experts(
     shapes: dict[str, tuple[int, ...]], layer: str, hidden: int, experts: int, size: int
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes with a router and experts in the place of a layer's MLP."""
+    """Replace the MLP of a layer by a router and experts."""
     dense = _gated_shapes(f"{layer}mlp.", hidden, 1)
     kept = {name: shape for name, shape in shapes.items() if name not in dense}
     kept[f"{layer}mlp.gate.weight"] = (experts, hidden)
@@ -335,7 +337,9 @@ def _gated_shapes(prefix: str, hidden: int, size: int) -> dict[str, tuple[int, .
 def _qwen_shapes(
     config: dict[str, Any], *, bias: bool, attention: dict[str, tuple[int, ...]] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """``attention``: weights of a layer's attention that only some of these layouts have."""
+    """The shapes of a network with Qwen's layout. ``attention`` has the weights that only some of
+    these layouts have.
+    """
     hidden, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head_size = config.get("head_dim") or hidden // config["num_attention_heads"]
     q, kv = head_size * config["num_attention_heads"], head_size * config["num_key_value_heads"]
@@ -381,8 +385,8 @@ SHAPES = {
 def random_tensor(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
-    """Weights that keep activations near unit size and spread the logits, so that predictions are
-    not all ties.
+    """Random weights that keep activations near unit size. They spread the logits, so that
+    predictions are not all tied.
     """
     noise = torch.randn(shape, generator=generator)
     if "norm" in name or "ln_f" in name:
@@ -421,7 +425,7 @@ def write_checkpoint(
         tensors = {name: random_tensor(name, shapes[name], dtype, generator) for name in mine}
         save_file(
             tensors, path / file, metadata={"format": "pt"}
-        )  # as transformers writes it, and old versions insist on
+        )  # transformers writes this key, and old versions require it
         weight_map |= dict.fromkeys(mine, file)
     if shards > 1:
         (path / "model.safetensors.index.json").write_text(
@@ -437,13 +441,13 @@ LINEARS = (
     "proj.weight",
     "attn_out.weight",
     "ff_out.weight",
-)  # how the matrices of both layouts end, and LLaDA's head
+)  # the names of matrices in both layouts, and of LLaDA's head, end like this
 
 
 def quantised_fp8(
     base: str, w: torch.Tensor, *, per_channel: bool = False, input_amax: float | None = 3.5
 ) -> dict[str, Any]:
-    """A weight ``[out, in]`` and its scales as FP8; ``base`` is its name without ``.weight``."""
+    """A weight ``[out, in]`` and its scales in FP8. ``base`` is its name without ``.weight``."""
     amax = w.float().abs().amax(1) if per_channel else w.float().abs().amax()
     scale = amax / 448
     codes = (w.float() / (scale[:, None] if per_channel else scale)).to(torch.float8_e4m3fn)
@@ -456,16 +460,16 @@ def quantised_fp8(
 def quantised_nvfp4(
     base: str, w: torch.Tensor, *, input_amax: float | None = 3.5
 ) -> dict[str, Any]:
-    """A weight ``[out, in]`` and its scales as NVFP4, two codes a byte, the earlier in the low
-    nibble.
+    """A weight ``[out, in]`` and its scales in NVFP4. A byte has two codes, the first of them in
+    the low four bits.
     """
     rows, inputs = w.shape
     scale_2 = w.float().abs().amax() / (6 * 448)
     groups = w.float().view(rows, inputs // 16, 16)
     scale = (groups.abs().amax(-1) / (6 * scale_2)).clamp(2**-9, 448).to(torch.float8_e4m3fn)
     scaled = groups / (scale.float() * scale_2)[..., None]
-    # The first of two equally near values: not the rounding of any exporter, and as good for what
-    # reads it.
+    # If two values are equally near, this takes the first. No exporter rounds like this, but every
+    # reader must accept it.
     magnitude = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
     codes = (magnitude + 8 * (scaled < 0)).view(rows, inputs).to(torch.uint8)
     tensors = {
@@ -481,11 +485,11 @@ def quantised_nvfp4(
 def write_quantised(
     path: Path, config: dict[str, Any], algorithm: str, *, seed: int = 0, head: bool = False
 ) -> Path:
-    """A checkpoint as modelopt exports it: ``FP8``, ``FP8_PER_CHANNEL_PER_TOKEN``, ``NVFP4``,
-    ``W4A16_NVFP4`` or mixed.
+    """Write a checkpoint as modelopt exports it, in ``FP8``, ``FP8_PER_CHANNEL_PER_TOKEN``,
+    ``NVFP4``, ``W4A16_NVFP4`` or mixed precision.
 
-    ``MIXED_PRECISION`` is NVFP4 in the MLP and FP8 in attention. The head stays as it is unless
-    ``head``.
+    ``MIXED_PRECISION`` means NVFP4 in the MLP and FP8 in attention. The head is only quantised if
+    ``head`` is set.
     """
     write_checkpoint(path, config, seed=seed)
     heads = ("model.transformer.ff_out", "lm_head")

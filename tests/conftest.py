@@ -1,4 +1,4 @@
-"""Checkpoints and bundles that many tests share. Each is built once a session."""
+"""Checkpoints and bundles that many tests share. Each is built once per test session."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from traces import trace_once
 
 from dlm_export.graph import trace
 
-# Tiny denoisers: a second thread costs more than it computes, and much more beside other work.
+# For tiny denoisers, a second thread costs more time than it saves, especially on a busy machine.
 torch.set_num_threads(1)
 
-# Files that share slow fixtures (engines, the demo) run on one worker. Every other file is a separate
-# group. All workers share the folder of the native build.
+# Files that share slow fixtures (engines, the demo) run on the same worker. Every other file is a
+# separate group. All workers share the folder of the native build.
 GROUPS = {
     "demo": ("test_demo", "test_tools", "test_chat", "test_special_tokens"),
     "engines": (
@@ -32,9 +32,9 @@ GROUPS = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
+@pytest.hookimpl(tryfirst=True)  # runs before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups for pytest-xdist's ``--dist loadgroup``."""
+    """Assign each test to a group for pytest-xdist's ``--dist loadgroup``."""
     of = {name: group for group, names in GROUPS.items() for name in names}
     for item in items:
         item.add_marker(pytest.mark.xdist_group(of.get(item.path.stem, item.path.stem)))
@@ -59,7 +59,7 @@ def _traced_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def llada_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random LLaDA: full heads, one file, fp32."""
+    """A tiny random LLaDA with as many key and value heads as query heads, in one fp32 file."""
     return write_checkpoint(
         tmp_path_factory.mktemp("checkpoints") / "llada", llada_config(), seed=1
     )
@@ -67,7 +67,9 @@ def llada_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dream_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Dream: grouped queries, q/k/v bias, shift 1, three bf16 shards."""
+    """A tiny random Dream with grouped queries, biases of q, k and v, and shift 1, in three bf16
+    shards.
+    """
     path = tmp_path_factory.mktemp("checkpoints") / "dream"
     return write_checkpoint(path, dream_config(), seed=2, dtype=torch.bfloat16, shards=3)
 
@@ -90,7 +92,7 @@ def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def several_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The second demo, block-causal, as an fp32 bundle."""
+    """The second demo, which is block-causal, as an fp32 bundle."""
     return _build(
         DEMO_CHECKPOINT.parent / "demo-several", tmp_path_factory.mktemp("bundles") / "several"
     )

@@ -1,12 +1,15 @@
-"""The proposer of constrained requests, token by token and in exact arithmetic.
+"""A reference for constrained requests: it finds the text of a block token by token, in exact
+arithmetic.
 
-The native loop computes the same with token classes and edges. The proposer finds the most likely
-text, or samples one, among those that the automaton accepts and that contain the decided tokens.
-After the last scored position, a text only has to be possible. Texts compare first by their number
-of ruled-out tokens (logit -inf), fewest first. Samples then compare by the number of tokens that
-``top_p`` and ``top_k`` cut. Then the sum of logits decides. Logits are integer multiples of 2^-149
-here, so sums are exact. If texts are equally likely, the one whose leftmost different token has the
-lowest id wins.
+The native loop computes the same result with classes of tokens and edges. The reference considers
+the texts that the automaton accepts and that contain the decided tokens. It returns the most likely
+of them, or draws one. After the last scored position, it is enough that some text is possible.
+
+Texts are compared by three numbers in this order. The first is the number of ruled-out tokens
+(logit -inf), where fewer is better. When a text is drawn, the second is the number of tokens that
+``top_p`` and ``top_k`` cut. The third is the sum of the logits. Logits are integer multiples of
+2^-149 here, so the sums are exact. If two texts are equally likely, the text with the lower id at
+the first position where they differ is chosen.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ _UNIT = 2**149  # every finite float32 is a whole number of 1 / _UNIT
 
 
 class Weight(NamedTuple):
-    """Weight of one text, or of several together. It is a tuple, so ``max`` finds the best text."""
+    """The weight of one text, or the combined weight of several texts. It is a tuple, so ``max``
+    finds the best text.
+    """
 
-    kept: int  # the number of ruled-out tokens, negated
-    within: int  # the number of cut tokens, negated
+    kept: int  # minus the number of ruled-out tokens
+    within: int  # minus the number of cut tokens
     logits: (
         int  # sum over the other tokens of logit minus the row's best logit, in units of 1 / _UNIT
     )
@@ -75,8 +80,8 @@ def total(weights: list[Weight], temperature: float) -> Weight:
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """An automaton over tokens: ``following`` int64 ``[Q, V]`` is the next state, -1 if not
-    allowed; ``ends`` bool ``[Q]`` marks accepting states.
+    """An automaton over tokens. ``following`` int64 ``[Q, V]`` is the next state for each state and
+    token, or -1 if the token is not allowed. ``ends`` bool ``[Q]`` marks accepting states.
     """
 
     following: np.ndarray
@@ -100,11 +105,12 @@ Position = tuple[np.ndarray, Callable[[int], Weight]]
 
 
 class Texts:
-    """All texts of an automaton over some positions; a text's weight is the sum of its tokens'
-    weights.
+    """All texts that an automaton accepts over some positions. The weight of a text is the sum of
+    the weights of its tokens.
 
-    Sampling goes forward over sums computed from the last position: forward filtering, backward
-    sampling (Carter and Kohn, 1994) with the direction reversed.
+    To draw a text, sums of weights are computed from the last position to the first. Then tokens
+    are drawn from the first position to the last. This is forward filtering, backward sampling
+    (Carter and Kohn, 1994) with the directions exchanged.
     """
 
     def __init__(
@@ -115,10 +121,8 @@ class Texts:
         ends: np.ndarray,
         temperature: float,
     ) -> None:
-        """Start at ``state``; ``following`` is as in ``_Tokens``; ``ends`` bool ``[Q + 1]`` marks
-        accepting states.
-
-        Temperature 0 computes the best text only.
+        """The texts start in ``state``. ``following`` is as in ``_Tokens``. ``ends`` bool ``[Q +
+        1]`` marks accepting states. With temperature 0, only the best text is computed.
         """
         self.following, self.state, self.temperature = following, state, temperature
         met = [{state}]
@@ -141,8 +145,8 @@ class Texts:
                     for token in {token for way in ways.values() for token, _ in way}
                 }
             )
-        #: Per position: state -> weight of all texts from there on (temperature 0: of the best
-        #: one).
+        # For each position: state -> weight of all texts from this state on. With temperature 0,
+        # the weight of the best one.
         self.ahead: list[dict[int, Weight]] = [{at: NOTHING for at in met[-1] if ends[at]}]
         for ways, weights in zip(reversed(self.steps), reversed(self.weights), strict=True):
             found = dict[int, Weight]()
@@ -171,7 +175,7 @@ class Texts:
         return np.array(found, np.int64)
 
     def draw(self, seed: int, passes: int, first: int) -> np.ndarray:
-        """Sample one text, int64 ``[N]``, with this pass's noise for positions from ``first`` on."""
+        """Draw one text, int64 ``[N]``. From position ``first`` on, uses this pass's noise."""
         state, found = self.state, list[int]()
         for position in range(len(self.steps)):
             noise = gumbels(seed, passes, first + position, self.following.shape[1])
@@ -184,7 +188,7 @@ class Texts:
         return np.array(found, np.int64)
 
     def marginals(self) -> np.ndarray:
-        """Probability of each token at each position, float64 ``[N, V]``."""
+        """The probability of each token at each position, float64 ``[N, V]``."""
         mass = {self.state: 1.0}
         found = np.zeros((len(self.steps), self.following.shape[1]))
         for position in range(len(self.steps)):
@@ -201,7 +205,7 @@ class Texts:
 
 
 class Constrained(Proposer):
-    """Restricts a request to an automaton, from its first undecided position to its last."""
+    """Restricts a request to an automaton, from its first to its last undecided position."""
 
     def __init__(
         self,
@@ -211,7 +215,9 @@ class Constrained(Proposer):
         automaton: Automaton,
         canvas: Canvas,
     ) -> None:
-        """``eos_token_id`` is the only end token written. Raises ValueError if no text fits."""
+        """``eos_token_id`` is the only end token that is written. Raises ValueError if no text
+        fits.
+        """
         super().__init__(mask_token_id, policy)
         self.eos_token_id, self.tokens = eos_token_id, _by_tokens(automaton)
         wanted = np.flatnonzero(canvas.undecided)
@@ -221,7 +227,7 @@ class Constrained(Proposer):
             raise ValueError("no text that the constraint accepts fits the canvas")
 
     def _choices(self, canvas: Canvas, position: int) -> np.ndarray:
-        """Tokens that the canvas allows at a position."""
+        """The tokens that the canvas allows at a position."""
         return (
             np.arange(self.tokens.following.shape[1])
             if canvas.undecided[position]
@@ -229,8 +235,8 @@ class Constrained(Proposer):
         )
 
     def _ahead(self, canvas: Canvas) -> dict[int, np.ndarray]:
-        """Position -> whether a text from each state fits the rest, bool ``[Q + 1]``; the last
-        entry is False.
+        """For each position: whether the rest of the canvas has room for a text from each state,
+        bool ``[Q + 1]``. The last entry is False.
         """
         found = {self.last: np.append(self.tokens.ends, False)}
         for position in range(self.last - 1, self.first - 1, -1):
@@ -307,8 +313,8 @@ class Constrained(Proposer):
         return Proposals(tokens, scores_of_draw(by, marginals, tokens), probs)
 
     def _is_cut(self, wide: np.ndarray, best: np.ndarray) -> np.ndarray:
-        """The tokens that ``top_p`` or ``top_k`` cuts, bool ``[M, V]``. A text uses a cut token
-        only if no text has fewer.
+        """Mark the tokens that ``top_p`` or ``top_k`` cuts, bool ``[M, V]``. A text uses a cut
+        token only if no text has fewer of them.
         """
         behind = wide - wide[np.arange(len(best)), best][:, None]
         return ~kept_tokens(
@@ -316,7 +322,7 @@ class Constrained(Proposer):
         )
 
     def complete(self, canvas: Canvas, guess: np.ndarray) -> np.ndarray:
-        """The text with the fewest tokens that contains the last proposals."""
+        """Return the text that contains the last proposals and has the fewest tokens."""
         pinned = Canvas(
             np.where(canvas.undecided & (guess >= 0), guess, canvas.tokens),
             canvas.undecided & (guess < 0),

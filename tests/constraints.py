@@ -16,7 +16,8 @@ from dlm_runtime.constraints.automaton import Automaton
 from dlm_runtime.constraints.compiled import CompileLimits, Constraint, Content, compile_content
 from dlm_runtime.constraints.vocabulary import Vocabulary
 
-# What JSON is written with, pieces of these, and bytes that are no characters by themselves.
+# Strings that occur in JSON texts, parts of these strings, and bytes that are not complete
+# characters.
 PIECES = (
     '{"',
     '":',
@@ -38,7 +39,7 @@ PIECES = (
 
 
 class Longest(Vocabulary):
-    """A vocabulary whose tokenizer takes the longest token that there is."""
+    """A vocabulary whose tokenizer always takes the longest possible token."""
 
     def first_tokens(self, texts: Sequence[str]) -> list[int]:
         fits = [
@@ -55,8 +56,8 @@ class Longest(Vocabulary):
 def made_up_vocabulary(
     size: int, never: Sequence[int], kind: type[Vocabulary] = Vocabulary
 ) -> Vocabulary:
-    """Every printable byte, ``PIECES``, and parts of characters; in an order of its own, None for
-    the ids of ``never``.
+    """A vocabulary of every printable byte, ``PIECES``, and parts of characters, in arbitrary
+    order. Entries whose ids are in ``never`` are None.
     """
     single = [bytes([byte]) for byte in range(0x20, 0x7F)]
     spelled = [
@@ -76,7 +77,7 @@ def made_up_vocabulary(
 
 @dataclass(frozen=True)
 class Compiled(Automaton):
-    """A constraint with its arrays."""
+    """A constraint and its arrays."""
 
     constraint: Constraint
 
@@ -84,22 +85,24 @@ class Compiled(Automaton):
 def compiled(
     content: Content | str, vocabulary: Vocabulary, size: int, ends: Sequence[int] = (7,)
 ) -> Compiled:
-    """A constraint over a vocabulary; a string is an expression."""
+    """Compile a constraint for a vocabulary. A string is a regular expression."""
     wanted = Content("regex", content) if isinstance(content, str) else content
     made = compile_content(wanted, vocabulary=vocabulary, vocab_size=size, ends=ends)
     return Compiled(**vars(Automaton.from_bytes(made.data)), constraint=made)
 
 
 def schema_content(schema: Any, **others: Any) -> Content:
-    """The content of a JSON Schema, which is given as Python has it."""
+    """The content of a JSON Schema that is passed as a Python value."""
     return Content("schema", json.dumps(schema), **others)
 
 
 @dataclass(frozen=True)
 class ByteAutomaton:
-    """``table`` int32 ``[Q, 256]``: the next state of each state by byte, -1 where there is none.
-    State 0 is the first. ``accepting`` bool ``[Q]``. ``distances`` int32 ``[Q]``: the fewest bytes
-    to an accepting state.
+    """An automaton over bytes. State 0 is the start state.
+
+    ``table`` int32 ``[Q, 256]`` is the next state for each state and byte, or -1 if there is none.
+    ``accepting`` bool ``[Q]`` marks accepting states. ``distances`` int32 ``[Q]`` is the smallest
+    number of bytes from each state to an accepting state.
     """
 
     table: np.ndarray
@@ -107,7 +110,7 @@ class ByteAutomaton:
     distances: np.ndarray
 
     def matches(self, text: bytes | str) -> bool:
-        """Whether all of the text is accepted."""
+        """Whether the automaton accepts the whole text."""
         state = 0
         for byte in text.encode() if isinstance(text, str) else text:
             state = int(self.table[state, byte])
@@ -121,7 +124,7 @@ _END = 256
 
 
 def byte_automaton(content: Content | str, limits: CompileLimits | None = None) -> ByteAutomaton:
-    """The texts of a constraint: its automaton over a vocabulary of single bytes."""
+    """The texts of a constraint, as its automaton over a vocabulary of single bytes."""
     wanted = Content("regex", content) if isinstance(content, str) else content
     made = compile_content(
         wanted, limits, vocabulary=_BYTES, vocab_size=len(_BYTES.tokens), ends=(_END,)
@@ -133,13 +136,15 @@ def byte_automaton(content: Content | str, limits: CompileLimits | None = None) 
             group = found.edge_groups[edge]
             classes = found.group_classes[found.group_starts[group] : found.group_starts[group + 1]]
             table[state, np.isin(found.token_class, classes)] = found.edge_states[edge]
-    # The last state is the one after the end token.
+    # The last state follows an end token, so it is left out.
     distances = np.asarray(found.distances[:-1], np.int32)
     return ByteAutomaton(table[:-1, :256], table[:-1, _END] >= 0, distances)
 
 
 def following(automaton: Automaton, state: int, token: int) -> int:
-    """The state behind a token, -1 for none; by the arrays as they are documented."""
+    """The state after a token, or -1 if the token is not allowed. It is computed from the arrays as
+    they are documented.
+    """
     for edge in range(automaton.edge_starts[state], automaton.edge_starts[state + 1]):
         group = automaton.edge_groups[edge]
         members = automaton.group_classes[
@@ -153,8 +158,9 @@ def following(automaton: Automaton, state: int, token: int) -> int:
 def drawn_text(
     texts: ByteAutomaton, source: random.Random, length: int, is_ascii: bool = False
 ) -> str:
-    """A random text of an automaton: about ``length`` random bytes, and then a shortest way to an
-    end. Half of the bytes are drawn by the state that they lead to, so that rare ones are taken.
+    """A random text that an automaton accepts: about ``length`` random bytes, followed by a
+    shortest way to the end. For half of the bytes, the next state is chosen first, so that rare
+    states are also reached.
     """
     table = texts.table[:, :128] if is_ascii else texts.table
     distances = shortest_ends(texts, is_ascii)
@@ -178,8 +184,8 @@ def drawn_text(
 def drawn_texts(
     texts: ByteAutomaton, source: random.Random, count: int, is_ascii: bool = False
 ) -> set[str]:
-    """Random texts of an automaton, a shortest one among them; fewer than ``count`` if it has
-    fewer.
+    """Random texts that an automaton accepts, including one of the shortest. If the automaton
+    accepts fewer than ``count`` texts, fewer are returned.
     """
     if shortest_ends(texts, is_ascii)[0] == len(texts.table):
         return set()
@@ -188,8 +194,8 @@ def drawn_texts(
 
 
 def shortest_ends(texts: ByteAutomaton, is_ascii: bool = False) -> np.ndarray:
-    """The fewest bytes from each state to an accepting one; the number of states if no text of
-    ASCII leads there.
+    """The smallest number of bytes from each state to an accepting state. If no ASCII text leads
+    there, it is the number of states.
     """
     if not is_ascii:
         return texts.distances
@@ -209,8 +215,8 @@ def one_class(
     edges: Sequence[tuple[int, int]],
     distances: Sequence[int],
 ) -> Constraint:
-    """A constraint in which ``tokens`` are one class, and ``edges``, sorted, lead from state to
-    state by it.
+    """A constraint whose tokens ``tokens`` form a single class. ``edges``, which are sorted, are
+    the pairs of states between which this class leads.
     """
     classes = [0 if token in tokens else -1 for token in range(vocab_size)]
     starts = [

@@ -1,5 +1,6 @@
-// What dlm_runtime.hpp promises, over a denoiser that is a callback: exceptions of callbacks come
-// out of the call, handles move, and a job may go before its request. Prints "N passed, M failed".
+// Tests the promises of dlm_runtime.hpp on a callback denoiser. The call that ran a callback
+// rethrows its exceptions, handles can be moved, and a job may be destroyed before its request
+// ends. Prints "N passed, M failed".
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -22,7 +23,7 @@ void check(bool holds, const char* claim) {
   if (!holds) std::printf("FAILED: %s\n", claim);
 }
 
-// The status that a call throws, or DLM_OK.
+// The status that a call throws, or DLM_OK if it throws nothing.
 template <class Call>
 dlm_status status_of(Call call) {
   try {
@@ -43,7 +44,7 @@ bool throws_seven(Call call) {
   }
 }
 
-// Position p is token 2 + p % 5, surely.
+// Position p is surely token 2 + p % 5.
 dlm_status run_pass(void*, const dlm_pass* pass) {
   for (int32_t i = 0; i < pass->batch * pass->rows; ++i) {
     const int32_t request = i / pass->rows;
@@ -180,7 +181,8 @@ void test_schedulers() {
   scheduler.run(true);
   check(throws_seven([&] { thrown.result(); }), "what a job's step throws comes out of its result");
 
-  // Jobs that go while passes are made: their functions are called until their requests are done.
+  // Jobs are destroyed while passes run. Their functions are called until their requests have
+  // ended.
   std::atomic<int> called{0};
   std::thread passes([&] { scheduler.run(); });
   for (int i = 0; i < 200; ++i) {

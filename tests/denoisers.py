@@ -1,4 +1,4 @@
-"""Run torch denoisers under the native loop, through its callback engine."""
+"""Runs torch denoisers under the native loop, through its callback engine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, from_callback
 
 
 def load(checkpoint: Path) -> Denoiser:
-    """A checkpoint as a torch denoiser in fp32."""
+    """Load a checkpoint as a torch denoiser in fp32."""
     opened = Checkpoint(checkpoint)
     network = families.read_network(opened, Overrides())
     return families.load(families.open_weights(opened, network), network)
 
 
 def under_native_loop(denoiser: Denoiser) -> Bundle:
-    """A bundle whose passes torch makes, cache included: the loop is native, the network is the
-    reference's.
+    """A bundle whose passes torch computes, including the cache. The loop is the native one, and
+    the network is that of the reference.
     """
     c = denoiser.network
     (cache,) = set(c.cache_shapes())
@@ -65,11 +65,11 @@ def under_native_loop(denoiser: Denoiser) -> Bundle:
 
 
 class ArithmeticDenoiser:
-    """A denoiser without weights: tokens and probabilities are integer hashes of the canvas, exact
-    on every machine.
+    """A denoiser without weights. Its tokens and probabilities are integer hashes of the canvas,
+    which are exact on every machine.
 
-    Prediction of a row depends on its position, its token and how many positions are masked;
-    ``past`` is not looked at. Counts the passes it makes.
+    The prediction of a row depends on its position, its token and the number of masked positions.
+    ``past`` is ignored. The denoiser counts its passes.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ArithmeticDenoiser:
         self.bundle = from_callback(self.info, self._run)
 
     def predict(self, position: int, token: int, masked: int) -> tuple[int, float]:
-        """Token and probability of a row; the probability is a multiple of 2**-16."""
+        """The token and the probability of a row. The probability is a multiple of 2**-16."""
         word = philox(0xD1F, (position, token, masked, 1))
         return word[0] % (self.info.vocab_size - 1), (word[1] >> 16) / 2**16
 
@@ -105,6 +105,6 @@ class ArithmeticDenoiser:
             p.top_probs[i] = prob, prob / 4
             if p.entropy is not None:
                 p.entropy[i] = -(1 - prob)
-            if p.logits is not None:  # with the same best token
+            if p.logits is not None:  # their best token is the same
                 p.logits[i] = (7 * np.arange(self.info.vocab_size) + token) % 16 / 8
                 p.logits[i, token] = 2

@@ -1,6 +1,6 @@
-"""Bundles for GPUs that the tests of engines share, and changes that tests make to copies of them.
+"""Bundles for GPUs that the tests of engines share, and functions that change copies of them.
 
-Each is built once a session.
+Each bundle is built once per test session.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dlm_export.tensorrt.estimate import EngineOptions
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo-denoiser"
 SMALL = QuantiseOptions(calibration=CalibrationOptions(samples=4, states_per_sample=2))
-# Every format that TensorRT-RTX builds, on every kind of device it is built for that takes it.
+# All formats that TensorRT-RTX builds, each on every kind of device that supports it.
 BUILDS = {
     "fp16": ("rtx5090",),
     "bf16": ("rtx5090",),
@@ -34,10 +34,11 @@ BUILDS = {
     "nvfp4": ("rtx5090",),
     "mixed": ("rtx5090", "gb10"),
 }
-LONGEST, BLOCK = 512, 32  # the demo's canvas and its default preset's block, in tokens
+LONGEST, BLOCK = 512, 32  # the demo's canvas and the block of its default preset, in tokens
 
 _bundles: dict[tuple[object, ...], Path] = {}
-_folders: list[tempfile.TemporaryDirectory[str]] = []  # they go when the session ends
+# They are removed at the end of the test session.
+_folders: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def gpu_bundle(
@@ -48,8 +49,8 @@ def gpu_bundle(
     engines: bool = False,
     rotate_down: bool = False,
 ) -> Path:
-    """A bundle of ``source`` for GPUs, not to be changed; ``engines``: with those that TensorRT-RTX
-    builds here.
+    """A bundle of ``source`` for GPUs, which tests must not change. With ``engines``, TensorRT-RTX
+    builds its engines on this machine.
     """
     key = (precision, targets, source, activations, engines, rotate_down)
     if key not in _bundles:
@@ -69,7 +70,7 @@ def gpu_bundle(
 
 
 def demo_engines(precision: str) -> Path:
-    """The demo with the engines of ``BUILDS``, not to be changed."""
+    """The demo with the engines of ``BUILDS``. Tests must not change it."""
     return gpu_bundle(precision, *BUILDS[precision], engines=True)
 
 
@@ -84,7 +85,7 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder by its name."""
+    """The contents of all files in a folder, by name."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
@@ -93,8 +94,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def edit_device_graph(bundle: Path, edit: Callable[[onnx.ModelProto], None]) -> None:
-    """Change ``device.onnx`` of a bundle in place; the manifest's hashes go along, as a defect of
-    the exporter's would.
+    """Change ``device.onnx`` of a bundle in place and update its hashes in the manifest. A defect
+    of the exporter would look like this.
     """
     path = bundle / "device.onnx"
     model = onnx.load(path, load_external_data=False)
@@ -110,7 +111,7 @@ def dlm_export(*arguments: object) -> Result:
 
 
 def refused(result: Result, code: int, says: Sequence[str]) -> None:
-    """A command that ended with ``code`` and one line that has all of ``says``."""
+    """Check that a command ended with ``code`` and one line that contains all of ``says``."""
     assert result.exit_code == code, result.output
     assert "Traceback" not in result.output
     for text in says:

@@ -19,12 +19,13 @@ from types import ModuleType
 from typing import Any
 
 API = json.loads((Path(__file__).parent / "golden" / "tensorrt_api.json").read_text())
-VERSION = "10.13.3.9"  # JetPack 7.0
+VERSION = "10.13.3.9"  # the version in JetPack 7.0
 STREAMING = {
     "IStreamWriter",
     "build_serialized_network_to_stream",
-}  # not in 10.3, which is JetPack 6's
-# NvInfer.h of 10.14 has no compute network: an engine is for the GPU that builds it.
+}  # these are missing in 10.3, the version of JetPack 6
+# By NvInfer.h of 10.14, standard TensorRT cannot set a compute capability, because an engine only
+# runs on the kind of GPU that builds it.
 RTX_ONLY = {
     "ComputeCapability",
     "num_compute_capabilities",
@@ -42,7 +43,7 @@ INSPECTED = dict(
 
 
 class Number(enum.Enum):
-    """An enumeration of pybind11: not an int, but one can be had of it."""
+    """Like an enumeration of pybind11: it is not an int, but can be converted to one."""
 
     def __int__(self) -> int:
         return int(self.value)
@@ -50,12 +51,13 @@ class Number(enum.Enum):
 
 @dataclass
 class Device:
-    """The fake's behaviour: the parsed network, the engine's size, its log and its inspector's
-    output.
+    """How the fake behaves: the parsed network, the size of the engine, its log, and the output of
+    its inspector.
 
-    ``network`` comes from ``describe``; with None the fake calls it. ``engine_bytes`` of None takes
-    the size of the weights. ``logs`` are severity and text of messages while parsing. ``shown_as``
-    has types by layer that replace the network's. ``is_old``: TensorRT 10.3.
+    ``network`` is a result of ``describe``. If None, the fake calls ``describe``. If
+    ``engine_bytes`` is None, the engine is as large as the weights. ``logs`` are messages, with
+    their severity, that are logged while parsing. ``shown_as`` replaces the types of some layers in
+    the inspector's output. ``is_old`` means TensorRT 10.3.
     """
 
     network: dict[str, Any] | None = None
@@ -66,11 +68,11 @@ class Device:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """The network of a device graph as TensorRT's parser makes it, as far as the audit looks: plain
-    values, for JSON.
+    """Describe the network that TensorRT's parser makes of a device graph, as plain values for
+    JSON. Only the parts that the audit reads are included.
 
-    Constants are layers whose output is called ``<initialiser>_output``; a matrix of a
-    multiplication passes a shuffle.
+    Constants are layers with the output ``<initialiser>_output``. The matrix of a multiplication
+    passes through a shuffle layer.
     """
     import onnx
 
@@ -139,8 +141,8 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def module(device: Device | None = None) -> Any:
-    """The fake, for ``sys.modules["tensorrt"]``; ``calls`` has ``(name, arguments by name)`` in
-    order.
+    """The fake module, for ``sys.modules["tensorrt"]``. ``calls`` has ``(name, arguments by name)``
+    in the order of the calls.
     """
     device = device or Device()
     absent = RTX_ONLY | (STREAMING if device.is_old else set())
@@ -167,7 +169,7 @@ def module(device: Device | None = None) -> Any:
 def _class(trt: Any, name: str, absent: set[str], behaviour: _Behaviour) -> type:
     base: type = (
         bytes if name == "IHostMemory" else object
-    )  # only bytes lend their memory before Python 3.12
+    )  # before Python 3.12, only bytes can share their memory
     described = API["classes"][name]
     settable = {key: value for key, value in described["properties"].items() if key not in absent}
 
@@ -218,7 +220,7 @@ def _method(
 def _bind(
     trt: Any, signature: list[list[Any]], arguments: Any, named: Any
 ) -> dict[str, Any] | None:
-    """Arguments by name where they fit a signature in number, name and type."""
+    """Bind arguments to the names of a signature, if they fit it in number, name and type."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [
         inspect.Parameter(name, kind, default=None if has_default else inspect.Parameter.empty)
@@ -251,15 +253,15 @@ def _is(trt: Any, text: str, value: Any) -> bool:
 
 
 class _Behaviour:
-    """The methods and properties that do something, named ``<class>_<method>`` and
-    ``<class>_get_<property>``.
+    """The methods and properties that do more than record a call. They are named
+    ``<class>_<method>`` and ``<class>_get_<property>``.
     """
 
     def __init__(self, trt: Any, device: Device) -> None:
         self.trt, self.device = trt, device
 
     def made(self, name: str, **held: Any) -> Any:
-        """An object of a class, not made by its constructor."""
+        """Create an object of a class without its constructor."""
         new = object.__new__(getattr(self.trt, name))
         new.__dict__.update(held)
         return new
@@ -400,7 +402,7 @@ class _Behaviour:
         return json.dumps({"Layers": [self._shown(layer) for layer in matmuls], "Bindings": []})
 
     def _shown(self, layer: Any) -> dict[str, Any]:
-        """A layer as the inspector has it: quantisation merged into the multiplication."""
+        """A layer in the inspector's output. Quantisation is merged into the multiplication."""
         path = layer.name.partition("/")[0]
         types = self.device.shown_as.get(path) or [self._codes(tensor) for tensor in layer.inputs]
         tensors = [

@@ -1,12 +1,12 @@
-/* Generates token ids in C, from bundles without text: generate_tokens BUNDLE NEW_TOKENS [ID...]
- * Prints the generated ids on one line to stdout, passes and seconds to stderr. */
+/* Generates token ids in C from bundles without text: generate_tokens BUNDLE NEW_TOKENS [ID...]
+ * Prints the generated ids on one line to stdout, and the passes and seconds to stderr. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "dlm_runtime.h"
 
-/* Reads a whole number that fits int32_t; returns 0 if text is anything else. */
+/* Reads a whole number that fits int32_t. Returns 0 if the text is anything else. */
 static int read_int32(const char* text, int32_t* value) {
   char* end = NULL;
   errno = 0;
@@ -55,7 +55,7 @@ int main(int argc, char** argv) {
     printf("\n");
     fprintf(stderr, "%d passes, %.3f s\n", (int)result->stats->nfe, result->stats->total_s);
   }
-  dlm_session_destroy(session); /* before its bundle */
+  dlm_session_destroy(session); /* must be destroyed before its bundle */
   dlm_bundle_destroy(bundle);
   free(tokens);
   return status == DLM_OK ? 0 : 1;

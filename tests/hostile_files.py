@@ -1,6 +1,4 @@
-"""Hostile files of every kind. Each must be rejected when it is read, or exceed a limit when it is
-used.
-"""
+"""Hostile files of every kind. Reading each of them must fail, or using it must exceed a limit."""
 
 from __future__ import annotations
 
@@ -122,7 +120,7 @@ def _template(single: list[Any], special: dict[str, Any]) -> dict[str, Any]:
 
 
 def harmless() -> dict[str, Any]:
-    """tokenizer.json for a denoiser of 160 ids, which each hostile one changes."""
+    """A valid tokenizer.json for a denoiser of 160 ids. Hostile ones are changed copies of it."""
     empty = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
     added = [_added("<mask>", 150, special=True), _added("<end>", 151, special=True)]
     return {
@@ -138,7 +136,7 @@ def _changed(changes: dict[str, dict[str, Any]]) -> dict[str, bytes]:
 
 
 def tokenizers() -> dict[str, bytes]:
-    """tokenizer.json files that cannot be loaded, or that no denoiser of 160 ids has."""
+    """tokenizer.json files that cannot be loaded, or do not belong to a denoiser of 160 ids."""
     parts = [name for name in harmless() if name not in ("version", "truncation", "padding")]
     patterns = ("(", "[", "*", "(?<", "\\", "(" * 10**5)
     maps = ("AAAA", "////", "!", 7)
@@ -219,7 +217,7 @@ def tokenizers() -> dict[str, bytes]:
 
 
 def tokenizers_in_use() -> dict[str, bytes]:
-    """tokenizer.json files that can be loaded, and not used for ``PROMPT``."""
+    """tokenizer.json files that can be loaded, but fail to encode ``PROMPT``."""
     piece = {"SpecialToken": {"id": "x", "type_id": 0}}
     prepend = {"type": "Prepend", "prepend": "w1 " * 10**5}
     return _changed(
@@ -261,7 +259,7 @@ def tokenizers_in_use() -> dict[str, bytes]:
 
 
 def templates() -> dict[str, str]:
-    """Chat templates, for any message."""
+    """Chat templates that fail for any message."""
     forever = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
     doubling = "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
     return {
@@ -290,7 +288,7 @@ def templates() -> dict[str, str]:
 
 
 def configs() -> dict[str, dict[str, Any]]:
-    """Changes to a LLaDA's config.json."""
+    """Changes to the config.json of a LLaDA."""
     keys = (
         "d_model",
         "n_layers",
@@ -331,7 +329,7 @@ def configs() -> dict[str, dict[str, Any]]:
 
 
 def indexes() -> dict[str, bytes]:
-    """model.safetensors.index.json, beside model.safetensors."""
+    """model.safetensors.index.json files, for a folder that also has model.safetensors."""
     names = (
         "..",
         "/etc/passwd",
@@ -358,7 +356,7 @@ def indexes() -> dict[str, bytes]:
 
 
 def data_files() -> dict[str, bytes]:
-    """Calibration data as JSONL, for the harmless tokenizer with a template."""
+    """Calibration data as JSONL, for the harmless tokenizer with a chat template."""
     lines: dict[str, Any] = {
         **{
             f"text is {value!r:.20}": {"text": value}
@@ -454,7 +452,7 @@ def measurements(measured: dict[str, Any]) -> dict[str, bytes]:
 
 
 def goldens() -> dict[str, bytes]:
-    """Golden files of the right names and a wrong inside."""
+    """Golden files with the right names and wrong contents."""
 
     def archive(
         provenance: bytes, compression: int = zipfile.ZIP_STORED, said: int | None = None

@@ -1,8 +1,9 @@
-"""A local server with the protocol of the Hugging Face hub, for checkpoints by name.
+"""A local server with the protocol of the Hugging Face hub, for tests that load checkpoints by
+name.
 
-It serves one folder as the repository ``org/tiny`` and counts the bytes of each file that it sends.
-Faults are switched on by file name: ``cut`` ends a download halfway, ``forged`` lists a wrong hash,
-``hidden`` answers 404 for a listed file.
+It serves one folder as the repository ``org/tiny``, and counts the bytes that it sends of each
+file. Tests can switch on faults for single files: ``cut`` ends a download halfway, ``forged`` lists
+a wrong hash, and ``hidden`` answers 404 for a file that is listed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class HubServer:
         self._server.server_close()
 
     def listing(self) -> dict[str, Any]:
-        """What the hub says about the repository."""
+        """The hub's description of the repository."""
         return {
             "id": REPOSITORY,
             "sha": COMMIT,

@@ -1,8 +1,8 @@
-"""Builds that a signal ends at a chosen file operation.
+"""Runs builds and ends them with a signal at a chosen file operation.
 
-The builds run in processes forked from one that has imported everything. As a script,
-``interrupted.py KIND FOLDER [CHECKPOINT]`` ends builds in FOLDER and prints its findings as JSON
-lines.
+The builds run in processes that are forked from one that has already imported all modules. As a
+script, ``interrupted.py KIND FOLDER [CHECKPOINT]`` interrupts builds in FOLDER and prints its
+findings as JSON lines.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NEIGHBOURS = ("notes.txt", ".bundle.old", ".bundle.dlm-export.txt")
 
 
 def fake_build(out: Path, name: str, force: bool) -> None:
-    """Write to the disk as a build does, in a millisecond. ``name`` marks the bundle."""
+    """Write files in the same way as a build, within a millisecond. ``name`` marks the bundle."""
     with staged(out, force=force, needed_bytes=0) as folder:
         (folder / "denoiser.onnx").write_text(f"graph of {name}")
         (folder / "engines").mkdir()
@@ -55,7 +55,9 @@ def fake_build(out: Path, name: str, force: bool) -> None:
 
 
 def fake_name(out: Path) -> str:
-    """The name in the complete bundle at this path. Raises AssertionError for any other state."""
+    """The name of the complete bundle at this path. Raises AssertionError if there is anything
+    else.
+    """
     manifest = json.loads((out / "manifest.json").read_text())
     found = {path.relative_to(out).as_posix(): path for path in out.rglob("*") if path.is_file()}
     del found["manifest.json"]
@@ -66,8 +68,8 @@ def fake_name(out: Path) -> str:
 
 
 def in_child(work: Callable[[], None]) -> tuple[int, str]:
-    """Run in a forked process, like the command line. Returns the exit status (negative: a signal)
-    and the output.
+    """Run a function in a forked process, like the command line. Returns the exit status (negative
+    for a signal) and the output.
     """
     read, write = os.pipe()
     process = os.fork()
@@ -75,7 +77,7 @@ def in_child(work: Callable[[], None]) -> tuple[int, str]:
         os.close(read)
         signal.signal(
             signal.SIGINT, signal.default_int_handler
-        )  # which a job in the background is started to ignore
+        )  # a job in the background is started with this signal ignored
         code, said = 0, ""
         try:
             with dying_by_signal():
@@ -95,8 +97,8 @@ def in_child(work: Callable[[], None]) -> tuple[int, str]:
 
 
 def count_operations(folder: Path, on_operation: Callable[[int], None]) -> None:
-    """Call ``on_operation`` with a number before each operation of this process on files below
-    ``folder``; behind moves too.
+    """Before each operation of this process on files below ``folder``, call ``on_operation`` with
+    its number. Also call it after each move.
     """
     numbers, mine, busy = itertools.count(1), os.getpid(), []
 
@@ -127,7 +129,7 @@ def count_operations(folder: Path, on_operation: Callable[[int], None]) -> None:
 
 
 def operations(build: Build, out: Path, force: bool) -> int:
-    """How many operations a whole build makes."""
+    """Count the operations of a whole build."""
     log = out.parent.parent / "count"
 
     def work() -> None:
@@ -142,8 +144,8 @@ def operations(build: Build, out: Path, force: bool) -> int:
 def end_at(
     build: Build, out: Path, number: int, sent: signal.Signals, force: bool, with_second: bool
 ) -> dict[str, Any]:
-    """End a build before its operation ``number``; with a second build to the same path right
-    before that.
+    """End a build before its operation ``number``. Optionally, a second build to the same path runs
+    right before that.
     """
     seen = out.parent.parent / "second"
     seen.unlink(missing_ok=True)
@@ -172,10 +174,12 @@ def end_at(
 
 
 def cases(kind: str, total: Mapping[bool, int]) -> Iterator[tuple[int, signal.Signals, bool, bool]]:
-    """The operation, the signal, whether an old bundle exists, and whether a second build follows.
+    """All cases: the operation, the signal, whether an old bundle exists, and whether a second
+    build follows.
 
-    ``total`` has the number of operations of a build without and with an old bundle. Covers every
-    operation of a fake build, with SIGKILL and with one other signal each, and 50 of a real build.
+    ``total`` has the numbers of operations of a build without and with an old bundle. For a fake
+    build, every operation is combined with SIGKILL and with one other signal. For a real build, 50
+    operations are chosen.
     """
     if kind == "fake":
         for force in (False, True):
@@ -190,8 +194,8 @@ def cases(kind: str, total: Mapping[bool, int]) -> Iterator[tuple[int, signal.Si
 
 
 def run(kind: str, folder: Path, build: Build, name_of: Callable[[Path], str]) -> None:
-    """End builds in every way of ``cases``. Reports the bundle that is left, and the one after the
-    next build.
+    """End builds in all ways of ``cases``. Reports the bundle that is left, and the bundle after
+    the next build.
     """
     out = folder / "out" / "bundle"
     old, parent = folder / "old", out.parent
@@ -199,7 +203,7 @@ def run(kind: str, folder: Path, build: Build, name_of: Callable[[Path], str]) -
     parent.mkdir()
     total = {
         force: operations(build, out, force) for force in (False, True)
-    }  # the first leaves what the second replaces
+    }  # the first bundle is what the second build replaces
     for number, sent, force, with_second in cases(kind, total):
         shutil.rmtree(parent)
         parent.mkdir()
@@ -217,7 +221,7 @@ def run(kind: str, folder: Path, build: Build, name_of: Callable[[Path], str]) -
 
 
 def real_build(checkpoint: Path) -> tuple[Build, Callable[[Path], str]]:
-    """Builds of a checkpoint, told apart by the length of their canvas; their graphs are traced
+    """Builds of a checkpoint that differ in the length of their canvas. Their graphs are traced
     here, before any fork.
     """
     import torch
@@ -244,7 +248,7 @@ def real_build(checkpoint: Path) -> tuple[Build, Callable[[Path], str]]:
         build(checkpoint, out, options, overrides=Overrides(max_canvas_length=lengths[name]))
 
     def name_of(out: Path) -> str:
-        with dlm_runtime.open(out, engine="none") as bundle:  # checks every hash
+        with dlm_runtime.open(out, engine="none") as bundle:  # this checks every hash
             return next(
                 name for name, length in lengths.items() if length == bundle.max_canvas_length
             )

@@ -1,4 +1,6 @@
-"""Two sides judged on samples that are known beforehand. Both loops run freely."""
+"""Judges a candidate and a reference on samples that are known beforehand. Both run their loops
+freely.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ def judge(
     free_runs: int | None = None,
     on_done: Callable[[], None] = lambda: None,
 ) -> Judgement:
-    """Judge a candidate on all held-out samples, with both loops run freely on the first
-    ``free_runs`` of them (None: all).
+    """Judge a candidate on all held-out samples. The canvases of the frontier are those of the
+    reference.
 
-    The frontier's canvases are the reference's. ``on_done`` is called ``len(samples) +
-    min(free_runs, len(samples))`` times. Raises JudgeError.
+    Both loops run freely on the first ``free_runs`` samples (None: on all). ``on_done`` is called
+    ``len(samples) + min(free_runs, len(samples))`` times. Raises JudgeError.
     """
     if free_runs is not None and free_runs < 1:
         raise JudgeError("judging needs at least one free run")

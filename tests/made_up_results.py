@@ -1,4 +1,6 @@
-"""Made-up results of a quantised bundle with every section, in the form that report.py takes."""
+"""Made-up results of a quantised bundle. They have every section, in the form that report.py
+expects.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Write tests/golden/tensorrt_api.json: the part of TensorRT's Python API that builds engines.
+"""Writes tests/golden/tensorrt_api.json, which describes the part of TensorRT's Python API that
+builds engines.
 
-Run ``python tests/make_tensorrt_api.py`` with the wheels tensorrt-rtx-cu13-bindings and -libs. The
-bindings have no stubs, but pybind11 writes each signature into the docstring.
+Run ``python tests/make_tensorrt_api.py`` with the wheels tensorrt-rtx-cu13-bindings and -libs
+installed. The bindings have no stubs, but pybind11 writes each signature into the docstring.
 
 A class is ``{"methods": {name: [signature, ...]}, "properties": {name: whether it can be set}}``. A
-signature is a list of ``[argument, type, whether it has a default]`` without self, or null for a
-method that is not used to build engines. An enumeration maps its members to their numbers.
+signature is a list of ``[argument, type, whether it has a default]`` without self. It is null for a
+method that is not needed to build engines. An enumeration maps its members to their numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 GOLDEN = Path(__file__).parent / "golden" / "tensorrt_api.json"
-# Class -> the methods of which the signature is kept; of all others the name alone.
+# Class -> the methods whose signatures are kept. Of all other methods, only the name is kept.
 CLASSES: dict[str, tuple[str, ...]] = {
     "Builder": (
         "__init__",
@@ -63,12 +64,13 @@ ENUMS = (
 
 
 def signatures(name: str, text: str) -> list[list[list[Any]]]:
-    """Those that a docstring opens or lists, without self."""
+    """The signatures at the start of a docstring or in its list of overloads, without self."""
     found = []
     for line in re.findall(rf"^(?:\d+\. )?({name}\(.*\)) -> ", text, re.MULTILINE):
         if line == f"{name}(*args, **kwargs)":
             continue  # the heading of an overloaded method
-        # Defaults that are no literals come as <...>, classes that have no binding as in C++.
+        # pybind11 writes defaults that are not literals as <...>, and classes without a binding as
+        # in C++.
         code = re.sub(r"\w+::", "", re.sub(r"<[^<>]*>", "...", line))
         arguments = ast.parse(f"def {code}: ...").body[0].args  # type: ignore[attr-defined]
         first_default = len(arguments.args) - len(arguments.defaults)
@@ -87,7 +89,7 @@ def signatures(name: str, text: str) -> list[list[list[Any]]]:
 
 
 def describe(of: type, kept: tuple[str, ...]) -> dict[str, Any]:
-    """Methods and properties of a class of the bindings."""
+    """The methods and properties of a class in the bindings."""
     methods: dict[str, Any] = {}
     properties = {}
     for name, member in inspect.getmembers(of):
@@ -103,7 +105,7 @@ def describe(of: type, kept: tuple[str, ...]) -> dict[str, Any]:
 
 
 def text() -> str:
-    """The golden file as the bindings at hand have it."""
+    """The text of the golden file for the installed bindings."""
     import tensorrt_rtx_bindings as trt
     import tensorrt_rtx_libs  # noqa: F401  (loads the libraries that the bindings link)
 
@@ -120,7 +122,8 @@ def text() -> str:
         "enums": enums,
     }
     lines = json.dumps(golden, indent=1)
-    for _ in range(2):  # innermost first: a signature a line, for the file is read when it changes
+    # Innermost first, so that each signature is on one line and changes are easy to review.
+    for _ in range(2):
         lines = re.sub(
             r"\[\s+((?:[^\[\]{}]|\[[^\[\]]*\])*?)\s+\]",
             lambda found: "[" + " ".join(found[1].split()) + "]",

@@ -1,10 +1,10 @@
-"""Writes ``runtime/native/src/compile/unicode_tables.cc`` from the tables of Rust's regex crate.
+r"""Writes ``runtime/native/src/compile/unicode_tables.cc`` from the tables of Rust's regex crate.
 
     python tests/make_unicode_tables.py regex/regex-syntax/src/unicode_tables
 
-The folder is that of https://github.com/rust-lang/regex. Its tables are those of the Unicode
-Character Database, and their version is the one that expressions mean by ``\\w`` or ``\\p{Greek}``.
-``test_unicode_tables.py`` checks that the file is what this program writes.
+The folder comes from https://github.com/rust-lang/regex. Its tables are those of the Unicode
+Character Database. Their version decides what ``\w`` and ``\p{Greek}`` mean in expressions.
+``test_unicode_tables.py`` checks that this program would write the same file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TARGET = Path(__file__).parents[1] / "runtime/native/src/compile/unicode_tables.cc"
-# Properties that have values: the file of each, its name, and what stands for it in the index.
+# Properties that have values. For each: its file, its name, and its prefix in the index.
 WITH_VALUES = (
     ("general_category", "General_Category", "gc"),
     ("script", "Script", "sc"),
@@ -42,7 +42,9 @@ def point(written: str) -> int:
 
 
 def sets_of(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The sets of a file by name, each as the code points where it begins or ends, ascending."""
+    """The sets in a file by name. A set is the ascending list of code points at which it starts or
+    ends.
+    """
     bodies = {}
     for name, body in _SET.findall(text):
         bodies[name] = tuple(
@@ -56,7 +58,9 @@ def sets_of(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def number(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; all but the last have the eighth bit."""
+    """Encode a number with seven bits per byte, lowest bits first. All bytes but the last have the
+    eighth bit set.
+    """
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)
@@ -65,17 +69,18 @@ def number(value: int) -> bytes:
 
 
 def joined(edges: set[int]) -> bytes:
-    """Ascending numbers by their differences, with their count before them."""
+    """Encode ascending numbers as their count and their differences."""
     ordered = sorted(edges)
     gaps = [high - low for low, high in zip([0, *ordered], ordered, strict=False)]
     return number(len(gaps)) + b"".join(map(number, gaps))
 
 
 def written_sets(sets: list[tuple[int, ...]]) -> bytes:
-    """Each set as the earlier sets that it is made of, and the edges that differ from theirs.
+    """Encode each set as a list of earlier sets, and the edges in which their union differs from
+    the set.
 
-    The edges of a symmetric difference are those that are edges of one set alone, so a category such
-    as L costs no edge at all after Lu, Ll, Lt, Lm and Lo.
+    An edge of a symmetric difference is an edge of exactly one of the sets. So a category such as L
+    needs no further edges after Lu, Ll, Lt, Lm and Lo.
     """
     out = bytearray()
     for place, edges in enumerate(sets):
@@ -129,7 +134,7 @@ def source(folder: Path) -> str:
         for alias in properties.get(name, [])  # InCB cannot be named
     ]
     listed += [("perl_word", edges) for _, edges in sets_of(texts["perl_word"])]
-    # Small sets come first, since others are made of them.
+    # Small sets come first, because other sets consist of them.
     unique = sorted({edges for _, edges in listed}, key=lambda each: (len(each), each))
     numbers = {edges: place for place, edges in enumerate(unique)}
     names = {key: numbers[edges] for key, edges in listed}

@@ -1,8 +1,8 @@
-"""transformers' own mixtures of experts on the weights of a checkpoint, as an oracle for our
-families.
+"""Loads the weights of a checkpoint into the mixture-of-experts classes of transformers, which the
+tests compare with our families.
 
-transformers 5 holds experts in stacks, with gate and up concatenated. Its own loading code puts
-released tensors into them.
+transformers 5 stacks the experts of a layer, and concatenates the gate and up matrices. Its own
+loading code converts released tensors to this form.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 
 def qwen3_moe(config: dict[str, Any], **fields: Any) -> transformers.PretrainedConfig:
-    """A configuration of transformers' Qwen3-MoE in the sizes of a released one; ``fields`` it has
-    under other names.
+    """A configuration of transformers' Qwen3-MoE with the sizes of a released configuration.
+    ``fields`` are further ones, whose names differ.
     """
     same = (
         "hidden_size",
@@ -48,8 +48,8 @@ def logits_of(
     ids: torch.Tensor,
     is_visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Logits ``[B, L, V]`` of a class of transformers on ``tensors`` in its own names;
-    ``is_visible``: ``[L, L]``.
+    """The logits ``[B, L, V]`` of a transformers class with these ``tensors``, named as in
+    transformers. ``is_visible`` is ``[L, L]``.
     """
     folder.mkdir()
     config.architectures = [kind.__name__]
@@ -71,5 +71,5 @@ def logits_of(
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint of one file."""
+    """Read all tensors of a checkpoint that consists of one file."""
     return load_file(path / "model.safetensors")

@@ -1,9 +1,9 @@
-/* Walks libdlm_runtime's C ABI from C99: what it must refuse, what it must survive, and the loop
- * over a made-up denoiser.
+/* Tests the C ABI of libdlm_runtime from C99: the calls that it must reject, the errors that it
+ * must survive, and the loop on a made-up denoiser.
  *
- * native_driver BUNDLE - run by tests/test_native.py under AddressSanitizer and
- * UndefinedBehaviorSanitizer; $DLM_ONNXRUNTIME leads to ONNX Runtime. Prints a line for every claim
- * that fails, then "N passed, N failed". */
+ * Usage: native_driver BUNDLE. tests/test_native.py runs it under AddressSanitizer and
+ * UndefinedBehaviorSanitizer. $DLM_ONNXRUNTIME is the path of ONNX Runtime. Prints a line for each
+ * claim that fails, then "N passed, N failed". */
 #define _POSIX_C_SOURCE 200809L
 #include <math.h>
 #include <pthread.h>
@@ -23,7 +23,7 @@ static int claim(int holds, const char* text, int line) {
 }
 #define CLAIM(condition) claim((condition) != 0, #condition, __LINE__)
 
-/* The status, and the session's sentence where there is one to see. */
+/* Checks the status. If it is wrong, also prints the message of the session. */
 static int has_status(dlm_status found, dlm_status wanted, const dlm_session* session, int line) {
   const char* sentence = session == NULL ? "" : dlm_session_last_error(session);
   ++*(found == wanted ? &passed : &failed);
@@ -38,9 +38,9 @@ static int has_status(dlm_status found, dlm_status wanted, const dlm_session* se
 #define STATUS(call, wanted) has_status((call), (wanted), NULL, __LINE__)
 #define SESSION_STATUS(call, wanted) has_status((call), (wanted), session, __LINE__)
 
-static void* const garbage = (void*)(intptr_t)-1; /* what out-pointers hold before a call */
+static void* const garbage = (void*)(intptr_t)-1; /* the value of out-pointers before a call */
 
-/* ---- A denoiser of our own ---- */
+/* ---- A made-up denoiser ---- */
 
 enum {
   V = 50,
@@ -65,13 +65,13 @@ typedef struct {
   float top_prob; /* of the best candidate of every other row; 0: about 0.9 and different everywhere
                    */
   dlm_session* re_entered;
-  /* noted by run(); under the lock, as two threads may share a denoiser */
+  /* run() writes these fields under the lock, because two threads may share a denoiser */
   pthread_mutex_t lock;
   int32_t passes, broken_promises;
-  int32_t written[LONGEST];  /* by position: the pass that wrote its keys and values last, counted
-                                from 1 */
-  int32_t last[4];           /* requests, tokens, cached and rows of the last pass */
-  int32_t batches[MOST + 1]; /* passes by their number of requests */
+  int32_t written[LONGEST]; /* by position: the pass that wrote its keys and values last, counted
+                               from 1 */
+  int32_t last[4]; /* number of requests, tokens, cached tokens and rows of the last pass */
+  int32_t batches[MOST + 1]; /* numbers of passes, by their number of requests */
 } fake;
 
 static fake make_fake(void) {
@@ -88,8 +88,8 @@ static int32_t token_at(const fake* f, int64_t position) {
   return position == f->eos_at ? EOS : (int32_t)(position * 7 % 47);
 }
 
-/* The first byte of a row says its position; the others hang on all that a row is, the pass that
- * wrote it among them. */
+/* The first byte of a row is its position. The other bytes depend on everything that identifies the
+ * row, including the pass that wrote it. */
 static uint8_t cache_byte(const fake* f, int32_t layer, int is_value, int32_t head,
                           int64_t position, size_t byte) {
   if (byte == 0) return (uint8_t)position;
@@ -97,7 +97,7 @@ static uint8_t cache_byte(const fake* f, int32_t layer, int is_value, int32_t he
                    29 * f->written[position]);
 }
 
-/* Heads are those of all requests of the pass. */
+/* The heads are those of all requests of the pass. */
 
 static void write_rows(const fake* f, int32_t layer, int is_value, const dlm_pass* p, uint8_t* to) {
   const size_t row_bytes = (size_t)HEAD_SIZE * (size_t)f->element_bytes;
@@ -107,8 +107,8 @@ static void write_rows(const fake* f, int32_t layer, int is_value, const dlm_pas
         *to++ = cache_byte(f, layer, is_value, head, p->position_ids[row], byte);
 }
 
-/* Whether the cached rows are not those of every position outside the pass, each once, as they were
- * last written. */
+/* Returns 1 if the cached rows are wrong. They must be those of all positions outside the pass,
+ * each once, as they were last written. */
 static int is_cache_wrong(const fake* f, int32_t layer, int is_value, const dlm_pass* p,
                           const uint8_t* from) {
   const size_t row_bytes = (size_t)HEAD_SIZE * (size_t)f->element_bytes;
@@ -127,7 +127,7 @@ static int is_cache_wrong(const fake* f, int32_t layer, int is_value, const dlm_
   return 0;
 }
 
-/* Holds a pass against what dlm_runtime.h says of it; returns the number of broken promises. */
+/* Checks a pass against the promises of dlm_runtime.h. Returns the number of broken promises. */
 static int32_t broken_promises(const fake* f, const dlm_pass* p) {
   int32_t broken = p->batch < 1 || p->batch > MOST || p->tokens < 1 || p->rows < 1 ||
                    p->cached < 0 || p->layers != LAYERS;
@@ -170,8 +170,8 @@ static dlm_status run(void* user, const dlm_pass* p) {
     const int64_t row = p->score_rows[i];
     if (row < 0 || row >= p->tokens) continue; /* counted above */
     const int64_t position = p->position_ids[row];
-    /* A shifted denoiser's row 0 stands for position 0 as well as for 1; which one does not matter
-     * here. */
+    /* Row 0 of a shifted denoiser predicts position 0 as well as position 1. Which of the two it is
+     * does not matter here. */
     const int is_first = position == 0 && p->input_ids[i / p->rows * p->tokens + row] == MASK;
     const int64_t predicted = position + (f->shift == 1 && !is_first ? 1 : 0);
     const int is_bad_row = is_bad && i == p->batch * p->rows - 1;
@@ -220,7 +220,7 @@ static dlm_session* open_session(dlm_bundle* bundle) {
   return session;
 }
 
-/* Options whose policy the caller may go on changing. */
+/* Options with a policy that the caller may still change. */
 static dlm_request options_of(dlm_policy* policy, int32_t new_tokens) {
   dlm_request options;
   dlm_policy_init(policy, sizeof *policy);
@@ -241,7 +241,7 @@ static dlm_request of(const dlm_request* options, const int32_t* tokens, size_t 
   return request;
 }
 
-/* Runs a request of these tokens. What a canvas came to is copied over them, unless it failed. */
+/* Runs a request with these tokens. If it does not fail, its canvas is copied over them. */
 static dlm_status generate(dlm_session* session, const dlm_request* options, int32_t* tokens,
                            size_t count, dlm_stats* stats, size_t* length) {
   dlm_request request;
@@ -268,15 +268,16 @@ static dlm_status start(dlm_session* session, const dlm_request* options, const 
   return dlm_session_start(session, options == NULL ? NULL : &request);
 }
 
-/* Whether a step says of every position what the canvas of these denoisers shows: undecided ones
- * hold the mask token. */
+/* Returns 1 if a step is consistent with its canvas at every position. Undecided positions must
+ * have the mask token. */
 static int is_told_undecided(const dlm_step* step) {
   for (int32_t i = 0; step->done == 0 && i < step->length; ++i)
     if (step->undecided[i] != (step->canvas[i] == MASK)) return 0;
   return step->struct_size == sizeof *step && step->text_size == 0 && step->text[0] == '\0';
 }
 
-/* A request without fault, filled with what the denoiser predicts: the session works. */
+/* Runs a valid request, whose tokens must be those that the denoiser predicts. This shows that the
+ * session works. */
 static void is_usable(dlm_session* session, const fake* f, int line) {
   dlm_policy policy;
   const dlm_request options = options_of(&policy, 9);
@@ -309,11 +310,11 @@ static void test_static_functions(void) {
   memset(&small, 0x55, sizeof small);
   dlm_policy_init(&small, 16);
   CLAIM(small.struct_size == 16 &&
-        ((const unsigned char*)&small)[16] == 0x55); /* no byte after the end that was told */
+        ((const unsigned char*)&small)[16] == 0x55); /* no byte after the stated end was written */
   unsigned char wide[sizeof(dlm_policy) + 8];
   memset(wide, 0x55, sizeof wide);
   dlm_policy_init((dlm_policy*)(void*)wide, sizeof wide);
-  CLAIM(wide[sizeof wide - 1] == 0); /* what the library does not know is 0 */
+  CLAIM(wide[sizeof wide - 1] == 0); /* a field that the library does not know is 0 */
 }
 
 static void refuse_open(const char* path, const dlm_open_options* options, dlm_status wanted,
@@ -357,7 +358,7 @@ static void test_engines_by_name(const char* path) {
   CLAIM(strcmp(options.engine, "auto") == 0);
   dlm_bundle* bundle = NULL;
   options.engine = "none";
-  options.engine_library = "/no/such/library"; /* nothing is loaded */
+  options.engine_library = "/no/such/library"; /* no library is loaded */
   if (STATUS(dlm_bundle_open(path, &options, NULL, 0, &bundle), DLM_OK)) {
     dlm_session* session = open_session(bundle);
     dlm_policy policy;
@@ -374,8 +375,8 @@ static void test_engines_by_name(const char* path) {
     dlm_session_destroy(session);
   }
   dlm_bundle_destroy(bundle);
-  /* Without TensorRT's headers, without a driver, without an engine in the bundle: whichever comes
-   * first, and a sentence. */
+  /* TensorRT's headers, the driver, or an engine in the bundle is missing. The error for the first
+   * of these must have a message. */
   char message[400] = "";
   dlm_open_options_init(&options, sizeof options);
   options.engine = "tensorrt";
@@ -490,17 +491,17 @@ static void test_presets(const char* path) {
   dlm_bundle_destroy(bundle);
 }
 
-/* ---- Requests that are refused ---- */
+/* ---- Requests that are rejected ---- */
 
-/* Refused by generate and by start, with everything left as it was, and the session good for the
- * next request. */
+/* Checks that generate and start reject a request, that they change nothing, and that the session
+ * still works for the next request. */
 static void refuse_request(dlm_session* session, const fake* f, const dlm_request* options,
                            const int32_t* given, size_t count, dlm_status wanted, int line) {
   int32_t tokens[LONGEST];
   dlm_stats stats;
   size_t length = 99;
   memset(&stats, 0x55, sizeof stats);
-  for (size_t i = 0; i < LONGEST; ++i) tokens[i] = 7; /* ids without fault */
+  for (size_t i = 0; i < LONGEST; ++i) tokens[i] = 7; /* valid ids */
   if (given != NULL && count <= LONGEST) memcpy(tokens, given, count * sizeof *given);
   has_status(generate(session, options, tokens, count, &stats, &length), wanted, session, line);
   claim(length == 0, "length is 0 on failure", line);
@@ -530,11 +531,11 @@ static void test_wrong_requests_are_refused(void) {
   SESSION_STATUS(generate(session, &good, NULL, 3, NULL, &length), DLM_INVALID_ARGUMENT);
   const dlm_step* step = NULL;
   SESSION_STATUS(dlm_session_step(session, &step),
-                 DLM_INVALID_ARGUMENT); /* nothing was left running */
+                 DLM_INVALID_ARGUMENT); /* no request was left running */
   CLAIM(f.passes == 0);
   dlm_request plain = of(&good, tokens, 3);
   SESSION_STATUS(dlm_session_generate(session, &plain, NULL), DLM_OK);
-  plain.prompt = "a"; /* beside the tokens */
+  plain.prompt = "a"; /* in addition to the tokens */
   SESSION_STATUS(dlm_session_generate(session, &plain, NULL), DLM_INVALID_ARGUMENT);
   plain.tokens = NULL, plain.token_count = 0, plain.prompt_size = 1; /* this bundle has no text */
   SESSION_STATUS(dlm_session_generate(session, &plain, NULL), DLM_UNSUPPORTED);
@@ -562,9 +563,9 @@ static void test_wrong_requests_are_refused(void) {
   REFUSE_OPTIONS(max_steps, -1);
   REFUSE_OPTIONS(constrained_tokens, -1);
   REFUSE_OPTIONS(deadline_ms, (double)NAN);
-  REFUSE_OPTIONS(text, DLM_TEXT_STEPS + 1); /* a value of a newer library */
+  REFUSE_OPTIONS(text, DLM_TEXT_STEPS + 1); /* a value that only a newer library knows */
   REFUSE_OPTIONS(text, -1);
-  REFUSE_OPTIONS(stop_count, 1); /* without strings */
+  REFUSE_OPTIONS(stop_count, 1); /* the strings are missing */
   refuse_request(session, &f, NULL, prompt, 3, DLM_INVALID_ARGUMENT, __LINE__);
   refuse_request(session, &f, &good, NULL, LONGEST + 1, DLM_INVALID_ARGUMENT, __LINE__);
   refuse_request(session, &f, &good, NULL, SIZE_MAX, DLM_INVALID_ARGUMENT, __LINE__);
@@ -573,7 +574,7 @@ static void test_wrong_requests_are_refused(void) {
   refuse_request(session, &f, &none, NULL, 0, DLM_INVALID_ARGUMENT, __LINE__); /* an empty canvas */
   dlm_request hasty = good;
   hasty.max_new_tokens = 24;
-  hasty.steps = 2; /* three blocks */
+  hasty.steps = 2; /* there are three blocks */
   refuse_request(session, &f, &hasty, prompt, 3, DLM_INVALID_ARGUMENT, __LINE__);
 
 #define REFUSE_POLICY(field, value, wanted)                          \
@@ -598,13 +599,13 @@ static void test_wrong_requests_are_refused(void) {
   REFUSE_POLICY(block_length, INT32_MAX, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(steps_per_block, -1, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(refresh, -1, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(refresh, 1, DLM_INVALID_ARGUMENT); /* without a cache */
+  REFUSE_POLICY(refresh, 1, DLM_INVALID_ARGUMENT); /* there is no cache */
   REFUSE_POLICY(threshold, 1.5, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(threshold, (double)NAN, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(factor, -1.0, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(entropy_bound, -0.1, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(timestep_eps, 0.0, DLM_INVALID_ARGUMENT);
-  REFUSE_POLICY(temperature, 1.0, DLM_INVALID_ARGUMENT); /* of argmax */
+  REFUSE_POLICY(temperature, 1.0, DLM_INVALID_ARGUMENT); /* not for argmax */
   REFUSE_POLICY(temperature, (double)NAN, DLM_INVALID_ARGUMENT);
   REFUSE_POLICY(select, "sample", DLM_INVALID_ARGUMENT); /* at temperature 0 */
   REFUSE_POLICY(top_p, 1.5, DLM_INVALID_ARGUMENT);
@@ -664,7 +665,7 @@ static void test_wrong_logits_requests_are_refused(void) {
   SESSION_STATUS(start(session, &options, prompt, 3), DLM_OK);
   SESSION_STATUS(dlm_session_logits(session, given, 3, rows, 1, logits, V), DLM_OK);
   SESSION_STATUS(dlm_session_step(session, &step),
-                 DLM_INVALID_ARGUMENT); /* logits dropped the request */
+                 DLM_INVALID_ARGUMENT); /* logits has dropped the request */
   is_usable(session, &f, __LINE__);
   dlm_session_destroy(session);
   dlm_bundle_destroy(bundle);
@@ -706,7 +707,8 @@ static void test_steps(void) {
   SESSION_STATUS(dlm_session_result(session, 0, &result), DLM_OK);
   CLAIM(steps == 10 && committed == 10 && result->stats->nfe == 10 && f.passes == 11);
   CLAIM(result->stats->total_s >= result->stats->passes_s);
-  SESSION_STATUS(dlm_session_step(session, &step), DLM_OK); /* done already: no pass is made */
+  SESSION_STATUS(dlm_session_step(session, &step),
+                 DLM_OK); /* the request is done, so no pass is made */
   CLAIM(step->done == 1 && step->nfe == 10 && f.passes == 11 && f.broken_promises == 0);
   is_usable(session, &f, __LINE__);
   dlm_session_destroy(session);
@@ -750,7 +752,8 @@ static void test_step_callbacks(void) {
   int32_t tokens[11] = {1, 2, 3};
   size_t length = 99;
   options.on_step = watch;
-  for (int32_t stop_at = 1; stop_at <= 8; ++stop_at) { /* the last one asks when all is done */
+  for (int32_t stop_at = 1; stop_at <= 8;
+       ++stop_at) { /* the last callback comes when everything is decided */
     watcher w = {0, stop_at, NULL, {0}};
     options.user = &w;
     SESSION_STATUS(generate(session, &options, tokens, 3, NULL, &length), DLM_CANCELLED);
@@ -762,7 +765,7 @@ static void test_step_callbacks(void) {
   options.user = &patient;
   SESSION_STATUS(generate(session, &options, tokens, 3, NULL, &length), DLM_OK);
   CLAIM(patient.calls == 8 && length == 11);
-  /* Callbacks that use the session which calls them are refused, and the request goes on. */
+  /* Calls on the session from within its callbacks are rejected, and the request goes on. */
   watcher meddler = {0, 0, session, {0}};
   options.user = &meddler;
   SESSION_STATUS(generate(session, &options, tokens, 3, NULL, &length), DLM_OK);
@@ -777,7 +780,7 @@ static void test_step_callbacks(void) {
 typedef struct {
   int32_t calls, stop_at;
   dlm_session* session;
-  dlm_status answer; /* to a call on the session that asks */
+  dlm_status answer; /* status of a call on the session from within its callback */
 } asker;
 
 static int32_t ask(void* user) {
@@ -792,7 +795,7 @@ static void test_every_call_asks_before_each_of_its_passes(void) {
   dlm_session* session = open_session(bundle);
   dlm_policy policy;
   const dlm_request options = options_of(&policy, 8);
-  const int32_t passes[] = {8, 8, 1, 4, 5}; /* of each call below */
+  const int32_t passes[] = {8, 8, 1, 4, 5}; /* numbers of passes of the calls below */
   for (int32_t call = 0; call < 5; ++call) {
     for (int32_t stop_at = 0; stop_at <= passes[call]; ++stop_at) { /* 0: never */
       asker a = {0, stop_at, session, DLM_OK};
@@ -816,11 +819,11 @@ static void test_every_call_asks_before_each_of_its_passes(void) {
         while (a.calls < 4 && dlm_session_step(session, &step) == DLM_OK) continue;
         SESSION_STATUS(dlm_session_step(session, &step),
                        stop_at > 0 ? DLM_INVALID_ARGUMENT : DLM_OK); /* dropped */
-        if (stop_at == 0) --a.calls, --f.passes;                     /* that of the line above */
+        if (stop_at == 0) --a.calls, --f.passes; /* does not count the call above */
       }
       if (call == 4)
         SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 4, 1, seconds, 4), wanted);
-      CLAIM(a.answer == DLM_INVALID_ARGUMENT); /* a callback may not use its session */
+      CLAIM(a.answer == DLM_INVALID_ARGUMENT); /* a callback must not use its session */
       CLAIM(a.calls == (stop_at > 0 ? stop_at : passes[call]) &&
             f.passes - before == a.calls - (stop_at > 0));
       is_usable(session, &f, __LINE__);
@@ -865,14 +868,14 @@ static void test_failing_passes_end_the_request(void) {
       size_t length = 99;
       const dlm_step* step;
       const int32_t before = f.passes;
-      policy.entropy_bound = 0; /* one or two positions a pass, so that the third one is reached */
+      policy.entropy_bound = 0; /* one or two positions per pass, so that there is a third pass */
       SESSION_STATUS(generate(session, &options, canvas, 3, NULL, &length), wanted);
       CLAIM(f.passes == before + pass + 1 && length == 0 && canvas[3] == 0);
       f.bad_at = f.passes;
       SESSION_STATUS(start(session, &options, prompt, 3), DLM_OK);
       SESSION_STATUS(dlm_session_step(session, &step), wanted);
       CLAIM(step == NULL);
-      SESSION_STATUS(dlm_session_step(session, &step), wanted); /* it has ended */
+      SESSION_STATUS(dlm_session_step(session, &step), wanted); /* the request has ended */
       f.bad_at = -1;
       f.bad_status = DLM_OK;
       f.is_token_bad = f.is_prob_bad = f.is_entropy_bad = 0;
@@ -902,7 +905,7 @@ static void fill(dlm_session* session, const fake* f, const dlm_request* options
         line);
   for (size_t i = 0; i < length; ++i) {
     const int is_given = i < count && given[i] != MASK;
-    /* Position 0 of a shifted denoiser is predicted by row 0, as position 1 is. */
+    /* Row 0 of a shifted denoiser predicts position 0, and also position 1. */
     const int is_right = tokens[i] == (is_given ? given[i] : token_at(f, (int64_t)i));
     if (!is_right && !(f->shift == 1 && i <= 1))
       claim(0, "every mask token became its prediction, nothing else changed", line);
@@ -921,8 +924,9 @@ static void test_canvases_of_every_kind_are_filled(void) {
     fake f = make_fake();
     f.shift = variant & 1;
     f.element_bytes = variant < 4 ? 4 : 2;
-    f.top_prob =
-        variant == 2 || variant == 3 ? 7.5f : 0; /* nothing that a softmax gives, but a graph can */
+    f.top_prob = variant == 2 || variant == 3
+                     ? 7.5f
+                     : 0; /* a softmax cannot give this value, but a graph can */
     dlm_bundle* bundle = open_fake(&f);
     dlm_session* session = open_session(bundle);
     for (size_t cache = 0; cache < 3; ++cache) {
@@ -938,14 +942,14 @@ static void test_canvases_of_every_kind_are_filled(void) {
           fill(session, &f, &options, prompt, 3, __LINE__);
           fill(session, &f, &options, gaps, 15, __LINE__);
           fill(session, &f, &options, masks, 3, __LINE__);
-          fill(session, &f, &options, NULL, 0, __LINE__); /* nothing given */
+          fill(session, &f, &options, NULL, 0, __LINE__); /* no given tokens */
           options.max_new_tokens = 0;
-          fill(session, &f, &options, gaps, 15, __LINE__);  /* infilling alone */
-          fill(session, &f, &options, prompt, 3, __LINE__); /* nothing to do */
+          fill(session, &f, &options, gaps, 15, __LINE__);  /* only infilling */
+          fill(session, &f, &options, prompt, 3, __LINE__); /* there is nothing to fill */
           options.max_new_tokens = 1;
           fill(session, &f, &options, prompt, 3, __LINE__);
           options.max_new_tokens = LONGEST;
-          fill(session, &f, &options, NULL, 0, __LINE__); /* as long as it may be */
+          fill(session, &f, &options, NULL, 0, __LINE__); /* the longest possible canvas */
         }
       }
     }
@@ -959,7 +963,7 @@ static void test_a_new_session_takes_a_canvas_of_masks_alone(void) {
   fake f = make_fake();
   dlm_bundle* bundle = open_fake(&f);
   for (size_t cache = 0; cache < 3;
-       ++cache) { /* the block is the canvas: no position is left to be cached */
+       ++cache) { /* the block is the whole canvas, so no position is left to cache */
     dlm_session* session = open_session(bundle);
     dlm_policy policy;
     const dlm_request options = options_of(&policy, 4);
@@ -982,11 +986,11 @@ static void test_counts(void) {
   size_t length = 0;
   SESSION_STATUS(generate(session, &options, tokens, 3, &stats, &length), DLM_OK);
   CLAIM(length == 3 && stats.nfe == 0 && stats.cache_bytes == 0 &&
-        f.passes == 0); /* no new tokens: no pass */
+        f.passes == 0); /* without new tokens, there is no pass */
   options.max_new_tokens = 16;
   policy.cache = "dual";
   SESSION_STATUS(generate(session, &options, tokens, 3, &stats, &length), DLM_OK);
-  /* keys and values of 19 positions, one copy */
+  /* Keys and values of 19 positions, stored once. */
   CLAIM(length == 19 && stats.nfe == 16 &&
         stats.cache_bytes == 2 * LAYERS * HEADS * HEAD_SIZE * 4 * 19);
   options.steps = 6;
@@ -994,7 +998,7 @@ static void test_counts(void) {
   CLAIM(stats.nfe == 6 && stats.prefill_s > 0 && stats.passes_s > 0 && f.broken_promises == 0);
   CLAIM(stats.selection_s > 0 && stats.cache_s > 0);
   CLAIM(stats.prefill_s + stats.passes_s + stats.selection_s + stats.cache_s <=
-        stats.total_s); /* each second counts once */
+        stats.total_s); /* no second is counted twice */
   policy.cache = "none";
   SESSION_STATUS(generate(session, &options, tokens, 3, &stats, &length), DLM_OK);
   CLAIM(stats.prefill_s == 0 && stats.cache_s == 0 && stats.passes_s > 0 && stats.selection_s > 0);
@@ -1004,7 +1008,7 @@ static void test_counts(void) {
   SESSION_STATUS(generate(session, &options, tokens, 3, &stats, &length), DLM_OK);
   CLAIM(length == 19 && stats.nfe == 8 && tokens[5] == EOS && tokens[11] == EOS &&
         tokens[18] == EOS && tokens[10] != EOS);
-  options.policy = NULL; /* dlm_policy_init's for a callback bundle */
+  options.policy = NULL; /* the policy of dlm_policy_init, as this is a callback bundle */
   SESSION_STATUS(generate(session, &options, tokens, 3, &stats, &length), DLM_OK);
   CLAIM(length == 19 && stats.nfe == 16);
   dlm_session_destroy(session);
@@ -1039,14 +1043,14 @@ static void test_timed_passes_are_those_that_were_asked_for(void) {
         seconds[2] == -1);
   SESSION_STATUS(dlm_session_time_passes(session, 1, 4, LONGEST - 4, 4, seconds, 3), DLM_OK);
   CLAIM(f.passes == 6 && last_was(&f, 1, 4, LONGEST - 4, 4) &&
-        seconds[2] > 0); /* and one that fills the cache */
+        seconds[2] > 0); /* and one pass that fills the cache */
   for (int32_t batch = -1; batch < 1; ++batch)
     SESSION_STATUS(dlm_session_time_passes(session, batch, 4, 0, 4, seconds, 1),
                    DLM_INVALID_ARGUMENT);
   SESSION_STATUS(dlm_session_time_passes(session, INT32_MAX, 4, 0, 4, seconds, 1),
                  DLM_INVALID_ARGUMENT);
   SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 4, 1, NULL, 0), DLM_OK);
-  CLAIM(f.passes == 6 && f.broken_promises == 0); /* only checked */
+  CLAIM(f.passes == 6 && f.broken_promises == 0); /* the arguments were only checked */
   SESSION_STATUS(dlm_session_time_passes(session, MOST, 4, 4, 2, seconds, 1), DLM_OK);
   CLAIM(f.passes == 8 && last_was(&f, MOST, 4, 4, 2) && f.batches[MOST] == 2 &&
         f.broken_promises == 0);
@@ -1056,7 +1060,7 @@ static void test_timed_passes_are_those_that_were_asked_for(void) {
   SESSION_STATUS(start(session, &options, prompt, 3), DLM_OK);
   SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 4, 1, seconds, 1), DLM_OK);
   SESSION_STATUS(dlm_session_step(session, &step),
-                 DLM_INVALID_ARGUMENT); /* timing dropped the request */
+                 DLM_INVALID_ARGUMENT); /* timing has dropped the request */
   f.bad_at = f.passes + 1;
   f.bad_status = DLM_ENGINE_FAILED;
   SESSION_STATUS(dlm_session_time_passes(session, 1, 4, 4, 1, seconds, 1), DLM_ENGINE_FAILED);
@@ -1074,7 +1078,7 @@ static void test_timed_passes_are_those_that_were_asked_for(void) {
   dlm_bundle_destroy(bundle);
 }
 
-/* ---- What requests come to, and what ends them ---- */
+/* ---- Results of requests, and reasons why they end ---- */
 
 static int32_t cancel_at_two(void* user, const dlm_step* step) {
   if (step->nfe == 2) dlm_session_cancel(user, 0);
@@ -1086,7 +1090,7 @@ static void* cancel_all(void* user) {
   return NULL;
 }
 
-/* What the session says of its last request. */
+/* The result of the last request of the session. */
 static int ended(dlm_session* session, int32_t finish, int32_t nfe, int32_t completion,
                  size_t undecided) {
   const dlm_result* result;
@@ -1110,12 +1114,12 @@ static void test_results_and_what_ends_requests(void) {
   const dlm_step* step;
   size_t length = 0;
   SESSION_STATUS(dlm_session_result(session, 0, &result),
-                 DLM_INVALID_ARGUMENT); /* none has ended */
+                 DLM_INVALID_ARGUMENT); /* no request has ended */
   CLAIM(result == NULL);
   SESSION_STATUS(dlm_session_result(session, 0, NULL), DLM_INVALID_ARGUMENT);
   CLAIM(dlm_session_result(NULL, 0, &result) == DLM_INVALID_ARGUMENT);
   dlm_session_cancel(NULL, 0);
-  dlm_session_cancel(session, 0); /* nothing runs */
+  dlm_session_cancel(session, 0); /* no request is running */
   int32_t tokens[LONGEST] = {1, 2, 3};
   SESSION_STATUS(generate(session, &options, tokens, 3, NULL, &length), DLM_OK);
   CLAIM(ended(session, DLM_FINISH_LENGTH, 8, 8, 0));
@@ -1128,7 +1132,7 @@ static void test_results_and_what_ends_requests(void) {
   SESSION_STATUS(generate(session, &options, tokens, 3, NULL, &length), DLM_OK);
   CLAIM(ended(session, DLM_FINISH_STEPS, 3, 8, 5));
   for (int32_t i = 3; i < 11; ++i)
-    CLAIM(tokens[i] == token_at(&f, i)); /* as proposed, where nothing was decided */
+    CLAIM(tokens[i] == token_at(&f, i)); /* undecided positions have the proposed token */
   options.max_steps = 0;
   options.deadline_ms = 1e-9;
   SESSION_STATUS(generate(session, &options, tokens, 3, NULL, &length), DLM_OK);
@@ -1140,7 +1144,8 @@ static void test_results_and_what_ends_requests(void) {
   CLAIM(ended(session, DLM_FINISH_CANCELLED, 2, 8, 6));
   SESSION_STATUS(start(session, &options, prompt, 3), DLM_OK);
   SESSION_STATUS(dlm_session_step(session, &step), DLM_OK);
-  SESSION_STATUS(dlm_session_result(session, 0, &result), DLM_INVALID_ARGUMENT); /* it runs */
+  SESSION_STATUS(dlm_session_result(session, 0, &result),
+                 DLM_INVALID_ARGUMENT); /* the request is running */
   pthread_t thread;
   CLAIM(pthread_create(&thread, NULL, cancel_all, session) == 0 && pthread_join(thread, NULL) == 0);
   const int32_t passes = f.passes;
@@ -1148,7 +1153,7 @@ static void test_results_and_what_ends_requests(void) {
   CLAIM(step->done == 1 && step->nfe == 1 && f.passes == passes &&
         ended(session, DLM_FINISH_CANCELLED, 1, 8, 7));
   is_usable(session, &f, __LINE__);
-  /* Draws and guidance: whole logits, two canvases a pass. */
+  /* Sampling and guidance, with whole logits and two canvases per pass. */
   policy.select = "sample";
   policy.temperature = 0.5;
   policy.cfg_scale = 2;
@@ -1162,17 +1167,17 @@ static void test_results_and_what_ends_requests(void) {
 
 /* ---- Batches ---- */
 
-/* Requests of one canvas length whose blocks of eight hold the same, more or fewer masks;
- * canvases[i] is what i is given. */
+/* Requests with canvases of the same length, in whose blocks of eight the numbers of masks are
+ * equal or differ. canvases[i] has the given tokens of request i. */
 typedef struct {
   int32_t canvases[MOST][LONGEST];
-  size_t counts[MOST];   /* given tokens */
-  size_t lengths[MOST];  /* set: of the canvases */
-  dlm_stats stats[MOST]; /* set */
+  size_t counts[MOST];   /* numbers of given tokens */
+  size_t lengths[MOST];  /* output: lengths of the canvases */
+  dlm_stats stats[MOST]; /* output */
 } several;
 
-/* Runs the first `count` of them. Canvases are copied over what was given, unless the call failed.
- */
+/* Runs the first `count` requests. If the call does not fail, their canvases are copied over the
+ * given tokens. */
 static dlm_status generate_batch(dlm_session* session, const dlm_request* options, several* s,
                                  size_t count, int32_t max_batch) {
   dlm_request requests[MOST];
@@ -1201,7 +1206,8 @@ static void prepare(several* s, size_t given) {
   }
 }
 
-/* Refused with a sentence that holds `says`, and the session good for the next request. */
+/* Checks that a batch is rejected with a message that contains `says`, and that the session still
+ * works. */
 static void refuse_batch(dlm_session* session, const fake* f, const dlm_request* options,
                          several* s, size_t count, int32_t max_batch, dlm_status wanted,
                          const char* says, int line) {
@@ -1221,7 +1227,7 @@ static void test_wrong_batches_are_refused_by_number(void) {
   CLAIM(generate_batch(NULL, &good, &s, 1, 1) == DLM_INVALID_ARGUMENT);
   SESSION_STATUS(dlm_session_generate_batch(session, NULL, 1, 1), DLM_INVALID_ARGUMENT);
   SESSION_STATUS(dlm_session_generate_batch(session, NULL, 0, 1),
-                 DLM_OK); /* nothing is asked for */
+                 DLM_OK); /* there are no requests */
 #define REFUSE(options, says) \
   refuse_batch(session, &f, options, &s, MOST, 2, DLM_INVALID_ARGUMENT, says, __LINE__)
   REFUSE(NULL, "request 0: request is NULL");
@@ -1247,7 +1253,7 @@ static void test_wrong_batches_are_refused_by_number(void) {
   s.canvases[1][5] = V;
   REFUSE(&good, "request 1: token id 50 at position 5");
 #undef REFUSE
-  /* Each with options of its own; each is told of its own steps. */
+  /* Each request has separate options, and its callback only gets its own steps. */
   prepare(&s, 40);
   dlm_request one = of(&good, s.canvases[0], 40), two = options_of(&other, 0);
   two = of(&two, s.canvases[0], 40);
@@ -1260,13 +1266,15 @@ static void test_wrong_batches_are_refused_by_number(void) {
   SESSION_STATUS(dlm_session_result(session, 1, &result), DLM_OK);
   CLAIM(watchers[0].calls == 37 && watchers[1].calls == 4 && result->stats->nfe == 4 &&
         result->finish == DLM_FINISH_STEPS);
-  /* Passes that fail: the last request of the second batch of two, and its last row. */
+  /* Passes that fail for the last request of the second batch of two, in its last row. */
   const int32_t tokens[] = {-1, V, MASK};
   for (size_t i = 0; i < 4; ++i) {
     int32_t per_batch = 0;
     prepare(&s, 40);
     if (SESSION_STATUS(generate_batch(session, &good, &s, 2, 2), DLM_OK))
-      per_batch = s.stats[0].nfe; /* the slowest: it has no given token in between */
+      per_batch =
+          s.stats[0]
+              .nfe; /* the passes of the slowest request, which has no given token in the middle */
     prepare(&s, 40);
     memcpy(s.canvases[2], s.canvases[0], sizeof s.canvases[0]);
     memcpy(s.canvases[3], s.canvases[0], sizeof s.canvases[0]);
@@ -1277,7 +1285,7 @@ static void test_wrong_batches_are_refused_by_number(void) {
     refuse_batch(session, &f, &good, &s, 4, 2, i == 3 ? DLM_OUT_OF_MEMORY : DLM_ENGINE_FAILED,
                  i == 3 ? "OUT_OF_MEMORY" : "request 3: the denoiser predicted the invalid token",
                  __LINE__);
-    /* The other requests came to their ends; of a pass that failed, both requests failed. */
+    /* The other requests finish. If a pass fails, both of its requests fail. */
     SESSION_STATUS(generate_batch(session, &good, &s, 0, 2), DLM_OK);
     f.bad_at = f.passes + per_batch + 1;
     const dlm_result* results[4];
@@ -1299,8 +1307,8 @@ static void test_wrong_batches_are_refused_by_number(void) {
   dlm_bundle_destroy(bundle);
 }
 
-/* Every request of a batch becomes what it becomes alone, in as many passes; the fake looks at
- * every row of the cache. */
+/* Every request of a batch gets the same result as when it runs alone, in as many passes. The fake
+ * denoiser checks every row of the cache. */
 static void test_batches_of_every_kind_give_what_one_by_one_gives(void) {
   static const char* const caches[] = {"none", "prefix", "dual"};
   static const char* const commits[] = {"static", "factor", "timestep"};
@@ -1308,7 +1316,9 @@ static void test_batches_of_every_kind_give_what_one_by_one_gives(void) {
     fake f = make_fake();
     f.shift = variant % 2;
     f.eos_at =
-        variant / 54 == 1 ? 12 : NOWHERE; /* given, and so of no effect, in some of the requests */
+        variant / 54 == 1
+            ? 12
+            : NOWHERE; /* in some requests, this token is given and therefore has no effect */
     dlm_bundle* bundle = open_fake(&f);
     dlm_session* session = open_session(bundle);
     dlm_policy policy;
@@ -1338,7 +1348,8 @@ static void test_batches_of_every_kind_give_what_one_by_one_gives(void) {
         CLAIM(memcmp(s.canvases[i], alone[i], 45 * sizeof(int32_t)) == 0);
       }
       CLAIM(f.batches[MOST] > 0 && f.passes >= most && f.passes < nfe[0] + nfe[1]);
-      if (variant / 2 % 3 == 0) CLAIM(f.passes == most); /* without a cache none waits */
+      if (variant / 2 % 3 == 0)
+        CLAIM(f.passes == most); /* without a cache, no request waits for another */
       if (variant / 2 % 3 > 0) CLAIM(s.stats[MOST - 1].cache_bytes == single.cache_bytes);
     }
     CLAIM(f.broken_promises == 0);
@@ -1359,21 +1370,21 @@ static void test_requests_are_together_where_they_fit(void) {
   prepare(&s, 3);
   SESSION_STATUS(generate_batch(session, &options, &s, MOST, 2), DLM_OK);
   CLAIM(f.batches[2] == 16 && f.batches[1] == 8 &&
-        f.passes == 24); /* two, two, and one left over */
+        f.passes == 24); /* batches of two, two and one */
   memset(f.batches, 0, sizeof f.batches);
   prepare(&s, 3);
-  s.counts[1] = s.counts[3] = 2; /* shorter canvases are together as well */
+  s.counts[1] = s.counts[3] = 2; /* shorter canvases also run together */
   SESSION_STATUS(generate_batch(session, &options, &s, MOST, 8), DLM_OK);
   CLAIM(f.batches[3] == 8 && f.batches[2] == 8);
   CLAIM(s.lengths[0] == 11 && s.lengths[1] == 10);
   memset(f.batches, 0, sizeof f.batches);
   prepare(&s, 19);
   for (int32_t at = 3; at < 11; ++at)
-    s.canvases[2][at] = 5; /* its first block is another one's second */
+    s.canvases[2][at] = 5; /* its first block is the second block of another request */
   SESSION_STATUS(generate_batch(session, &options, &s, 3, 8), DLM_OK);
   CLAIM(f.batches[2] > 0 && f.batches[1] > 0 && f.batches[3] == 0 && f.broken_promises == 0);
   memset(f.batches, 0, sizeof f.batches);
-  policy.cache = "none"; /* then nothing has to be moved for all alike */
+  policy.cache = "none"; /* then rows need not be moved for all requests in the same way */
   prepare(&s, 19);
   for (int32_t at = 3; at < 11; ++at) s.canvases[2][at] = 5;
   SESSION_STATUS(generate_batch(session, &options, &s, 3, 8), DLM_OK);
@@ -1394,8 +1405,8 @@ static void test_requests_that_are_done_leave_at_the_next_full_pass(void) {
   for (policy.refresh = 0; policy.refresh <= 8; policy.refresh += 8) {
     memset(f.batches, 0, sizeof f.batches);
     prepare(&s, 27);
-    s.canvases[1][5] =
-        7; /* it meets no end token and fills three blocks, the other one the first */
+    s.canvases[1][5] = 7; /* this request has no end token and fills three blocks; the other one
+                             only fills the first */
     memcpy(s.canvases[1] + 6, s.canvases[0] + 6, 21 * sizeof(int32_t));
     SESSION_STATUS(generate_batch(session, &options, &s, 2, 2), DLM_OK);
     CLAIM(s.stats[0].nfe == 8 && s.canvases[0][26] == EOS && s.stats[1].nfe == 23 &&
@@ -1424,7 +1435,7 @@ static void* work(void* argument) {
   for (int round = 0; round < 8; ++round) {
     int32_t tokens[LONGEST] = {1, 2, 3, 4};
     size_t length = 0;
-    /* Every second request fails: errors stay with their session. */
+    /* Every second request fails, and its error only concerns its session. */
     if (round % 2 == 1) tokens[0] = -1;
     const dlm_status wanted = round % 2 == 1 ? DLM_INVALID_ARGUMENT : DLM_OK;
     if (generate(w->session, &options, tokens, (size_t)w->given, NULL, &length) != wanted)
@@ -1474,7 +1485,7 @@ int main(int argc, char** argv) {
     fprintf(stderr, "usage: native_driver BUNDLE\n");
     return 2;
   }
-  setvbuf(stdout, NULL, _IOLBF, 0); /* claims are on paper before a sanitizer aborts */
+  setvbuf(stdout, NULL, _IOLBF, 0); /* claims are printed at once, because a sanitizer may abort */
   test_static_functions();
   test_open_refuses(argv[1]);
   test_engines_by_name(argv[1]);

@@ -1,4 +1,4 @@
-"""Made-up network descriptions, for tests that need sizes and no weights."""
+"""Made-up descriptions of networks, for tests that need sizes but no weights."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def make_network(
     qkv_bias: bool = False,
     **fields: Any,
 ) -> NetworkSpec:
-    """A network whose layers are all alike, or those given; ``fields`` are further ones of
-    ``NetworkSpec``.
+    """A network with the layers that are passed, or with layers that are all alike. ``fields`` are
+    further fields of ``NetworkSpec``.
     """
     attention = AttentionSpec(heads, kv_heads, head_size, Rope(1e4), qkv_bias=qkv_bias)
     each = (

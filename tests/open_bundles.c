@@ -1,5 +1,5 @@
-/* Opens bundles, whatever they are, and prints of each "STATUS<tab>SENTENCE"; of one that opens, of
- * its compiled text as well. open_bundles ENGINE BUNDLE [ENGINE BUNDLE]... */
+/* Opens bundles and prints "STATUS<tab>MESSAGE" for each. If a bundle opens, also does this for its
+ * compiled text. Usage: open_bundles ENGINE BUNDLE [ENGINE BUNDLE]... */
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -14,7 +14,7 @@ int main(int argc, char** argv) {
     dlm_open_options_init(&options, sizeof options);
     options.engine = argv[i];
     options.threads = 1;
-    alarm(60); /* a hang ends the program; on a busy machine too, nothing takes as long */
+    alarm(60); /* ends the program if it hangs; no bundle takes as long, even on a busy machine */
     dlm_status status = dlm_bundle_open(argv[i + 1], &options, message, sizeof message, &bundle);
     const dlm_text* text = NULL;
     if (!status && strstr(dlm_bundle_describe(bundle)->manifest, "\"text.bin\""))

@@ -1,4 +1,4 @@
-"""Hypothesis strategies of JSON Schemas in which all keywords of a draft meet and are nested."""
+"""Hypothesis strategies for JSON Schemas that combine and nest all keywords of a draft."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ VALUES: tuple[Any, ...] = (
 )
 NAMES = ("a", "b", "c", "ab")
 PATTERNS = ("^a", "b$", "^[ab]$", "a|c", "^.{2}", "^(?!a)", "", "\\d", "^\\w+$")
-# additionalProperties of jsonschema ignores patternProperties whose only pattern is empty.
+# In jsonschema, additionalProperties ignores patternProperties if its only pattern is empty. So
+# empty patterns are written in another way.
 NAME_PATTERNS = tuple(pattern or "(?:)" for pattern in PATTERNS)
 FORMATS = ("date", "ipv4", "email", "unknown", "uuid", "regex")
 NUMBERS = (0, 1, -1, 2, 1.5, -1.5, 10, -10, 0.5)
@@ -74,7 +75,7 @@ def _keywords(draft: int, inner: st.SearchStrategy[Any]) -> dict[str, st.SearchS
     return made
 
 
-# Keywords that say more beside others.
+# Keywords that have more effect in combination with others.
 GROUPS = (
     ("if", "then", "else"),
     ("contains", "minContains", "maxContains"),
@@ -89,7 +90,7 @@ GROUPS = (
 
 
 def schemas(draft: int) -> st.SearchStrategy[Any]:
-    """Schemas without ``$schema`` and ``$defs``."""
+    """Strategy for schemas without ``$schema`` and ``$defs``."""
 
     def extended(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         optional = _keywords(draft, inner)
@@ -107,7 +108,7 @@ def schemas(draft: int) -> st.SearchStrategy[Any]:
 
 
 def documents(draft: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Schemas of a draft with two definitions to refer to."""
+    """Strategy for schemas of a draft that have two definitions, to which they can refer."""
     made = schemas(draft)
     return st.builds(
         lambda root, x, y: {

@@ -1,4 +1,6 @@
-"""Random JSON Schemas of every kind that is supported, for tests that look at what is made of them."""
+"""Random JSON Schemas of every supported kind, for tests of the constraints that are made from
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def random_document(source: random.Random) -> dict[str, Any]:
-    """A schema by itself, which may refer to parts of its own."""
+    """A complete schema. It may refer to its own parts."""
     made = random_schema(source)
     if source.random() < 0.8:
         return made
@@ -40,7 +42,7 @@ def random_document(source: random.Random) -> dict[str, Any]:
 
 
 def random_schema(source: random.Random, depth: int = 3) -> dict[str, Any]:
-    """A schema that some value is valid by."""
+    """A schema for which some value is valid."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "pattern", "format"]
     kinds += ["object", "object", "array", "anyOf", "types"] if depth else []
     kind = source.choice(kinds)

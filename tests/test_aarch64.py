@@ -1,8 +1,8 @@
-"""The native library on 64-bit Arm: cross-compiled and run in an emulator.
+"""Tests of the native library on 64-bit Arm, cross-compiled and run in an emulator.
 
-Runs its tests, and compares the demo's results with those of this processor. Needs
-g++-aarch64-linux-gnu and qemu-user. The demo also needs ONNX Runtime's library for aarch64, which
-`make aarch64` downloads; $DLM_AARCH64_ONNXRUNTIME names another one.
+They run the library's native tests there, and compare the results of the demo with those on this
+processor. They need g++-aarch64-linux-gnu and qemu-user. The demo also needs ONNX Runtime's library
+for aarch64. `make aarch64` downloads it, or $DLM_AARCH64_ONNXRUNTIME names another copy.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from dlm_runtime.abi import native as _native
 BUILD = REPOSITORY / "build" / "native-aarch64"
 SYSROOT = Path("/usr/aarch64-linux-gnu")
 CROSS, CROSS_C = "aarch64-linux-gnu-g++", "aarch64-linux-gnu-gcc"
-HERE = Path(_native.library()._name).parent  # of the library of this processor
+HERE = Path(_native.library()._name).parent  # folder of the library for this processor
 DEMO = REPOSITORY / "examples"
 PROMPTS, PRESET = (
     {"fp32": 20, "int8": 50},
     "fast-dllm",
-)  # held-out commands; an emulated pass in fp32 takes seconds
-# Kernels and ONNX Runtime's own products sum in another order; in INT8 an activation between two
-# codes may then go to either, and every layer behind sees it. Seen: 2.7e-5, and in INT8 0.43, with
-# a median of 0.011, of logits up to 22.
+)  # number of held-out commands; an emulated pass in fp32 takes seconds
+# Our kernels and ONNX Runtime's own products add in different orders. In INT8, an activation
+# between two codes may then get either code, and every later layer sees the difference. Differences
+# seen for logits up to 22: 2.7e-5, and in INT8 0.43 with a median of 0.011.
 TOLERANCE, MEDIAN = {"fp32": 1e-4, "int8": 1.0}, {"fp32": 1e-5, "int8": 0.05}
-AGREEING = {"fp32": 1.0, "int8": 0.95}  # of answers, passes included
-# Linux's text for a Neoverse N1. ONNX Runtime reads this file when it is loaded. It crashes on the
-# text of an x86-64, which qemu would pass on.
+AGREEING = {"fp32": 1.0, "int8": 0.95}  # share of equal answers, including their passes
+# Linux's text for a Neoverse N1. ONNX Runtime reads this file when it is loaded, and crashes on the
+# text of an x86-64. qemu would show it the latter.
 CPUINFO = """processor\t: {}
 BogoMIPS\t: 50.00
 Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp ssbs
@@ -63,8 +63,8 @@ CPU revision\t: 1
 
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command before a program for aarch64: of a processor with dot products, and not much more
-    to emulate.
+    """The command that runs an aarch64 program in the emulator. The emulated processor has dot
+    products, and as few other extensions as possible.
     """
     found = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if found is None or shutil.which(CROSS) is None:
@@ -79,7 +79,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def compiled(*targets: str) -> Path:
-    """The build folder, with these targets in it."""
+    """The build folder, after these targets were built in it."""
     toolchain = f"-DCMAKE_TOOLCHAIN_FILE={SOURCE / 'cmake' / 'aarch64-linux-gnu.cmake'}"
     options = [
         "-G",
@@ -123,7 +123,7 @@ def test_a_request_on_aarch64_survives_the_failure_of_each_of_its_allocations(
 
 @pytest.fixture(scope="session")
 def onnxruntime() -> Path:
-    """ONNX Runtime's library for aarch64."""
+    """The path of ONNX Runtime's library for aarch64."""
     chosen = os.environ.get("DLM_AARCH64_ONNXRUNTIME")
     fetched = (REPOSITORY / "build" / "aarch64" / "onnxruntime").glob(
         "onnxruntime/capi/libonnxruntime.so*"
@@ -142,7 +142,7 @@ def bundles(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 def for_aarch64(output: Path, source: Path) -> Path:
-    """A C program, linked with the library of the cross build."""
+    """Compile a C program and link it with the library of the cross build."""
     folder = compiled("dlm_runtime")
     link = ["-L", str(folder), "-ldlm_runtime", f"-Wl,-rpath,{folder}"]
     succeed(CROSS_C, *STRICT, "-I", HEADER.parent, source, "-o", output, *link)
@@ -172,8 +172,8 @@ def test_the_c_example_answers_on_aarch64(
 
 @dataclass(frozen=True)
 class Answers:
-    """``lines``: passes and text of each prompt; ``logits`` of their first passes, ``[prompts,
-    masks, V]``.
+    """The answers of one run. ``lines`` are the passes and the text for each prompt. ``logits`` are
+    those of the first passes, ``[prompts, masks, V]``.
     """
 
     lines: list[str]

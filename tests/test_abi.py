@@ -1,5 +1,5 @@
-"""Programs compiled against another header than the library's, and every place that lists policy
-fields.
+"""Programs that were compiled against another version of the header still work, and all places that
+list the fields of a policy agree.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def test_a_struct_of_an_older_header_is_filled_up_to_its_end(llada_bundle: Path)
 
 def test_a_request_of_an_older_header_has_the_defaults_of_what_it_lacks() -> None:
     request = _native.initialised(_native.Request)
-    request.struct_size = _native.Request.steps.offset  # ends with the policy
-    request.max_new_tokens, request.max_steps = 2, -1  # the second is beyond its end
+    request.struct_size = _native.Request.steps.offset  # the struct ends with the policy
+    request.max_new_tokens, request.max_steps = 2, -1  # max_steps is beyond the end of the struct
     given = (ctypes.c_int32 * 1)(5)
     request.tokens, request.token_count = ctypes.cast(given, _native.i32p), 1
     result = ctypes.POINTER(_native.Result)()

@@ -1,4 +1,4 @@
-"""The audit finds a device graph that lost a quantisation: it names the layer and writes no engine."""
+"""If a device graph lost a quantisation, the audit names the layer, and no engine is written."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from dlm_export.tensorrt import audit
 from dlm_export.tensorrt.audit import AuditError
 
 BF16 = TensorProto.BFLOAT16
-# Both operands of each are quantised by themselves in one and shared with its neighbours in the
-# other.
+# In ``OWN``, both operands are quantised separately. In ``SHARED``, a neighbouring layer uses the
+# same quantised operands.
 OWN, SHARED = "blocks.1.mlp.down", "blocks.2.attention.k"
 
 
@@ -47,7 +47,9 @@ def _initializer(model: onnx.ModelProto, name: str, dtype: int, array: np.ndarra
 
 
 def _dequantiser(model: onnx.ModelProto, layer: str) -> onnx.NodeProto:
-    """The node that dequantises a layer's codes. NVFP4 transposes them afterwards."""
+    """The node that dequantises the codes of a layer. For NVFP4, the result is transposed
+    afterwards.
+    """
     node = _producer(model, _matmul(model, layer).input[1])
     return node if node.op_type == "DequantizeLinear" else _producer(model, node.input[0])
 
@@ -57,7 +59,7 @@ def _shape(model: onnx.ModelProto, name: str) -> tuple[int, ...]:
 
 
 def drop_weight_pair(model: onnx.ModelProto, layer: str) -> None:
-    """The weight as it was before quantisation, in the activations' type."""
+    """Use the weight as it was before quantisation, in the type of the activations."""
     node = _matmul(model, layer)
     shape = _shape(model, _dequantiser(model, layer).input[0])
     is_transposed = _producer(model, node.input[1]).op_type == "Transpose"
@@ -66,7 +68,7 @@ def drop_weight_pair(model: onnx.ModelProto, layer: str) -> None:
 
 
 def drop_activation_pair(model: onnx.ModelProto, layer: str) -> None:
-    """The input as it is, neither quantised nor dequantised."""
+    """Use the input directly, without quantising and dequantising it."""
     node = _matmul(model, layer)
     quantise = _producer(model, _producer(model, node.input[0]).input[0])
     assert quantise.op_type in ("QuantizeLinear", "TRT_FP4DynamicQuantize")
@@ -74,7 +76,7 @@ def drop_activation_pair(model: onnx.ModelProto, layer: str) -> None:
 
 
 def fp8_activations(model: onnx.ModelProto, layer: str) -> None:
-    """Change the input to FP8."""
+    """Quantise the input to FP8 instead."""
     drop_activation_pair(model, layer)
     node = _matmul(model, layer)
     scale = _initializer(model, f"{layer}.other_scale", BF16, np.full((), 0.02, ml_dtypes.bfloat16))
@@ -107,14 +109,14 @@ def halve_groups(model: onnx.ModelProto, layer: str) -> None:
 
 
 def remove_layer(model: onnx.ModelProto, layer: str) -> None:
-    """The layer's input as its output; the matrix has to be square."""
+    """Replace a layer by its input. This needs a square matrix."""
     node = _matmul(model, layer)
     del node.input[1]
     node.op_type, node.name = "Identity", f"{layer}/Identity"
 
 
 def widen(model: onnx.ModelProto, layer: str) -> None:
-    """A matrix multiplication in fp32 inside a graph in fp16."""
+    """Compute one matrix multiplication in fp32, inside a graph in fp16."""
     node = _matmul(model, layer)
     at = list(model.graph.node).index(node)
     values = np.full(_shape(model, node.input[1]), 0.01, np.float32)

@@ -1,4 +1,5 @@
-"""Wrong input at the command line gives one sentence that names it and the right exit code.
+"""For wrong input, the command line prints one sentence that names the input, and exits with the
+right code.
 
 No files are left over.
 """
@@ -42,7 +43,7 @@ QUERY = "model.transformer.blocks.1.q_proj.weight"
 
 
 def _fails(*args: object, code: int = 2, says: tuple[str, ...] = ()) -> str:
-    """Run a command that must fail; returns its only ``Error:`` line."""
+    """Run a command that must fail. Returns its only ``Error:`` line."""
     result = CliRunner().invoke(main, [str(arg) for arg in args])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise AssertionError(
@@ -51,7 +52,7 @@ def _fails(*args: object, code: int = 2, says: tuple[str, ...] = ()) -> str:
     lines = result.output.strip().splitlines()
     assert result.exit_code == code, result.output
     assert sum(line.startswith("Error: ") for line in lines) == 1
-    # Only click's own usage errors put the usage in front.
+    # Usage errors of click print the usage first. No other error may do that.
     assert len(lines) == 1 or lines[0].startswith("Usage: "), result.output
     assert len(lines[-1]) < 1500, "a sentence, not the input"
     for fragment in says:
@@ -61,7 +62,7 @@ def _fails(*args: object, code: int = 2, says: tuple[str, ...] = ()) -> str:
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """Where builds write; its parent holds nothing else."""
+    """The path to which builds write. Its parent folder contains nothing else."""
     (tmp_path / "out").mkdir()
     return tmp_path / "out" / "bundle"
 
@@ -76,26 +77,26 @@ def _build_fails(
 
 @pytest.fixture
 def checkpoint(llada_checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny LLaDA, free to be damaged."""
+    """A copy of the tiny LLaDA, which tests may damage."""
     return Path(shutil.copytree(llada_checkpoint, tmp_path / "checkpoint"))
 
 
 @pytest.fixture
 def sharded(dream_checkpoint: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny Dream in three shards."""
+    """A copy of the tiny Dream in three shards, which tests may damage."""
     return Path(shutil.copytree(dream_checkpoint, tmp_path / "sharded"))
 
 
 @pytest.fixture
 def traced(llada_bundle: Path, llada_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builds take the graph of the built bundle instead of seconds to trace it again."""
+    """Makes builds take the graph of the built bundle. Tracing it again would take seconds."""
     network = families.read_network(Checkpoint(llada_checkpoint), Overrides())
 
     def built_before(_: object, precision: str, **__: bool) -> trace.Graph:
         model = ir.load(llada_bundle / graph.GRAPH_FILE)
         dtype = torch.float16 if precision == "fp16" else torch.float32
         for value in model.graph.initializers.values():
-            if value.name == graph.SEGMENTS:  # no weight
+            if value.name == graph.SEGMENTS:  # this input is not a weight
                 continue
             value.const_value = None
             if value.name != "mask_token_bias":
@@ -325,7 +326,7 @@ def test_a_weight_that_fp16_cannot_hold_is_refused_by_its_tensor(
 def test_weights_outside_a_bundle_are_not_read(
     llada_bundle: Path, tmp_path: Path, out: Path, location: str
 ) -> None:
-    """A graph may name any file; a link beside it may lead anywhere."""
+    """A graph may name any file, and a link in the bundle may lead anywhere."""
     bundle = Path(shutil.copytree(llada_bundle, tmp_path / "crafted"))
     shutil.copy(bundle / graph.DATA_FILE, tmp_path / "outside.data")
     (bundle / "link.data").symlink_to(tmp_path / "outside.data")
@@ -643,8 +644,8 @@ def test_a_build_that_will_not_fit_is_refused_before_it_starts(
     _build_fails(llada_checkpoint, out, code=1, says=(f"{out}: needs ", "only 8,388,608 are free"))
 
 
-# The claim takes 4 KiB, the weights 392, the graph 15, the manifest 3: each size fails at another
-# file.
+# The build writes a claim (4 KiB), weights (392 KiB), a graph (15 KiB) and a manifest (3 KiB). Each
+# disk size here is too small for a different one of these files.
 @pytest.mark.parametrize("size", ["64k", "400k", "412k"])
 def test_a_disk_that_fills_up_mid_write_leaves_nothing_behind(
     llada_checkpoint: Path,
@@ -871,7 +872,7 @@ def test_a_request_that_the_bundle_does_not_take_is_wrong_usage(
     _fails("run", llada_bundle, "--threads", 1, *options, code=2, says=says)
 
 
-# Values that pass the command line, but that a later conversion can reject.
+# Values that the command line accepts, but that a later conversion can reject.
 ODD_REQUESTS: dict[str, tuple[tuple[object, ...], str]] = {
     "number beyond doubles": (("--set", "threshold=" + "9" * 400), "threshold"),
     "score is a list": (("--set", "score=[1]"), "score"),

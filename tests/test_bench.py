@@ -1,7 +1,7 @@
-"""``dlm-export bench``: its figures have the right meaning, and the work of a pass is counted
-right.
+"""Tests of ``dlm-export bench``: its figures mean what it says, and it counts the work of a pass
+correctly.
 
-The tests check no times.
+The tests do not check times.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def invoke(*arguments: object) -> Result:
 
 @pytest.fixture(scope="module")
 def told(llada_bundle: Path) -> dict[str, Any]:
-    """A full run of the command, with the machine's rates."""
+    """The output of a complete run of the command, including the rates of the machine."""
     result = invoke(llada_bundle, *SMALL, "--preset", "fast-dllm", "--batch", "1,3", "--json")
     assert result.exit_code == 0, result.output
     loaded: dict[str, Any] = json.loads(result.stdout)
@@ -144,7 +144,8 @@ def test_figures_of_a_run_agree_with_each_other(told: dict[str, Any], llada_bund
         assert row["ratio"] == pytest.approx(row["ms"] / row["limit_ms"])
     files = [llada_bundle / name for name in ("denoiser.onnx", "denoiser.onnx.data")]
     assert memory["weights_bytes"] == sum(file.stat().st_size for file in files)
-    # Keys and values of 2 layers, 4 heads of 16, fp32, of all 16 positions: one copy.
+    # Keys and values of 2 layers with 4 heads of size 16, in fp32, for all 16 positions, stored
+    # once.
     assert memory["cache_bytes"] == 2 * 2 * 4 * 16 * 4 * 16
     assert memory["ratio"] == pytest.approx(
         memory["peak_rss_bytes"] / (memory["weights_bytes"] + memory["cache_bytes"])
@@ -353,8 +354,8 @@ def test_a_cost_is_the_nearest_to_what_was_measured_and_never_negative(
     of_planted = (cost.loads(TELLING) @ np.array(planted) + 1e-3) / np.array(
         [one["ms"] for one in measured]
     ) - 1
-    # The planted figures, with the constant counted as the cost of a pass, must not fit better than
-    # the figures found.
+    # The planted figures must not fit better than the figures that were found. Their constant
+    # counts as the cost of a pass.
     assert np.square(errors).sum() <= np.square(of_planted).sum() * (1 + 1e-6) + 1e-9
 
 
@@ -563,9 +564,9 @@ def test_timed_passes_are_made_and_wrong_ones_refused() -> None:
 
 
 def test_work_of_a_pass_counted_by_hand() -> None:
-    # Matrices: q 16, k and v 8 each, out 16, gate, up and down 12 each: 84, and the head's 40.
-    # Three norms of 4, two rows of the embedding, all fp32. One layer's keys and values are 4
-    # numbers a position.
+    # Matrices: q 16, k and v 8 each, out 16, and gate, up and down 12 each are 84 weights. The head
+    # has 40. There are three norms of 4 and two rows of the embedding, all in fp32. The keys and
+    # values of one layer are 4 numbers per position.
     network = make_network(**HAND)
     work = work_of(network, {}, tokens=2, cached=3, rows=1)
     assert work == Work(
@@ -573,7 +574,7 @@ def test_work_of_a_pass_counted_by_hand() -> None:
         5 * 4 * 4,
         {"layers.full": 168, "attention.full": 80, "head.full": 40},
     )
-    # 12 codes and 3 scales; weight-only formats multiply in full precision.
+    # 12 codes and 3 scales. Weight-only formats multiply in full precision.
     work = work_of(
         network, {"blocks.0.mlp.gate": "int8-static", "blocks.0.mlp.up": "int8-weight"}, 2, 3, 1
     )

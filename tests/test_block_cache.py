@@ -1,5 +1,5 @@
-"""Block-causal decoding: the plan of passes, the exact cache, editing, and equality with the
-reference.
+"""Tests of block-causal decoding: the plan of passes, the exact cache, editing, and equality with
+the reference loop.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def network_of(block: int, shift: int = 0, layers: int = 2) -> NetworkSpec:
 
 
 def preset(name: str, block: int, shift: int, **changes: Any) -> Policy | None:
-    """A published loop on a network of this block, with thresholds that random denoisers reach.
-    None if the network does not support it.
+    """A published preset for a network with this block length. Its thresholds are so low that
+    random denoisers reach them. None if the network does not support the preset.
     """
     size = (
         {"sub_block_length": next(part for part in (3, 2, 1) if block % part == 0)}
@@ -53,8 +53,8 @@ def preset(name: str, block: int, shift: int, **changes: Any) -> Policy | None:
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[np.ndarray, Policy, NetworkSpec]:
-    """Canvases with given tokens in front, and sometimes between; policies of every kind that
-    block-causal networks take.
+    """Strategy for canvases with given tokens at the start, and sometimes in the middle. The
+    policies are of all kinds that block-causal networks support.
     """
     block, shift = draw(st.integers(1, 6)), draw(st.integers(0, 1))
     undecided = np.array(draw(st.lists(st.booleans(), min_size=1, max_size=40)))
@@ -139,8 +139,8 @@ def test_a_plan_decides_every_position_once_and_stores_what_is_finished_on_the_g
 
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
-    """Prompts that end on a block and inside one, canvases too; every preset, and each with another
-    rule or cache.
+    """Prompts and canvases that end at the end of a block and inside a block. Every preset is used,
+    also with another rule or cache.
     """
     block, shift = draw(st.sampled_from((1, 2, 3, 4, 6))), draw(st.integers(0, 1))
     name = draw(st.sampled_from(BLOCK_CAUSAL))
@@ -216,7 +216,9 @@ def test_the_native_loop_equals_the_reference_token_for_token_and_pass_for_pass(
 @pytest.mark.parametrize("name", BLOCK_CAUSAL)
 @pytest.mark.parametrize("block", [2, 4, 6])
 def test_the_block_cache_is_exact(name: str, block: int, shift: int) -> None:
-    """Equal canvases with it and without; NFE differs by the passes that only store."""
+    """The canvases with and without this cache are equal. NFE differs by the passes that only store
+    blocks.
+    """
     policy = preset(name, block, shift)
     if policy is None:
         pytest.skip("a denoiser that predicts the next position is not edited")
@@ -229,8 +231,8 @@ def test_the_block_cache_is_exact(name: str, block: int, shift: int) -> None:
         with under_native_loop(denoiser) as bundle:
             out = bundle.generate(tokens=tokens, max_new_tokens=3 * block + 1, **policy.as_dict())
         assert out.tokens == plain.tokens
-        # A denoiser that predicts the next position makes a pass at the end of the finished part in
-        # both cases.
+        # A denoiser that predicts the next position makes a pass over the end of the finished part
+        # in both cases.
         is_shared = shift and prompt_length % block == 0
         only_store = (0 if is_shared else out.passes["prefill"]) + (
             0 if shift else out.passes["store"]
@@ -261,7 +263,8 @@ def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_ca
                 **request | {"tokens": [request["tokens"]] * 2, "store": "open"}
             )
         assert opened.tokens == stored.tokens
-        # If the first part of a block is given, no pass can open it, so a separate pass stores it.
+        # If the first part of a block is given, no pass over this part can start the block. A
+        # separate pass then stores it.
         is_whole = not policy.sub_block_length or prompt_length % block < policy.sub_block_length
         saved = sum(stored.passes[kind] for kind in ("prefill", "store"))
         assert opened.nfe == stored.nfe - saved + (0 if is_whole or prompt_length < block else 1)
@@ -279,7 +282,7 @@ def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_ca
 def test_draws_and_guidance_over_the_block_cache_are_the_references(
     name: str, shift: int, changes: dict[str, Any]
 ) -> None:
-    """Edits take the best token. The canvas without the prompt has a separate cache."""
+    """Edits take the best token. With guidance, the canvas without the prompt has another cache."""
     policy = preset(name, 4, shift, **changes)
     if policy is None:
         pytest.skip("a denoiser that predicts the next position is not edited")
@@ -295,7 +298,7 @@ def test_draws_and_guidance_over_the_block_cache_are_the_references(
 
 
 def test_logits_over_the_block_cache_are_those_of_a_full_pass() -> None:
-    """Each scored row is within 1e-4 of a pass over the whole canvas."""
+    """The logits of each scored row differ by at most 1e-4 from a pass over the whole canvas."""
     worst = 0.0
     for block, shift, prompt_length in [(4, 0, 8), (4, 0, 6), (6, 1, 6), (3, 1, 7)]:
         network = network_of(block, shift)
@@ -337,8 +340,8 @@ def test_logits_over_the_block_cache_are_those_of_a_full_pass() -> None:
 def test_a_batch_gives_each_request_what_it_gets_alone(
     block: int, shift: int, name: str, cache: str, prompts: list[int], most: int
 ) -> None:
-    """Canvases of one length whose prompts end at different places of the grid, over torch, which
-    sees every cached row.
+    """The canvases have the same length, but their prompts end at different positions within
+    blocks. The denoiser is in torch and sees every cached row.
     """
     policy = preset(name, block, shift)
     if policy is None:
@@ -380,10 +383,13 @@ def test_what_is_reused_is_stored_without_a_pass_and_requests_do_not_share_it() 
 
 
 class Scripted:
-    """A denoiser whose prediction at a position is a function of it and of the canvas's tokens."""
+    """A denoiser whose prediction at a position is a function of this position and the tokens of
+    the canvas.
+    """
 
     def __init__(self, predict: Any, *, block: int, shift: int = 0) -> None:
-        self.passes: list[tuple[list[int], list[int]]] = []  # positions computed, rows scored
+        # For each pass: the positions computed, and the rows scored.
+        self.passes: list[tuple[list[int], list[int]]] = []
         self.ids: dict[int, int] = {}
 
         def run(p: CallbackPass) -> None:
@@ -399,8 +405,8 @@ class Scripted:
 
 
 def test_an_edit_changes_committed_tokens_and_ends_when_nothing_changes() -> None:
-    """Positions commit as 10, and are surely 20 once all of their block are decided; what was given
-    stays.
+    """Positions are first committed as 10. When all positions of the block are decided, the
+    denoiser is sure of 20. Given tokens stay.
     """
 
     def predict(position: int, ids: dict[int, int]) -> tuple[int, float]:
@@ -413,8 +419,8 @@ def test_an_edit_changes_committed_tokens_and_ends_when_nothing_changes() -> Non
     assert out.tokens == [1, 2, 3, 4, 6, 20, 10, 20, 10, 20, 10, 20], (
         "0.9 is not above the threshold"
     )
-    # Three and four positions one by one, then an edit that changes two and one that changes
-    # nothing, for each block.
+    # Three and four positions are committed one by one. In each block, one edit then changes two
+    # tokens, and another edit changes nothing.
     assert out.passes == {"prefill": 1, "denoise": 3 + 2 + 4 + 2, "store": 1}
     plain = scripted.bundle.generate(
         tokens=[1, 2, 3, 4, 6], max_new_tokens=7, **policy | {"remask": "none"}
@@ -447,7 +453,7 @@ def test_fast_dllm_v2_decides_its_small_blocks_in_order_and_a_blocks_first_posit
     assert out.tokens == [1] * 8 + list(range(8, 20))
     assert scripted.passes == [
         (list(range(8)), [7]),  # stores the prompt; its last row predicts position 8
-        (list(range(8, 16)), [0, 1, 2]),  # of positions 9 to 11
+        (list(range(8, 16)), [0, 1, 2]),  # predict positions 9 to 11
         (list(range(8, 16)), [3, 4, 5, 6]),
         (list(range(8, 16)), [7]),  # stores the block, and predicts position 16
         (list(range(16, 20)), [0, 1, 2]),
@@ -455,8 +461,8 @@ def test_fast_dllm_v2_decides_its_small_blocks_in_order_and_a_blocks_first_posit
 
 
 def test_a_sub_block_is_opened_by_a_pass_over_its_block_and_then_runs_alone() -> None:
-    """As Fast-dLLM v2's loop with its block cache; the row that predicts a sub-block's first
-    position runs with it.
+    """This is the loop of Fast-dLLM v2 with its block cache. The row that predicts the first
+    position of a sub-block runs with the sub-block.
     """
     scripted = Scripted(lambda position, ids: ((position + 1) % 39, 0.5), block=8, shift=1)
     policy = PRESETS["fast-dllm-v2"].as_dict() | {"sub_block_length": 4, "cache": "block-dual"}

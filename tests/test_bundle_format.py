@@ -1,9 +1,9 @@
-"""The bundle's format: manifest.schema.json and the native reader agree, and every damage is
-rejected.
+"""Tests of the bundle's format. manifest.schema.json and the native reader must agree, and every
+damage must be rejected.
 
-The native reader checks ``loop`` and ``files``. The schema checks the fields that describe a
-bundle, in the code that reads them. The native library runs in this process, so a crash of it ends
-the test run.
+The native reader checks the members ``loop`` and ``files``. The schema checks the members that
+describe a bundle, when Python code reads them. The native library runs in the process of the tests,
+so a crash of the library ends the test run.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ NATIVE = (
     "schema_version",
     "loop",
     "files",
-)  # what the native reader reads; it knows the other members by name
-READ = (*NATIVE, "text")  # the last where it is there
+)  # members that the native reader reads; it only knows the others by name
+READ = (*NATIVE, "text")  # the last one is read if it is present
 NATIVE_VALIDATOR = VALIDATOR.evolve(
     schema=SCHEMA
     | {
@@ -72,13 +72,13 @@ def examples(count: int) -> settings:
 
 @pytest.fixture
 def bundle(llada_bundle: Path, tmp_path: Path) -> Path:
-    """A copy of a built bundle, free to be damaged."""
+    """A copy of a built bundle, which tests may damage."""
     return Path(shutil.copytree(llada_bundle, tmp_path / "bundle"))
 
 
 @pytest.fixture(scope="module")
 def shared_bundle(llada_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy whose manifest each example of a property test writes anew."""
+    """A copy of a built bundle. Each example of a property test writes its manifest again."""
     copied = Path(shutil.copytree(llada_bundle, tmp_path_factory.mktemp("format") / "bundle"))
     assert _opens(copied), "every damage would be refused, whatever it is"
     return copied
@@ -102,7 +102,7 @@ def _change(bundle: Path, *path: str, value: Any) -> None:
 
 
 def _relist(bundle: Path, name: str) -> None:
-    """Bring a file's size and hash in the manifest up to date."""
+    """Update the size and hash of a file in the manifest."""
     content = (bundle / name).read_bytes()
     _change(
         bundle,
@@ -113,7 +113,7 @@ def _relist(bundle: Path, name: str) -> None:
 
 
 def _seal(entry: dict[str, Any]) -> None:
-    """Seal an engine's entry, as a writer does in its last step."""
+    """Seal the entry of an engine, as a writer does in its last step."""
     bare = {key: value for key, value in entry.items() if key != "seal"}
     entry["seal"] = hashlib.sha256(
         json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()
@@ -121,8 +121,8 @@ def _seal(entry: dict[str, Any]) -> None:
 
 
 def _add_engine(manifest: dict[str, Any], target: str = "rtx5090") -> dict[str, Any]:
-    """Add a valid entry of a fake engine to a manifest. The caller writes its file. Returns the
-    entry.
+    """Add a valid entry of a fake engine to a manifest and return the entry. The caller writes the
+    engine's file.
     """
     name, content = f"engines/{target}.engine", b"engine"
     files = manifest["files"]
@@ -153,7 +153,7 @@ def _add_engine(manifest: dict[str, Any], target: str = "rtx5090") -> dict[str, 
 
 
 def _add_effort(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Give a manifest effort levels that nobody fitted. Returns them as ``loop`` has them."""
+    """Add made-up effort levels to a manifest. Returns them in the form that ``loop`` has."""
     point = {"changes": {"threshold": 0.5}, "quality": 0.5, "nfe": 3.5}
     fitted = {
         "quality": "task",
@@ -170,7 +170,7 @@ def _add_effort(manifest: dict[str, Any]) -> dict[str, Any]:
 def _write_with_engine(
     bundle: Path, change: Callable[[dict[str, Any]], object] = lambda entry: None
 ) -> None:
-    """Add an engine to the bundle on disk, changed before it is sealed."""
+    """Add an engine to the bundle on disk. Its entry is changed before it is sealed."""
     manifest = _read(bundle)
     entry = _add_engine(manifest)
     change(entry)
@@ -194,8 +194,8 @@ def _opens(bundle: Path, check_hashes: bool = False, engine: str = "auto") -> bo
 
 
 def _is_described(manifest: dict[str, Any], bundle: Path) -> bool:
-    """Whether Python's check takes a manifest; anything but a BundleError of one line is a defect
-    and goes through.
+    """Whether Python's check accepts a manifest. Any error other than a BundleError of one line is
+    a defect and is raised.
     """
     try:
         check_manifest(manifest, bundle)
@@ -368,7 +368,7 @@ def test_a_build_says_the_layout_and_a_bundle_keeps_it(
 
 @st.composite
 def policies(draw: st.DrawFn) -> Policy:
-    """Every policy that a manifest may hold."""
+    """Strategy for all policies that a manifest may contain."""
     properties = SCHEMA["$defs"]["preset"]["properties"]
 
     def value(rule: dict[str, Any]) -> st.SearchStrategy[Any]:
@@ -507,8 +507,8 @@ def _retyped(value: Any) -> Any:
 
 
 def _damage(data: st.DataObject, manifest: dict[str, Any]) -> Any:
-    # The parent's name is drawn first, or most examples would land in the presets, which hold most
-    # values.
+    # The parent is chosen first. Otherwise most examples would change the presets, which have the
+    # most values.
     top = data.draw(st.sampled_from([(), *((key,) for key in manifest)]), label="part")
     path = data.draw(
         st.sampled_from([p for p in _paths(manifest) if p[: len(top)] == top]), label="path"
@@ -541,7 +541,7 @@ def test_a_damaged_value_is_refused_where_the_schema_refuses_and_never_crashes(
     damaged = _damage(data, _read(llada_bundle))
     _write(shared_bundle, damaged)
     opened = _opens(shared_bundle)
-    # The native reader can reject more than the schema (see its description), but never less.
+    # The native reader may reject more than the schema does (see its description), but never less.
     faults = [
         f"{error.json_path}: {error.message}" for error in NATIVE_VALIDATOR.iter_errors(damaged)
     ]
@@ -562,12 +562,12 @@ def test_a_damaged_description_raises_where_it_is_read_and_never_crashes(
     }
     _write(shared_bundle, damaged)
     if not _opens(shared_bundle, engine="onnxruntime"):
-        return  # a member that the native reader does not know, or another file of text
+        return  # the native reader does not know this member, or the member is another text file
     with dlm_runtime.open(shared_bundle, engine="none", check_hashes=False) as opened:
         is_described = _is_described(opened.manifest, shared_bundle)
     assert is_described == VALIDATOR.is_valid(damaged)
     if is_described:
-        with contextlib.suppress(BundleError):  # sizes that do not go together
+        with contextlib.suppress(BundleError):  # the sizes may not match each other
             network_of(damaged)
 
 
@@ -639,11 +639,13 @@ QUANTISED: dict[str, Any] = {
         "ms_by_shape": {"8x8": {"high": 2.5}},
     },
 }
-"""What the manifest of a quantised bundle says beside its name."""
+"""What the manifest of a quantised bundle has besides its name."""
 
 
 def _edges(rule: dict[str, Any]) -> list[Any]:
-    """Values just outside what a rule of the schema allows, and some of another type."""
+    """Values just outside the range that a rule of the schema allows, and some values of another
+    type.
+    """
     if "enum" in rule or "const" in rule:
         return ["", "FULL", 7, None]
     if rule["type"] == "boolean":
@@ -722,7 +724,8 @@ def test_every_range_and_choice_of_the_schema_is_its_readers(
             node[path[-1]] = value
             assert not VALIDATOR.is_valid(manifest), (path, value)
             if path[-1] != "seal" and "engines" in path:
-                _seal(manifest["loop"]["engines"]["rtx5090"])  # or the seal alone would refuse it
+                # Otherwise the seal would already be wrong.
+                _seal(manifest["loop"]["engines"]["rtx5090"])
             _write(shared_bundle, manifest)
             is_taken = _opens(shared_bundle, engine="none")
             if path[0] not in NATIVE:
@@ -739,7 +742,8 @@ def test_every_range_and_choice_of_the_schema_is_its_readers(
     ids=lambda path: ".".join(path) or "root",
 )
 def test_a_key_that_is_there_twice_is_refused(bundle: Path, path: tuple[str, ...]) -> None:
-    # JSON readers differ in which of the two they take: two of them must not see two bundles.
+    # JSON readers differ in which of two equal members they use. All readers must see the same
+    # bundle.
     manifest = _read(bundle)
     node = manifest
     for key in path:
@@ -771,7 +775,7 @@ def test_text_that_is_not_strict_json_is_refused(bundle: Path, text: bytes) -> N
 def test_a_bundle_of_another_schema_is_refused_with_the_command_that_builds_it_again(
     bundle: Path, version: int
 ) -> None:
-    # Its fields differ too, but the error must name the version.
+    # The fields differ as well, but the error must name the version.
     _write(
         bundle,
         {
@@ -926,7 +930,7 @@ def test_a_bundle_with_effort_levels_opens_and_says_them(bundle: Path) -> None:
 
 
 def test_ports_are_found_by_the_names_that_the_manifest_gives_them(bundle: Path) -> None:
-    """The graph's inputs and outputs in another order, each called what another one was."""
+    """The inputs and outputs of the graph are reordered, and each gets the name of another one."""
     import onnx
 
     with dlm_runtime.open(bundle, threads=1) as opened:
@@ -1139,7 +1143,7 @@ def test_an_engine_edited_by_hand_is_refused_with_the_command_that_builds_it_aga
     assert _opens(bundle, engine="none")
     _change(bundle, "loop", "engines", "rtx5090", *path, value=value)
     assert VALIDATOR.is_valid(_read(bundle))
-    assert _opens(bundle, engine="none")  # so that it can be built again
+    assert _opens(bundle, engine="none")  # the bundle can be opened to build the engine again
     message = _refusal(bundle, engine="tensorrt")
     assert "loop.engines.rtx5090: was edited after it was written" in message
     assert f"dlm-export engine {bundle} --target rtx5090 --force" in message
@@ -1224,7 +1228,7 @@ def test_auto_takes_onnxruntime_where_there_are_no_engines_and_tensorrt_where_th
     _write_with_engine(bundle)
     with pytest.raises(
         DlmError, match=r"TensorRT|CUDA"
-    ):  # the library lacks the engine, or the machine the device
+    ):  # the library lacks the engine, or the machine lacks the device
         dlm_runtime.open(bundle)
 
 
@@ -1260,7 +1264,7 @@ def test_an_unknown_engine_is_refused_with_the_choices(bundle: Path, engine: Any
 def test_a_file_name_that_leads_elsewhere_is_refused_before_it_is_touched(
     bundle: Path, name: str
 ) -> None:
-    # The file is there with the right size and hash: the name alone is wrong.
+    # The file exists and has the right size and hash. Only its name is wrong.
     content = b"outside"
     (bundle.parent / "x").write_bytes(content)
     (bundle / "a").mkdir()
@@ -1307,7 +1311,9 @@ def test_what_is_no_plain_file_is_refused_and_not_read(
 def test_a_link_inside_a_bundle_is_refused_wherever_it_leads(
     bundle: Path, tmp_path: Path, name: str, at: int
 ) -> None:
-    """Even one to the right bytes, on the name itself or on a folder on its way."""
+    """Links are rejected even if they lead to the right bytes, and both for the file itself and for
+    a folder of its path.
+    """
     if not (bundle / name).exists():
         (bundle / name).parent.mkdir(parents=True)
         (bundle / name).write_bytes(b"inside")
@@ -1435,8 +1441,8 @@ def test_another_graph_in_the_denoisers_place_is_refused_by_its_inputs(
 def test_a_graph_that_is_no_onnx_is_refused(bundle: Path, content: bytes) -> None:
     (bundle / "denoiser.onnx").write_bytes(content)
     _relist(bundle, "denoiser.onnx")
-    # ONNX Runtime reports some of these as internal failures, so the class only says that the user
-    # can act on it.
+    # ONNX Runtime reports some of these damages as internal failures. So the test only requires
+    # that the error is one that a user can fix.
     assert "denoiser.onnx" in _refusal(bundle, DlmError, check_hashes=True)
 
 

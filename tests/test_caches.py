@@ -1,5 +1,5 @@
-"""Keys and values in fp16 and INT8: the encoding, the kernels, whole loops beside torch, and
-errors.
+"""Tests of keys and values in fp16 and INT8: the encoding, the kernels, whole loops compared with
+torch, and errors.
 
 runtime/native/tests/kernels_test.cc compares the kernels alone with plain loops.
 """
@@ -47,7 +47,7 @@ CALLS = {
     "int8": "Int8CachedAttention",
 }
 NUMPY = {"float32": np.float32, "float16": np.float16, "int8": np.int8}
-# Weights of a softmax within 2e-7, and sums of some hundred terms in another order.
+# The weights of a softmax are right within 2e-7, and some hundred terms are added in another order.
 TOLERANCE = 2e-5
 UNJUDGED = QuantiseOptions(effort=Effort("none"))
 
@@ -55,7 +55,7 @@ UNJUDGED = QuantiseOptions(effort=Effort("none"))
 def _model(
     op_type: str, kinds: list[int], outputs: list[int], **attributes: float
 ) -> onnx.ModelProto:
-    """A graph of one call; inputs and outputs by their element types."""
+    """A graph with one call. Inputs and outputs are described by their element types."""
     names, made = [f"i{i}" for i in range(len(kinds))], [f"o{i}" for i in range(len(outputs))]
     call = helper.make_node(op_type, names, made, domain=DOMAIN, **attributes)
     ports = [
@@ -85,8 +85,8 @@ def _run(model: onnx.ModelProto, feeds: list[np.ndarray], *, by_kernels: bool) -
 
 
 def _stored(rows: np.ndarray, cache_dtype: str) -> np.ndarray:
-    """Rows ``[.., D]`` as they are stored, in plain numpy: of INT8 the least of all scales that
-    suffices.
+    """The rows ``[.., D]`` in the form in which they are stored, in plain numpy. For INT8, each row
+    gets the smallest scale that suffices.
     """
     if cache_dtype != "int8":
         return rows.astype(NUMPY[cache_dtype])
@@ -99,8 +99,8 @@ def _stored(rows: np.ndarray, cache_dtype: str) -> np.ndarray:
             out[at][-1] = 127
             continue
         wanted = np.float32(max(np.abs(row).max(), 1e-30)) / np.float32(127)
-        # Mantissas start at 128: a smaller one gives the same scale as a larger one with a lower
-        # exponent.
+        # Mantissas start at 128. A smaller mantissa would give the same scale as a larger one with
+        # a lower exponent.
         enough = np.where((scales >= wanted) & (m >= 0), scales, np.inf)
         best = np.unravel_index(enough.argmin(), enough.shape)
         codes = np.round(row / np.float32(scales[best]))
@@ -133,14 +133,17 @@ ROWS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(rows=ROWS, power=st.integers(-110, 110), spread=st.integers(0, 9))
 def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spread: int) -> None:
-    """Any floats, and rows around every power of two, where the exponent of a scale changes."""
+    """The rows are arbitrary floats, and floats around every power of two, where the exponent of a
+    scale changes.
+    """
     near = np.random.default_rng(spread).uniform(-1, 1, (8, 6)).astype(np.float32)
     near[:, 0] = np.float32(127 * 255) * (
         1 + np.arange(-4, 4, dtype=np.float32) * np.float32(2**-23)
     )
     near[:, 1:] *= 127 * 255
     x = np.concatenate([np.array(rows, np.float32), near * np.float32(2.0**power)])
-    x[np.abs(x) > 3.3e38] = np.inf  # where 127 times the scale above it is no float any more
+    # Above this, 127 times the next larger scale is not a finite float.
+    x[np.abs(x) > 3.3e38] = np.inf
     body = Body("Rows", "x")
     stored = functions._store_int8(body, body.inputs[0])
     function = body.function({"stored": stored, "read": functions._read_int8(body, stored)})
@@ -157,7 +160,8 @@ def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spre
     amax = np.abs(x).max(-1, keepdims=True)
     is_finite = np.isfinite(amax[:, 0])
     assert np.isnan(back[~is_finite]).all()
-    # Half a step, which is a 127th of the largest number and up to a 128th of that more.
+    # The largest error is half a step. A step is a 127th of the largest number, and up to a 128th
+    # more.
     step = np.maximum(amax, np.float32(1e-30))[is_finite] / 127 * (1 + 1 / 128)
     assert (np.abs(back - x)[is_finite] <= 0.5001 * step).all()
 
@@ -184,8 +188,8 @@ def _pass(
     D: int,
     rotary_size: int = 0,
 ) -> list[np.ndarray]:
-    """What a call is fed: tables whose turns are exact, so that both sides store the same keys.
-    Positions in any order.
+    """The inputs of a call. Rotations are exact, so both sides must store the same keys. Positions
+    are in any order.
     """
     q, k, v = (rng.normal(size=(B, T, heads * D)).astype(np.float32) for heads in (2 * H, G, G))
     past = [
@@ -205,7 +209,7 @@ def _pass(
 
 
 def _segments(rng: np.random.Generator, tokens: int, cached: int) -> np.ndarray:
-    """Requests that share a row, with any of the cached rows."""
+    """Several requests that share a row of tokens. Each sees some of the cached rows."""
     firsts = np.array(
         [0, *sorted(rng.choice(np.arange(1, tokens), min(2, tokens - 1), replace=False))], np.int64
     )
@@ -265,7 +269,9 @@ def test_kernels_attend_as_the_functions_say(
     visible_block: int | None,
     part: int,
 ) -> None:
-    """By blocks and without, with a ``part`` of each head turned, and of several requests in a row."""
+    """Kernels and functions agree in three cases: block-causal and full attention, heads of which
+    only a ``part`` is rotated, and several requests in one row.
+    """
     B, T, S, G, group, D = shape
     rotary_size = max(2, D // part // 2 * 2) if part > 1 else 0
     rng = np.random.default_rng(seed)
@@ -298,7 +304,8 @@ def test_kernels_norm_queries_and_keys_as_the_functions_say(
     model = _call(cache_dtype, G * group, G, 0, visible_block, epsilon=1e-3)
     by_function, by_kernel = (_run(model, feeds, by_kernels=choice) for choice in (False, True))
     np.testing.assert_allclose(by_kernel[0], by_function[0], atol=TOLERANCE)
-    # Norms sum in another order, so a stored key may be rounded to the next code: a 100th of a row.
+    # Norms add in another order, so a stored key may be rounded to the next code, which is a 100th
+    # of the row's range.
     keys, expected = (_read(found[1], cache_dtype) for found in (by_kernel, by_function))
     step = TOLERANCE if cache_dtype == "float32" else np.abs(expected).max(-1, keepdims=True) / 100
     assert (np.abs(keys - expected) <= step + TOLERANCE).all()
@@ -362,7 +369,7 @@ HEADS: dict[str, dict[str, Any] | None] = {
 def checkpoints(
     llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """By the heads of their queries and keys."""
+    """Checkpoints by the number of query heads and key and value heads."""
     folder = tmp_path_factory.mktemp("heads")
     found = {"llada": llada_checkpoint}
     for number, (name, changes) in enumerate(HEADS.items()):
@@ -377,7 +384,7 @@ def checkpoints(
 def built(
     checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], Path]:
-    """Bundles by checkpoint and cache; each build proves its parity."""
+    """Bundles by checkpoint and cache. Each build checks parity."""
     folder, found = tmp_path_factory.mktemp("caches"), {}
     for number, (name, checkpoint) in enumerate(checkpoints.items()):
         for cache in ("fp16", "int8"):
@@ -396,7 +403,7 @@ CACHED = [name for name, fields in LOOPS.items() if "cache" in name or "dream-bl
 def test_both_loops_write_the_same_over_a_rounded_cache(
     checkpoints: dict[str, Path], built: dict[tuple[str, str], Path], name: str, cache: str
 ) -> None:
-    """A number between two codes may be stored as either by the two sides: a canvas in twenty may
+    """A number between two codes may get a different code on each side. So one canvas in twenty may
     differ.
     """
     denoiser, equal = load(checkpoints[name]), 0
@@ -420,7 +427,8 @@ def test_both_loops_write_the_same_over_a_rounded_cache(
             if policy.cache != "none":
                 kv_heads = denoiser.network.layers[0].attention.kv_heads
                 row = {"fp16": 2 * 16, "int8": 16 + 2}[cache]
-                canvases = 2 if policy.cfg_scale else 1  # guidance has one without the prompt
+                # With guidance, there is a second canvas without the prompt.
+                canvases = 2 if policy.cfg_scale else 1
                 assert ours.cache_bytes == canvases * 2 * 2 * kv_heads * row * len(ours.tokens)
     assert equal >= 0.95 * len(CACHED)
 
@@ -430,7 +438,7 @@ def test_both_loops_write_the_same_over_a_rounded_cache(
 def test_a_pass_over_a_rounded_cache_gives_torchs_logits(
     checkpoints: dict[str, Path], built: dict[tuple[str, str], Path], name: str, cache: str
 ) -> None:
-    """Rounding changes the logits, and torch's rounding changes them in the same way."""
+    """Rounding the cache changes the logits, and torch rounds the cache in the same way."""
     denoiser, cache_dtype = load(checkpoints[name]), graph.CACHE_DTYPES[cache]
     ids = np.random.default_rng(5).integers(0, 150, 60)
     feeds = {
@@ -476,7 +484,8 @@ def test_a_pass_over_a_rounded_cache_gives_torchs_logits(
             for past in (rounded, exact)
         )
     lost = np.abs(plain - found).max()
-    # A code that flips is a step of one number; what rounding costs is half a step of all.
+    # A code that differs changes one number by a step. Rounding changes all numbers by up to half a
+    # step.
     assert np.abs(expected - found).max() < 0.2 * lost
     assert lost > 0
 
@@ -603,8 +612,8 @@ def test_int8_rows_are_for_no_gpu(built: dict[tuple[str, str], Path], tmp_path: 
 
 
 def test_what_a_rounded_cache_costs_is_told(demo_losses: dict[str, dict[str, Any]]) -> None:
-    """Passes over rounded rows against passes over exact ones: int8 costs more than fp16, and
-    neither much.
+    """Passes over rounded rows are compared with passes over exact rows. int8 loses more than fp16,
+    and both lose little.
     """
     for cache in ("prefix", "dual"):
         fp16, int8 = (demo_losses[name][cache]["masked"]["kl_mean"] for name in ("fp16", "int8"))
@@ -616,7 +625,7 @@ def test_what_a_rounded_cache_costs_is_told(demo_losses: dict[str, dict[str, Any
 
 @pytest.fixture(scope="module")
 def demo_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """``cache`` of the demo's accuracy.json, by the type of the cache."""
+    """The loss in accuracy.json (``cache``) of the demo, for each type of cache."""
     folder, found = tmp_path_factory.mktemp("demo"), {}
     for cache in ("fp16", "int8"):
         report = build(DEMO_CHECKPOINT, folder / cache, BuildOptions(cache_dtype=cache))

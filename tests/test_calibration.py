@@ -1,4 +1,6 @@
-"""Calibration data, the states made from it, and what observers learn from a layer's inputs."""
+"""Tests of calibration: the data, the states made from the data, and the statistics that observers
+collect of a layer's inputs.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from dlm_calibration.samples import Sample, builtin_samples, read_samples, sampl
 from dlm_calibration.states import MASK_RATIOS, TRAJECTORY_POINTS, State, make_states, mask_share
 from dlm_runtime.text.tokenizer import Tokenizer
 
-EOS, MASK, USER, ASSISTANT = range(4)  # the demo's
+EOS, MASK, USER, ASSISTANT = range(4)  # ids of the demo
 LIMITS: dict[str, int] = {"eos_token_id": EOS, "max_canvas_length": 512}
 HELD_OUT = Path(__file__).parent.parent / "examples" / "demo" / "heldout.jsonl"
 METHODS = ("max", "percentile", "mse", "entropy")
@@ -36,8 +38,8 @@ TURNS = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """The demo's tokenizer, which puts user and assistant tokens around a prompt, and a chat
-    template that does so for every turn.
+    """The demo's tokenizer, which adds user and assistant tokens to a prompt, and a chat template
+    that does the same in every turn.
     """
     loaded = (DEMO_CHECKPOINT / "tokenizer.json").read_bytes()
     config = json.loads((DEMO_CHECKPOINT / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -323,7 +325,7 @@ def states_of(samples: list[Sample], **options: Any) -> list[State]:
 
 
 def left_to_right(sample: Sample, length: int = 40) -> list[np.ndarray]:
-    """The canvases after each pass of a run that commits one token a pass."""
+    """The canvases after each pass of a run that commits one token per pass, from left to right."""
     canvas = np.append(sample.tokens[: sample.prompt_length], np.full(length, MASK_ID))
     return [
         np.where(
@@ -397,7 +399,7 @@ def test_the_mix_buckets_and_trajectory_points_hold_over_all_samples() -> None:
     assert max(points.values()) - min(points.values()) <= 2
     assert (
         len({state.sha256 for state in states}) > 700
-    )  # of 800; a full mask, say, is the same each time
+    )  # of 800 states; some are equal, for example with everything masked
 
 
 def test_no_mask_ratio_goes_with_every_nth_sample() -> None:
@@ -483,7 +485,7 @@ def test_runs_are_asked_for_once_and_taken_one_sample_at_a_time() -> None:
     }
     states = make_states(make_samples(10), **options, per_sample=1, trajectories=run)
     sources = [state.source for state in islice(states, 5)]
-    assert asked == [4]  # of 10 states, 4 are of runs
+    assert asked == [4]  # 4 of 10 states come from runs
     assert len(taken) == sources.count("trajectory") == 2
 
 
@@ -535,7 +537,7 @@ def observe(x: np.ndarray, is_masked: Any = False, bucket: int = 0, **options: A
 
 
 def heavy_tailed(count: int = 2000, channels: int = 48, seed: int = 0) -> np.ndarray:
-    """Normal values with one channel of large ones, as denoisers have them."""
+    """Normally distributed values, in which one channel has large values, as in denoisers."""
     x = np.random.default_rng(seed).standard_normal((count, channels)).astype(np.float32)
     x[:, 3] *= 40
     return x
@@ -634,8 +636,8 @@ def test_the_entropy_range_loses_nothing_of_a_few_magnitudes_far_apart() -> None
 
 
 def divergences(x: np.ndarray) -> dict[float, float]:
-    """Range -> what INT8 loses of the magnitudes, by the steps of Migacz (GTC 2017) on the values
-    themselves.
+    """For each range: the divergence that INT8 causes for the magnitudes. This follows the steps of
+    Migacz (GTC 2017) on the values themselves.
     """
     counts, edges = np.histogram(np.abs(x[x != 0]), 2048, range=(0, float(np.abs(x).max())))
     out = {}
@@ -761,7 +763,7 @@ def test_rows_are_drawn_evenly_from_all_that_passed() -> None:
     assert len(kept) == 50
     assert all(
         30 <= count <= 95 for count in kept.values()
-    )  # 60 expected, 7 the standard deviation
+    )  # 60 are expected; the standard deviation is 7
     x = heavy_tailed(100)
     assert (observe(x, keep_rows=8, seed=3).rows == observe(x, keep_rows=8, seed=3).rows).all()
     assert (observe(x, keep_rows=8, seed=3).rows != observe(x, keep_rows=8, seed=4).rows).any()

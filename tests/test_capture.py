@@ -1,7 +1,8 @@
-"""Compare our reading of a config with transformers' classes and with code that a checkpoint ships.
+"""Compares a denoiser as this project reads it with transformers' classes and with code that a
+checkpoint contains.
 
-In a build's own parity, both sides read config.json through the same adapter. Here the other side
-uses none of our code.
+When a build checks parity, both sides read config.json through the same adapter. Here, the other
+side uses none of this project's code.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ KNOWN = {
     architecture for family in families.FAMILIES.values() for architecture in family.architectures
 }
 
-# What is not full heads, no bias, an untied head and the default theta: a family that misreads one
-# of these is seen.
+# Layouts with grouped heads, biases, a tied head or another theta than the default. If a family
+# misreads one of these, a test shows it.
 LAYOUTS = {
     "llada": llada_config(n_kv_heads=2, include_qkv_bias=True, auto_map=AUTO_MAP),
     "dream": dream_config(),
@@ -79,7 +80,9 @@ def _layouts(*names: str) -> list[Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """transformers copies a checkpoint's code to a cache before it runs it: not to this user's."""
+    """Before it runs the code of a checkpoint, transformers copies this code to a cache. This
+    fixture moves the cache away from the user's folder.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "transformers.dynamic_module_utils.HF_MODULES_CACHE",
@@ -93,7 +96,7 @@ def run(*arguments: object) -> Result:
 
 
 def bring_code(checkpoint: Path, change: Callable[[str], str] = lambda text: text) -> Path:
-    """Put the released code beside the weights, its modelling file changed."""
+    """Put the released code beside the weights, with a change to its modelling file."""
     for file in RELEASED_CODE.glob("*.py"):
         text = file.read_text()
         (checkpoint / file.name).write_text(
@@ -106,8 +109,8 @@ def bring_code(checkpoint: Path, change: Callable[[str], str] = lambda text: tex
 def captured(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], tuple[Path, Path, dict[str, Any]]]:
-    """Layout -> its checkpoint, its golden file, and what ``capture --json`` printed; each made
-    once.
+    """For each layout: its checkpoint, its golden file, and the output of ``capture --json``. Each
+    is made once.
     """
     made: dict[str, tuple[Path, Path, dict[str, Any]]] = {}
 
@@ -143,12 +146,12 @@ def build(checkpoint: Path, output: Path) -> Path:
 
 
 def check_logits(checkpoint: Path, found: Golden) -> None:
-    """Our torch denoiser against captured logits, where no bundle is needed to see the difference."""
+    """Compare the logits of our torch denoiser with captured logits. This needs no bundle."""
     denoiser = load(checkpoint)
     for canvas, theirs in zip(found.canvases, found.logits, strict=True):
         with torch.no_grad():
             ours = denoiser(torch.from_numpy(canvas.tokens)[None])[0].numpy()[canvas.rows]
-        # Sums of some hundred fp32 terms in another order, as in verify's tolerance.
+        # Some hundred fp32 terms are added in another order, as for the tolerance of verify.
         relative = float(np.abs(ours - theirs).max() / (theirs.max() - theirs.min()))
         assert relative <= 2e-4
 
@@ -171,7 +174,7 @@ def test_a_bundle_equals_the_code_from_outside(
 def test_a_misread_config_passes_our_own_parity_and_fails_that_with_the_released_code(
     captured: Captured, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As once happened: theta was in a key that was not looked at, and 10,000 was taken."""
+    """This happened once: theta was stored under a key that was not read, so 10,000 was used."""
     checkpoint, file, _ = captured(name)
     real = folder.read_json
 
@@ -221,7 +224,9 @@ def test_a_capture_says_what_ran_and_repeats(captured: Captured) -> None:
 
 
 def test_capturing_needs_no_onnx(tmp_path: Path) -> None:
-    """Its environment is the released code's, with as little of ours as can be."""
+    """Capturing runs in the environment of the released code, where few of our packages may be
+    installed.
+    """
     checkpoint = write_checkpoint(tmp_path / "dream", dream_config())
     script = "import sys; sys.modules.update(dict.fromkeys(('onnx', 'onnx_ir', 'onnxscript', 'matplotlib')))\n"
     script += "from dlm_export.cli import main; main()"
@@ -248,7 +253,9 @@ def test_a_trunk_runs_no_code_of_the_checkpoint(tmp_path: Path) -> None:
 def test_a_class_of_transformers_runs_as_it_is(
     captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No current family has such a class, so our own class of the same name replaces it."""
+    """No family of this project is a class in transformers, so the test registers its own class
+    there.
+    """
     from released_code.modeling_llada import LLaDAModelLM
 
     monkeypatch.setattr("transformers.LLaDAModelLM", LLaDAModelLM, raising=False)
@@ -310,7 +317,7 @@ OF_NO_USE: dict[str, tuple[Callable[[str], str], str]] = {
 
 
 def test_code_that_sees_behind_its_blocks_is_refused(tmp_path: Path) -> None:
-    """A class that is to be called with a mask sees everything without one."""
+    """A class that should be called with a mask sees everything if it is called without one."""
     config = sdar_config(auto_map={"AutoModel": "modeling_sdar.SDARForCausalLM"})
     checkpoint = write_checkpoint(tmp_path / "sdar", config)
     (checkpoint / "modeling_sdar.py").write_text(
@@ -343,7 +350,7 @@ def test_code_that_proves_nothing_is_refused_in_a_sentence(tmp_path: Path, name:
 
 
 def saved_config(name: str, path: Path, rope: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A layout's config.json as transformers' own class of its trunk saves it, under the released
+    """The config.json of a layout, saved by the transformers class of its trunk, with the released
     architecture and ids.
     """
     layout = LAYOUTS[name]

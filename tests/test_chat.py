@@ -1,4 +1,6 @@
-"""``dlm-export chat`` through pipes and in a terminal, where Ctrl-C ends only the answer."""
+"""Tests of ``dlm-export chat`` through pipes and in a terminal, where Ctrl-C must end only the
+answer.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ SLOW = (
     "llada",
     "--max-new-tokens",
     "400",
-)  # a token a pass, and more than the demo was made for
+)  # one token per pass, and more tokens than the demo was made for
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
@@ -44,7 +46,7 @@ def _command(bundle: Path, *arguments: str) -> list[str]:
 
 
 class Terminal:
-    """A process with a pseudo-terminal, and its output."""
+    """A process in a pseudo-terminal, and its output so far."""
 
     def __init__(self, command: list[str]) -> None:
         self.process, self.master = pty.fork()
@@ -55,12 +57,12 @@ class Terminal:
         self.told, self.taken = "", 0
 
     def until(self, wanted: str) -> str:
-        """Read the output up to a text that must come."""
+        """Read the output until it contains this text."""
         deadline = time.monotonic() + 60
         while (at := self.told.find(wanted, self.taken)) < 0:
             assert time.monotonic() < deadline, f"{wanted!r} is not in {self.told[self.taken :]!r}"
             if select.select([self.master], [], [], 0.1)[0]:
-                with contextlib.suppress(OSError):  # it has ended
+                with contextlib.suppress(OSError):  # the process has ended
                     self.told += ESCAPES.sub(
                         "", os.read(self.master, 4096).decode(errors="replace")
                     )
@@ -93,7 +95,7 @@ def slow(demo_bundle: Path) -> Iterator[Terminal]:
 def test_a_conversation_in_a_terminal(slow: Terminal) -> None:
     slow.until("> ")
     slow.type(f"{LIGHTS}\n")
-    slow.until("░ masked")  # the canvas, while it denoises
+    slow.until("░ masked")  # the canvas, while it is denoised
     slow.type("\x03")
     slow.until("ended by cancelled")
     slow.until("> ")
@@ -101,8 +103,8 @@ def test_a_conversation_in_a_terminal(slow: Terminal) -> None:
     slow.until("half a line")
     time.sleep(
         0.5
-    )  # CPython sees a signal that comes before it waits for a key again with that key alone
-    slow.type("\x03")  # at the prompt: another line
+    )  # if a signal arrives before CPython waits for a key, CPython only handles it after that key
+    slow.type("\x03")  # at the prompt, Ctrl-C starts a new line
     slow.until("> ")
     slow.type("/effort low\n")
     assert "this bundle has no levels" in slow.until("\n> ")
@@ -132,7 +134,7 @@ def test_an_end_of_input_ends_a_conversation_in_a_terminal(demo_bundle: Path) ->
 
 
 def _said(bundle: Path, lines: str, *arguments: str) -> Result:
-    """The output for lines through pipes."""
+    """Send lines through a pipe and return the output."""
     return CliRunner().invoke(
         main, ["chat", str(bundle), "--threads", "1", *arguments], input=lines
     )
@@ -149,7 +151,7 @@ def test_lines_through_pipes_are_answered_line_by_line(demo_bundle: Path) -> Non
 
 
 def test_the_demo_answers_a_second_message_by_itself_and_says_so(demo_bundle: Path) -> None:
-    """Its denoiser was trained on single commands, and breaks where it is given two."""
+    """The denoiser was trained on single commands, and fails if it gets two of them."""
     done = _said(
         demo_bundle,
         f"{LIGHTS}\nremind me to call the garage at seven\n{LIGHTS}\n",
@@ -194,7 +196,8 @@ def test_a_conversation_through_pipes_goes_on_after_ctrl_c(demo_bundle: Path) ->
     process.stdin.flush()
     answer: list[str] = []
     deadline = time.monotonic() + 60
-    while not answer and time.monotonic() < deadline:  # once it answers, and not before
+    # Ctrl-C must come while it answers, and not before
+    while not answer and time.monotonic() < deadline:
         if _seconds(process.pid) > 2.0:
             process.send_signal(signal.SIGINT)
         if select.select([process.stdout], [], [], 0.2)[0]:
@@ -207,7 +210,7 @@ def test_a_conversation_through_pipes_goes_on_after_ctrl_c(demo_bundle: Path) ->
 
 
 def _seconds(pid: int) -> float:
-    """Seconds of processor time that a process took."""
+    """The seconds of processor time that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,7 +1,8 @@
-"""Checkpoints in the released layouts become the right denoiser: weights, special ids, tokenizer.
+"""Checkpoints in the released layouts give the right denoiser, with the right weights, special ids
+and tokenizer.
 
-The forward passes here follow the equations of the published model code, under the released tensor
-names. They share no code with ``dlm_export.denoiser``.
+The forward passes in this file follow the equations of the published model code, with the released
+names of tensors. They share no code with ``dlm_export.denoiser``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _network(path: Path, overrides: Overrides | None = None) -> Any:
 
 
 def _tensors(path: Path) -> TENSORS:
-    """All released tensors in fp32, from all files."""
+    """All released tensors in fp32, from all files of the checkpoint."""
     merged: TENSORS = {}
     for file in sorted(path.glob("*.safetensors")):
         merged |= {name: tensor.float() for name, tensor in load_file(file).items()}
@@ -77,7 +78,9 @@ def _rotate_half(x: torch.Tensor) -> torch.Tensor:
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, kv_heads: int, theta: float
 ) -> torch.Tensor:
-    """q ``[B, L, H * D]``, k and v ``[B, L, Hkv * D]``: full attention with rotate-half RoPE."""
+    """Full attention with rotate-half RoPE. q is ``[B, L, H * D]``, k and v are ``[B, L, Hkv *
+    D]``.
+    """
     B, L, width = q.shape
     D = width // heads
     q, k, v = (t.view(B, L, -1, D).transpose(1, 2) for t in (q, k, v))
@@ -116,7 +119,7 @@ def llada_forward(config: dict[str, Any], w: TENSORS, ids: torch.Tensor) -> torc
 
 
 def dream_forward(config: dict[str, Any], w: TENSORS, ids: torch.Tensor) -> torch.Tensor:
-    """Logits ``[B, L, V]`` of a Dream checkpoint; row i predicts position i + 1."""
+    """The logits ``[B, L, V]`` of a Dream checkpoint. Row i predicts position i + 1."""
     eps = config["rms_norm_eps"]
     x = w["model.embed_tokens.weight"][ids]
     for i in range(config["num_hidden_layers"]):
@@ -175,7 +178,8 @@ def test_logits_equal_an_independent_forward_of_the_released_tensors(
     ids[:, 20:] = config["mask_token_id"]
     expected = forward(config, _tensors(path), ids)
     difference = (_load(path)(ids) - expected).abs().max() / (expected.max() - expected.min())
-    assert float(difference) < 1e-5  # fp32 sums in another order; a wrong pairing or scale is 1e-1
+    # fp32 sums in another order; a wrong pairing or scale would give 1e-1
+    assert float(difference) < 1e-5
 
 
 # ---- Files and element types ----
@@ -437,7 +441,7 @@ SPECIALS = [
 
 @pytest.fixture(scope="module")
 def byte_level_bpe() -> tokenizers.Tokenizer:
-    """A small tokenizer made like Qwen2's, whose Rust and Python forms must be the same."""
+    """A small tokenizer like that of Qwen2. Its forms in Rust and Python must be the same."""
     made = tokenizers.Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(tokenizer.QWEN2_SPLIT), behavior="isolated")
@@ -459,8 +463,8 @@ def _vocab_size(made: tokenizers.Tokenizer) -> int:
 
 
 def _dream_with_vocab(path: Path, made: tokenizers.Tokenizer, vocab_size: int) -> Path:
-    """A Dream checkpoint with vocab.json and merges.txt instead of tokenizer.json, as it is
-    released.
+    """A Dream checkpoint with vocab.json and merges.txt instead of tokenizer.json, as in the
+    release.
     """
     end, mask = (made.token_to_id(token.content) for token in SPECIALS)
     config = dream_config(
@@ -555,8 +559,8 @@ def test_a_checkpoint_without_tokenizer_gives_none(llada_checkpoint: Path) -> No
 def test_vocabularies_are_accepted_as_they_were_released_with_their_padding(
     tmp_path: Path, byte_level_bpe: tokenizers.Tokenizer, family: str, ids: int, vocab_size: int
 ) -> None:
-    # The same share of padding on a small vocabulary, rounded up: what is accepted here is stricter
-    # than the release.
+    # The same share of padding, for a small vocabulary and rounded up. If this is accepted, the
+    # release is accepted too.
     assert vocab_size - ids <= tokenizer.PADDING_SHARE * vocab_size
     size = _vocab_size(byte_level_bpe)
     padded = size + -(-size * (vocab_size - ids) // ids)
@@ -574,8 +578,8 @@ def test_more_than_padding_between_tokenizer_and_vocabulary_is_refused(
 
 
 def test_the_embedding_is_padded_with_the_head(tmp_path: Path) -> None:
-    """LLaDA's vocab_size is the tokenizer's size, and embedding_size that of the matrices. The
-    matrices decide.
+    """In LLaDA, vocab_size is the size of the tokenizer, and embedding_size that of the matrices.
+    The matrices decide.
     """
     path = write_checkpoint(tmp_path, llada_config(vocab_size=157, embedding_size=160))
     assert _network(path).vocab_size == 160
@@ -680,7 +684,7 @@ def test_a_config_that_leaves_numbers_open_is_refused(
     ["block_type", "activation_type", "layer_norm_type", "rope", "include_bias", "weight_tying"],
 )
 def test_silence_that_means_another_network_is_refused(tmp_path: Path, key: str) -> None:
-    """LLaDA's configuration class builds another network than LLaDA where these are not said."""
+    """If these keys are missing, LLaDA's configuration class builds another network than LLaDA."""
     path = write_checkpoint(tmp_path, llada_config())
     path.joinpath("config.json").write_text(json.dumps(llada_config(**{key: None})))
     with pytest.raises(CheckpointError, match=f"{key} is missing"):
@@ -709,7 +713,7 @@ def test_scaled_and_partly_turned_positions_are_read(tmp_path: Path) -> None:
 def test_positions_that_are_not_scaled_are_read_in_every_spelling(
     tmp_path: Path, config: Callable[..., dict[str, Any]], scaling: Any
 ) -> None:
-    """RND1 is released with ``"rope_scaling": false``."""
+    """The released RND1 has ``"rope_scaling": false``."""
     path = write_checkpoint(tmp_path, config(rope_scaling=scaling))
     assert _network(path).layers[0].attention.rope.scaling == 1.0
 
@@ -728,8 +732,8 @@ def test_keys_that_nobody_read_are_remembered(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Rearranged:
-    """A Dream with q, k and v in one tensor and the MLP's gate in two, as an example of another
-    layout.
+    """A Dream with q, k and v in one tensor and the gate of the MLP in two tensors, as an example
+    of another layout.
     """
 
     path: Path
@@ -792,7 +796,9 @@ def test_a_fused_tensor_of_the_wrong_height_is_named(
 
 
 def test_stacked_tensors_become_one_parameter_and_back() -> None:
-    """As experts are: a list of matrices ``[out, in]``, or one tensor of them all."""
+    """Experts can be stored as a list of matrices ``[out, in]``, or as one tensor that contains all
+    of them.
+    """
     apart = Origin(
         tuple(Piece(f"experts.{i}.gate") for i in range(3)), transpose=True, is_stacked=True
     )

@@ -1,5 +1,5 @@
-"""The page that compares bundles of one checkpoint: which bundles it accepts, its content, and its
-data.
+"""Tests of the page that compares bundles of one checkpoint: the bundles that it accepts, its
+content, and its data.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Judged = Callable[..., Path]
 
 @pytest.fixture
 def judged(llada_bundle: Path, tmp_path: Path) -> Judged:
-    """Makes a bundle that says that it is in a precision, with made-up results, of which single
-    ones may be changed.
+    """Make a bundle with made-up results that claims to have this precision. Single results may be
+    changed.
     """
 
     def make(name: str, content: str | None = None, **changes: dict[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""Constrained decoding: the native loop equals the reference, and every text matches its
+"""Tests of constrained decoding: the native loop equals the reference, and every text matches its
 expression.
 """
 
@@ -134,7 +134,7 @@ def policy_of(loop: dict[str, Any]) -> Policy:
 
 
 def fields_of(loop: dict[str, Any]) -> dict[str, Any]:
-    """The fields for a bundle without presets."""
+    """The options that replace a preset for a bundle that has no presets."""
     return vars(policy_of(loop)) | {"steps": loop.get("steps", 0)}
 
 
@@ -159,7 +159,7 @@ def automata() -> dict[str, Automaton]:
 
 
 def text_of(tokens: list[int]) -> bytes:
-    """The bytes before the first end token. Only end tokens can follow it."""
+    """The bytes before the first end token. After it, only end tokens are allowed."""
     end = next((i for i, token in enumerate(tokens) if token in ENDS), len(tokens))
     assert set(tokens[end:]) <= set(ENDS)
     return b"".join(WORDS.tokens[token] or b"?" for token in tokens[:end])
@@ -338,13 +338,13 @@ SPELLED = [
     for letters in itertools.product("abc", repeat=length)
 ]
 LARGE_MASK, LARGE_END, LEAST, MOST, PLACES = 13, 6100, 9, 44, 8
-RULED_OUT = 3000  # tokens that no text has, among the others
+RULED_OUT = 3000  # number of further tokens that occur in no text
 
 
 @pytest.fixture(scope="module")
 def large() -> tuple[list[str], Constraint]:
-    """By token what it spells, "" for nothing; and the texts of ``LEAST`` to ``MOST`` letters a to
-    c.
+    """What each token spells ("" for nothing), and an automaton for the texts of ``LEAST`` to
+    ``MOST`` letters a to c.
     """
     words = [*SPELLED, *(f"d{word}" for word in SPELLED[:RULED_OUT])]
     order = iter(np.random.default_rng(11).permutation(len(words)))
@@ -358,14 +358,17 @@ def large() -> tuple[list[str], Constraint]:
 
 
 def heaviest(spelled: list[str], weights: np.ndarray) -> list[int]:
-    """The heaviest text's tokens, the lowest of equally heavy ones; ``weights`` float64 ``[N, V]``."""
+    """The tokens of the heaviest text. Of equally heavy texts, the one with the lowest ids.
+    ``weights`` is float64 ``[N, V]``.
+    """
     lengths = np.array([0 if not text or text[0] == "d" else len(text) for text in spelled])
     by_length = [np.flatnonzero(lengths == length) for length in range(9)]
-    ended = MOST + 1  # the state after an end token; earlier states count letters
+    ended = MOST + 1  # the state after an end token; the earlier states count letters
     ahead = dict.fromkeys(range(LEAST, ended + 1), 0.0)
     steps = list[
         dict[int, tuple[float, int, int]]
-    ]()  # from the last on: by state the sum, token and next
+        # From the last position to the first; for each state: the sum, the token and the next state
+    ]()
     for row in weights[::-1]:
         best = [
             int(tokens[row[tokens].argmax()]) if length else -1
@@ -429,7 +432,7 @@ def test_the_most_likely_text_over_a_large_vocabulary(
     wide = logits.astype(np.float64)
     weights = np.where(
         np.isinf(wide), -(2.0**30), wide - wide.max(axis=1, keepdims=True)
-    )  # whole numbers: sums are exact
+    )  # whole numbers, so sums are exact
     assert out.tokens[1:] == heaviest(spelled, weights)
 
 
@@ -484,8 +487,8 @@ TEMPERATURES = (5e-324, 1e-300, 1e-100, 1e-28, 1e-20, 1e-16, 1e-8, 1e-3, 0.7, 1e
 
 
 def says(logits: np.ndarray) -> Bundle:
-    """A bundle whose row of position i has the logits ``[L, V]`` i; its probabilities are finite,
-    whatever these are.
+    """A bundle whose row for position i has row i of the logits ``[L, V]``. Its probabilities are
+    finite for all logits.
     """
     masked = logits.copy()
     masked[:, MASK] = -np.inf
@@ -503,7 +506,7 @@ def says(logits: np.ndarray) -> Bundle:
 
 
 def in_one_pass(bundle: Bundle, length: int, automaton: Automaton, **fields: Any) -> list[int]:
-    """The tokens of a whole text from one pass."""
+    """The tokens of a text that is decided in a single pass."""
     constraint = automaton.constraint
     given = {"block_length": length, "steps_per_block": 1, "stop": "none"} | fields
     return bundle.generate(tokens=[], max_new_tokens=length, constraint=constraint, **given).tokens
@@ -557,7 +560,7 @@ def test_rows_that_are_not_numbers_end_the_request(logit: float) -> None:
     for token in (WORDS.tokens.index(b"x"), WORDS.tokens.index(b"~")):
         logits = np.zeros((4, VOCAB), np.float32)
         logits[2, token] = logit
-        logits[:, MASK] = np.nan  # nobody looks at it
+        logits[:, MASK] = np.nan  # this logit is never used
         bundle = says(logits)
         for fields in ({}, {"temperature": 0.5}, {"score_of": "marginal"}):
             with pytest.raises(
@@ -576,7 +579,7 @@ def test_temperatures_that_are_none_are_refused(temperature: float) -> None:
 
 
 def extreme_logits(source: np.random.Generator, length: int) -> np.ndarray:
-    """Float32 ``[length, V]`` of one of several kinds."""
+    """Float32 logits ``[length, V]`` of one of several extreme kinds."""
     kind, size = source.integers(4), (length, VOCAB)
     values = np.array(
         [-np.inf, np.finfo(np.float32).min, -3e38, -1e12, -20, 0, 1, 20, 3e38, 1e-45], np.float32
@@ -592,7 +595,7 @@ def extreme_logits(source: np.random.Generator, length: int) -> np.ndarray:
 
 
 def texts_of(automaton: Automaton, length: int, most: int) -> list[list[int]]:
-    """All texts of so many tokens; none where there are more than ``most``."""
+    """All texts with this number of tokens. If there are more than ``most``, returns none."""
     texts: list[tuple[int, list[int]]] = [(0, [])]
     for position in range(length):
         texts = [
@@ -608,8 +611,8 @@ def texts_of(automaton: Automaton, length: int, most: int) -> list[list[int]]:
 
 
 def weight_of_text(logits: np.ndarray, text: list[int]) -> tuple[int, Fraction]:
-    """The ruled-out tokens of a text, negated, and the sum of the other tokens' logits less the
-    best ones of their rows.
+    """The weight of a text, as two numbers. The first is minus the number of its ruled-out tokens.
+    The second is a sum over its other tokens: each logit minus the best logit of its row.
     """
     best = np.delete(logits, MASK, axis=1).max(axis=1)
     finite = [
@@ -621,7 +624,7 @@ def weight_of_text(logits: np.ndarray, text: list[int]) -> tuple[int, Fraction]:
 
 
 def small_schema(source: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A schema with few texts."""
+    """A schema that has only few texts."""
     kind = source.randrange(6 if depth < 2 else 4)
     if kind == 0:
         return {
@@ -655,10 +658,13 @@ def small_schema(source: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def check_texts_of_schemas(count: int) -> None:
-    """Best texts and draws of ``count`` small schemas against all texts, in exact arithmetic."""
+    """Compare the best texts and the draws of ``count`` small schemas with all texts, in exact
+    arithmetic.
+    """
     source, numbers, checked = random.Random(31), np.random.default_rng(31), 0
     while checked < count:
-        # One end token, as the loop replaces whatever follows an end token by the first one.
+        # There is only one end token, because the loop replaces everything after an end token by
+        # the first end token.
         automaton = compiled(schema_content(small_schema(source)), WORDS, VOCAB, ENDS[:1])
         length = automaton.shortest + source.choice((0, 1, 2))
         texts = texts_of(automaton, length, 300) if length else []
@@ -673,7 +679,7 @@ def check_texts_of_schemas(count: int) -> None:
             assert best in texts
             (few, most), (fewest, highest) = weight_of_text(logits, best), max(weights)
             assert few == fewest
-            gap = float(highest - most)  # of sums that are small, as these are made in float64
+            gap = float(highest - most)  # the sums are small, and these are computed in float64
             assert gap <= length * 2.0**-52 * 2**10
             temperature = source.choice(TEMPERATURES)
             drawn = in_one_pass(bundle, length, automaton, temperature=temperature, seed=checked)
@@ -738,7 +744,9 @@ UNTAUGHT: tuple[dict[str, Any], ...] = (
 
 
 def check_schemas(count: int) -> None:
-    """Random schemas over random networks of three kinds: full attention, shifted, and by blocks."""
+    """Check random schemas on random networks of three kinds: full attention, shifted, and
+    block-causal.
+    """
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "layers": 2,

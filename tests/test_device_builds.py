@@ -1,5 +1,5 @@
-"""Engines built on the device: the files that a build prepares, and the command with a fake
-TensorRT.
+"""Tests of engines that are built on the device: the files that a build prepares for it, and the
+command that builds them, with a fake TensorRT.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ SCHEMA = schema()
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    """A copy of the demo in nvfp4 for thor, as a build without the device leaves it."""
+    """A copy of the demo in nvfp4 for thor, in the state in which a build without the device leaves
+    it.
+    """
     return copy_of(gpu_bundle("nvfp4", "thor"), tmp_path / "nvfp4")
 
 
 @pytest.fixture
 def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Makes this machine a device with a fake TensorRT."""
+    """Makes this machine look like the device, with a fake TensorRT."""
 
     def make(sm: int = 110, device: Device | None = None) -> Any:
         fake = module(device)
@@ -347,7 +349,8 @@ def test_the_timing_cache_is_read_and_written(
     assert cache.read_bytes() == b"timed timed "
 
 
-# Packages that a device lacks without the export extra, and others that the command must not need.
+# Packages that a device without the export extra lacks, and other packages that the command must
+# not need.
 EXPORT = [
     "matplotlib",
     "ml_dtypes",
@@ -390,7 +393,7 @@ main(sys.argv[4:])
 def test_a_device_without_the_export_extra_finishes_its_engine(
     bundle: Path, tmp_path: Path, missing: list[str]
 ) -> None:
-    network = tmp_path / "network.json"  # the fake's parser would need onnx
+    network = tmp_path / "network.json"  # without it, the parser of the fake would need onnx
     network.write_text(json.dumps(describe(bundle / "device.onnx")))
     given = (json.dumps(missing), str(Path(__file__).parent), str(network))
     command = [sys.executable, "-c", ON_DEVICE, *given, "engine", str(bundle), "--target", "thor"]
@@ -483,8 +486,8 @@ def test_the_fakes_network_is_what_the_real_parser_makes(precision: str) -> None
 def test_a_kill_while_an_engine_is_replaced_leaves_a_bundle_that_opens(
     bundle: Path, on_device: Callable[..., Any]
 ) -> None:
-    """At every operation on its files: the manifest never lists an engine that is not there or is
-    another.
+    """The command is killed at every operation on its files. The manifest must never list an engine
+    that is missing or is another one.
     """
     on_device()
     assert dlm_export("engine", bundle, "--target", "thor").exit_code == 0

@@ -1,8 +1,9 @@
-"""device.onnx, from which engines are built, computes the same as denoiser.onnx, which is judged.
+"""device.onnx, from which engines are built, computes the same results as denoiser.onnx, which is
+judged.
 
-The denoisers are tiny and random. ONNX Runtime runs both graphs if it has their operators.
-TensorRT's own operator and bf16 run in onnx.reference. NVFP4 is written here from its definition,
-without our code.
+The denoisers are tiny and random. ONNX Runtime runs both graphs if it has all of their operators.
+TensorRT's own operator and bf16 run in onnx.reference. NVFP4 is implemented here from its
+definition, without this project's code.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from safetensors.numpy import load_file
 from dlm_calibration.formats import pack_nibbles, quantise_weight
 
 BF16 = ml_dtypes.bfloat16
-ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8}  # half the distance of two numbers at 1
+# Half the distance between two neighbouring numbers at 1.
+ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8}
 
 
 def nvfp4(x: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """E2M1 codes and E4M3 group scales of ``x`` [.., K]: groups of 16, their scale amax / (6 *
-    scale), 1 for zeros.
+    """The E2M1 codes and E4M3 group scales of ``x`` [.., K]. Groups have 16 values. Their scale is
+    amax / (6 * scale), or 1 for zeros.
     """
     wide, whole = x.astype(np.float32), np.float32(scale)
     groups = wide.reshape(*x.shape[:-1], -1, 16)
@@ -41,7 +43,7 @@ def nvfp4(x: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def nvfp4_values(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """``x`` rounded to NVFP4, fp32."""
+    """``x`` rounded to NVFP4, as fp32."""
     codes, group_scales = nvfp4(x, scale)
     each = np.repeat(group_scales.astype(np.float32) * np.float32(scale), 16, axis=-1)
     values: np.ndarray = codes.astype(np.float32) * each
@@ -49,7 +51,7 @@ def nvfp4_values(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 class TRT_FP4DynamicQuantize(OpRun):
-    """TensorRT's operator for onnx.reference."""
+    """The operator of TensorRT, as a class for onnx.reference."""
 
     op_domain = "trt"
 
@@ -62,7 +64,7 @@ class TRT_FP4DynamicQuantize(OpRun):
 
 @pytest.fixture(scope="module", params=["llada", "dream"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny denoiser whose matrices INT4's groups of 64 divide."""
+    """A tiny denoiser whose matrices can be divided into INT4's groups of 64."""
     is_llada = request.param == "llada"
     config = llada_config(mlp_hidden_size=128) if is_llada else dream_config(intermediate_size=128)
     return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / request.param, config, seed=4)
@@ -76,7 +78,7 @@ def _bundle(checkpoint: Path, precision: str, activations: str, target: str = "r
 
 
 def _feed(model: onnx.ModelProto) -> dict[str, np.ndarray]:
-    """A pass of 7 tokens over 5 cached ones, 3 rows scored."""
+    """The inputs of a pass with 7 tokens, 5 cached tokens and 3 scored rows."""
     rng = np.random.default_rng(5)
     T, S = 7, 5
     feed = {
@@ -95,7 +97,8 @@ def _feed(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 def _session(path: Path) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, 1
-    # As written: fused kernels round elsewhere, by how a graph is written.
+    # The graph runs as it is written. Fused kernels would round at other places, depending on how a
+    # graph is written.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
@@ -103,7 +106,7 @@ def _session(path: Path) -> onnxruntime.InferenceSession:
 def _reference(
     model: onnx.ModelProto, names: list[str], feed: dict[str, np.ndarray]
 ) -> list[np.ndarray]:
-    """Values of any tensors of a graph, by onnx.reference."""
+    """The values of any tensors of a graph, computed by onnx.reference."""
     wanted = onnx.ModelProto()
     wanted.CopyFrom(model)
     del wanted.graph.output[:]
@@ -125,7 +128,7 @@ IN_FP16 += [
     ("fp16", "agx-orin"),
     ("int8", "agx-orin"),
     ("int4", "agx-orin"),
-]  # operators of opset 21, not of 23
+]  # these operators exist in opset 21, but not in 23
 
 
 @pytest.mark.parametrize(("precision", "target"), IN_FP16)
@@ -134,8 +137,8 @@ def test_a_device_graph_in_fp16_computes_exactly_what_was_judged(
 ) -> None:
     bundle = _bundle(checkpoint, precision, "fp16", target)
     feed = _feed(onnx.load(bundle / "device.onnx", load_external_data=False))
-    # The same values by the same kernels: INT8's zero of 128 on a CPU and of 0 in TensorRT is no
-    # other value.
+    # The same kernels get the same values. For INT8, a zero point of 128 on a CPU and of 0 in
+    # TensorRT mean the same values.
     judged, device = (
         _session(bundle / name).run(None, feed) for name in ("denoiser.onnx", "device.onnx")
     )
@@ -146,13 +149,14 @@ def test_a_device_graph_in_fp16_computes_exactly_what_was_judged(
 @pytest.mark.parametrize(
     ("precision", "activations", "tolerance"),
     [
-        # Matrix products round their inner sums elsewhere: a few roundings of the logits' range.
+        # Matrix products round their partial sums at other places. This makes a few roundings of
+        # the logits' range.
         ("bf16", "bf16", 4 * 2.0**-8),
         ("int8", "bf16", 4 * 2.0**-8),
         ("int4", "bf16", 4 * 2.0**-8),
-        # An input that falls on the other side of a rounding boundary takes the neighbouring code,
-        # 1/16 or 1/4 away: with 64 inputs a layer, a handful of these move a logit. Formats without
-        # such a boundary, below, are exact to a rounding.
+        # An input on the other side of a rounding boundary gets the neighbouring code, which is
+        # 1/16 or 1/4 away. With 64 inputs per layer, a few of these change a logit. The formats
+        # below have no such boundary and are exact up to rounding.
         ("fp8", "bf16", 0.08),
         ("nvfp4", "fp16", 0.16),
         ("nvfp4", "bf16", 0.16),
@@ -176,8 +180,8 @@ def test_a_device_graph_computes_what_was_judged(
 
 
 def _operands(model: onnx.ModelProto) -> dict[str, tuple[str, str]]:
-    """Layer -> names of the two operands of its multiplication; the graphs call layers in their
-    nodes' metadata.
+    """For each layer: the names of the two operands of its multiplication. The metadata of nodes
+    names the layer.
     """
     found = {}
     for node in model.graph.node:
@@ -211,8 +215,8 @@ def test_the_weights_of_both_graphs_are_the_same_values(
     device, judged = values
     assert device.keys() == judged.keys()
     for layer, ours in device.items():
-        # NVFP4's two scales are multiplied in the graph's type by TensorRT's form and in fp32 by
-        # ONNX Runtime's: the product is rounded once more, and the value again.
+        # TensorRT's form of the graph multiplies the two scales of NVFP4 in the graph's type, and
+        # ONNX Runtime's form in fp32. So the product is rounded once more, and so is the value.
         limit = 2 * ROUNDING[activations] if precision == "nvfp4" else 0.0
         assert np.all(np.abs(ours - judged[layer]) <= limit * np.abs(judged[layer])), layer
 
@@ -261,14 +265,14 @@ def test_both_graphs_have_the_same_ranges_of_activations(
         for name in ("device.onnx", "denoiser.onnx")
     )
     assert device == judged
-    assert len(device) == 2 * 4  # of q, k and v; out; gate and up; down
+    assert len(device) == 2 * 4  # of q, k and v; of out; of gate and up; of down
 
 
 # ---- Bytes ----
 
 
 def _external(model: onnx.ModelProto) -> dict[str, dict[str, str]]:
-    """Initialiser -> location, offset and length of those outside the graph's file."""
+    """For each initialiser outside the graph's file: location, offset and length."""
     return {
         value.name: {entry.key: entry.value for entry in value.external_data}
         for value in model.graph.initializer

@@ -1,9 +1,9 @@
-"""The documentation holds: its commands run, its programs compile, its links lead somewhere, its
-names exist.
+"""Tests of the documentation. Its commands run, its programs compile, its links have a target, and
+the names that it uses exist.
 
-README, "Add a model family" and three tutorials are followed as a reader would, on tiny denoisers,
-in one process. Commands that take minutes or fetch something are in ``LEFT_OUT``, and checked in
-another way. Every Python sample runs and every C sample compiles.
+The tests follow README, "Add a model family" and three tutorials like a reader, on tiny denoisers
+and in one process. Commands that take minutes or download something are listed in ``LEFT_OUT`` and
+checked in another way. All Python samples are run, and all C samples are compiled.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ EMBED = SITE / "tutorials" / "embed-in-c.md"
 DOCS = sorted(SITE.rglob("*.md"))
 PAGES = [README, *DOCS, ROOT / "examples" / "embed" / "README.md"]
 LINKED = [*PAGES, ROOT / "BENCHMARKS.md", ROOT / "examples" / "README.md"]
-COLUMNS, LINES = 100, 150  # what a terminal shows of README at once, and what a first reader reads
+# The part of README that a terminal shows at once, and the part that a new reader reads.
+COLUMNS, LINES = 100, 150
 
-# Pages whose Python samples run on the bundle that README builds. tests/test_serving.py runs those
-# that need a server.
+# The pages whose Python samples run on the bundle that README builds. tests/test_serving.py runs
+# those that need a server.
 SAMPLES = [
     page
     for page in (README, *DOCS)
@@ -61,11 +62,12 @@ SAMPLES = [
     and "\n```python\n" in page.read_text()
 ]
 
-# What the names that pages use for a reader's own folders stand for here. README's bundle lies
-# where its programs look for it.
+# The folders that replace the placeholders of pages in these tests. README's bundle is where its
+# programs look for it.
 PLACEHOLDERS = {"CHECKPOINT": "checkpoint", "BUNDLE": "build/demo"}
 
-# Commands that are not followed, by how they begin, and why. What they name is looked for instead.
+# Commands that are not run: how they begin, and the reason. The files that they name are checked
+# instead.
 LEFT_OUT = {
     "make": "takes minutes, and is what runs this test; the targets are in the Makefile",
     "pip install": "fetches packages; the extras and files are in the tree",
@@ -76,9 +78,9 @@ LEFT_OUT = {
     "dlm-export verify BUNDLE --golden": "needs what capture writes",
 }
 
-# Runs commands (JSON: [folder, words] each) one by one in one process, so that torch is imported
-# once; prints [exit code, output]. dlm_export is the copy in the folder of the first argument,
-# whatever is installed.
+# A program that runs commands (JSON: a folder and words for each) one by one in one process, so
+# that torch is imported only once. It prints [exit code, output]. dlm_export is imported from the
+# folder in the first argument, even if another one is installed.
 DRIVER = """
 import json, os, runpy, subprocess, sys, time, traceback
 from importlib.machinery import PathFinder
@@ -115,8 +117,8 @@ for folder, words in json.loads(sys.argv[2]):
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text, and the file that the line before names as
-    ```PATH`:``, if one does.
+    """A fenced block: its language and its text. If the line before it names a file as ```PATH`:``,
+    also that file.
     """
 
     language: str
@@ -141,7 +143,7 @@ def _prose(page: Path) -> str:
 
 
 def _commands(page: Path) -> list[list[str]]:
-    """The words of every command in a page's shell blocks, in order."""
+    """The words of each command in the shell blocks of a page, in order."""
     found = []
     for block in _blocks(page):
         if block.language != "sh":
@@ -162,7 +164,9 @@ def _is_left_out(words: list[str]) -> bool:
 
 
 def _table(page: Path, first: str) -> list[list[str]]:
-    """The cells of the table whose header begins with ``first``, without header and rule."""
+    """The cells of the table whose header begins with ``first``, without the header and the line
+    below it.
+    """
     rows = page.read_text().split(f"\n| {first} |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
@@ -176,7 +180,7 @@ def _quoted(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Followed:
-    """A command of a page, as it ran."""
+    """A command of a page after it has run."""
 
     page: Path
     command: str
@@ -186,8 +190,8 @@ class Followed:
 
 @dataclass(frozen=True)
 class Tour:
-    """All commands of the pages that are followed, and the folders that those of README and of
-    "Add a model family" ran in.
+    """The results of all commands of the pages that are followed. Also the folders in which the
+    commands of README and of "Add a model family" ran.
     """
 
     readme: Path
@@ -199,7 +203,7 @@ class Tour:
 
 
 def _tiny_checkpoint(folder: Path) -> None:
-    """A random LLaDA of one layer with the demo's tokenizer and chat template."""
+    """A random LLaDA with one layer and the demo's tokenizer and chat template."""
     demo = ROOT / "examples" / "demo-denoiser"
     said = json.loads((demo / "config.json").read_text())
     kept = {
@@ -221,7 +225,7 @@ def _tiny_checkpoint(folder: Path) -> None:
 
 
 def _examples(folder: Path) -> None:
-    """Tiny denoisers under the names of the demos, with a few of their samples."""
+    """Tiny denoisers in place of the demos, with a few of the demos' samples."""
     for name in ("demo-denoiser", "demo-several"):
         _tiny_checkpoint(folder / name)
     data = ROOT / "examples" / "demo-denoiser" / "calibration.jsonl"
@@ -233,7 +237,8 @@ def _examples(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tour(tmp_path_factory: pytest.TempPathFactory) -> Tour:
-    pages = (NEW_FAMILY, README, *TUTORIALS)  # the family first: the package is imported once
+    # The page about the family is first, because the package is imported only once.
+    pages = (NEW_FAMILY, README, *TUTORIALS)
     folders = {page: tmp_path_factory.mktemp(page.stem) for page in pages}
     _tiny_checkpoint(folders[README] / PLACEHOLDERS["CHECKPOINT"])
     for page in TUTORIALS:
@@ -311,8 +316,8 @@ def test_a_family_is_added_as_its_page_says(tour: Tour) -> None:
 
 
 def test_the_made_up_family_reads_rows_of_a_fused_matrix_and_norms_heads(tour: Tour) -> None:
-    """What the page is for: a family whose tensors are not one to one, and a layer that the first
-    families lack.
+    """This is the purpose of the page: a family whose tensors do not match ours one to one, and a
+    layer that earlier families do not have.
     """
     source = (tour.page / "exporter" / "dlm_export" / "families" / "example.py").read_text()
     assert "Piece(" in source
@@ -333,7 +338,8 @@ def test_the_python_programs_of_a_page_run(
     for name in ("demo", "several"):
         shutil.copytree(tour.readme / PLACEHOLDERS["BUNDLE"], tmp_path / "build" / name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DLM_CACHE_DIR", str(tmp_path / "cache"))  # nothing was compiled before
+    # An empty cache, in which nothing has been compiled.
+    monkeypatch.setenv("DLM_CACHE_DIR", str(tmp_path / "cache"))
     names: dict[str, Any] = {}
     for block in _blocks(page):
         if block.language == "python":
@@ -344,7 +350,7 @@ def test_the_python_programs_of_a_page_run(
 
 def write_c_sample(folder: Path) -> str:
     """Write README's C program to ``app.c``. Returns the lines of README that compile it, and one
-    that runs it.
+    line that runs it.
     """
     (folder / "app.c").write_text(
         next(block.text for block in _blocks(README) if block.language == "c")
@@ -446,11 +452,11 @@ def _check_pip(words: list[str]) -> None:
 def test_every_command_line_is_one_that_its_program_takes(
     page: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Options, their values, targets and precisions of ``dlm-export``; targets of ``make``; extras
-    of ``pip``; files.
+    """Checks the options of ``dlm-export`` with their values, targets and precisions, the targets
+    of ``make``, the extras of ``pip``, and files.
     """
     for kind in (options.CHECKPOINT, options.SOURCE, options.FILE):
-        monkeypatch.setattr(kind, "exists", False)  # the reader's
+        monkeypatch.setattr(kind, "exists", False)  # the file belongs to the reader
     made = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in _commands(page):
         if words[0] == "dlm-export":
@@ -480,7 +486,7 @@ def test_every_command_and_option_in_the_text_exists(page: Path) -> None:
     others = {
         "--quick",
         *re.findall(r'"(--[\w-]+)"', service.read_text()),
-    }  # of benchmarks/generation.py and of the service
+    }  # options of benchmarks/generation.py and of the service
     for span in _quoted(_prose(page)):
         words = span.split()
         if words[0] == "dlm-export" and len(words) > 1 and words[1] != "COMMAND":
@@ -658,7 +664,9 @@ def test_the_chart_of_readme_shows_the_results() -> None:
 
 
 def test_the_unit_of_a_service_is_one_that_systemd_takes(tmp_path: Path) -> None:
-    """Its programs and folders are a reader's; here stand ones that every machine has."""
+    """The unit names programs and folders of a reader. They are replaced by ones that every machine
+    has.
+    """
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("systemd-analyze is not installed")
@@ -683,4 +691,4 @@ def test_the_unit_of_a_service_is_one_that_systemd_takes(tmp_path: Path) -> None
         timeout=60,
         check=False,
     )
-    assert "broken.service" in broken.stderr  # so that silence says something
+    assert "broken.service" in broken.stderr  # shows that the tool reports errors at all

@@ -1,4 +1,6 @@
-"""``doctor``: its findings on made-up machines. Odd files, programs or libraries do not break it."""
+"""Tests of ``dlm-export doctor``: its findings on made-up machines. Odd files, programs or
+libraries must not make it fail.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ BARE = Machine(
     compiler="c++ 12.2.0",
     tensorrt_headers=None,
 )
-"""A processor and nothing more, on which the base install works."""
+"""A machine with only a processor, on which the base install works."""
 
 ORIN = replace(
     BARE,
@@ -201,7 +203,8 @@ def test_a_pc_whose_gpu_has_no_driver_is_told_so_and_its_base_still_works() -> N
     assert works(machine)
     asked = of(machine, "rtx5090")
     assert asked["target rtx5090", "runs here"].state == MISSING
-    assert asked["target rtx5090", "is built here"].state == OK  # ahead of time
+    # Engines can be built here ahead of time.
+    assert asked["target rtx5090", "is built here"].state == OK
 
 
 def test_an_rtx_pc_builds_and_runs_its_own_targets_and_no_other() -> None:
@@ -242,7 +245,7 @@ def test_a_thor_whose_library_was_built_without_tensorrt_is_told_the_command() -
     assert "python3-libnvinfer" in bare["GPU", "engines"].remedy
     older = replace(
         THOR, driver=Driver("12.8", (Gpu("NVIDIA Thor", 101, 122 * GIB),))
-    )  # CUDA 12's name for it
+    )  # the name that CUDA 12 uses
     assert ("board", "its GPU") not in of(older)
 
 
@@ -294,7 +297,9 @@ def _judged(
     engines: dict[str, object],
     targets: list[str],
 ) -> dict[tuple[str, str], Finding]:
-    """Findings about a bundle for GPUs with these engines, made of one for the CPU."""
+    """The findings about a bundle for GPUs with these engines. It is made from a bundle for the
+    CPU.
+    """
     manifest = json.loads((bundle / "manifest.json").read_text())
     manifest["loop"]["graph"]["device_file"] = "device.onnx"
     manifest |= {"loop": manifest["loop"] | {"engines": engines}, "targets": targets}
@@ -384,7 +389,9 @@ def test_a_bundle_for_gpus_wants_an_engine_of_this_gpu_and_this_tensorrt(
 
 
 class Elsewhere(System):
-    """A machine of files in a folder, programs in its bin and no packages of NVIDIA's."""
+    """A machine made of files in a folder, with programs in its bin folder and no packages of
+    NVIDIA.
+    """
 
     def __init__(self, root: Path, **variables: str) -> None:
         super().__init__(root, {"PATH": str(root / "bin"), **variables})
@@ -434,7 +441,7 @@ def test_hostile_files_of_a_jetson_come_out_as_one_short_line(tmp_path: Path) ->
     there = Elsewhere(tmp_path)
     there.write("/proc/device-tree/model", b"NVIDIA Jetson \x1b[31m\x00\n" + b"x" * 5000)
     there.write("/etc/nv_tegra_release", b"# R99999 (release), REVISION: " + b"9" * 5000)
-    there.script("nvpmodel", "yes 'NV Power Mode:'")  # without end
+    there.script("nvpmodel", "yes 'NV Power Mode:'")  # prints without end
     board = find_board(there)
     assert board is not None
     assert board.model.isprintable()
@@ -543,7 +550,8 @@ def test_memory_gpus_on_the_bus_headers_and_a_containers_limit_are_read(tmp_path
     assert machine.usable_bytes == 3 << 20
     assert machine.tensorrt_headers == f"/usr/include/{there.architecture}-linux-gnu"
     there.write("/sys/fs/cgroup/memory.max", b"max\n")
-    there.write("/sys/bus/pci/devices/0000:01:00.0/class", b"0x020000\n")  # a network card
+    # The class of a network card.
+    there.write("/sys/bus/pci/devices/0000:01:00.0/class", b"0x020000\n")
     machine = look(there, tmp_path)
     assert machine.memory_limit_bytes is None
     assert not machine.has_nvidia_hardware
@@ -561,7 +569,7 @@ def test_a_native_library_that_does_not_load_is_a_finding(
 
 
 def test_the_native_library_says_which_tensorrt_it_was_compiled_for() -> None:
-    """The marks that doctor looks for in the library are in its sources."""
+    """doctor searches the library for certain marks. They are in the library's sources."""
     assert (
         NO_TENSORRT.decode()
         in (SOURCE / "src" / "engines" / "tensorrt" / "no_tensorrt.cc").read_text()

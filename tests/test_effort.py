@@ -1,4 +1,6 @@
-"""Effort levels: which loops become levels, the data that fits them, and bundles that have them."""
+"""Tests of effort levels: the loops that become levels, the data on which levels are fitted, and
+bundles with levels.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +71,9 @@ def test_levels_rise_in_passes_and_quality_and_keep_what_they_promise(
         assert levels["low"].nfe <= high.nfe / 2
     else:
         assert levels["low"].quality >= (1 - LOSSES["low"]) * high.quality
-    if high.quality == 0:  # all levels are the preset
+    if high.quality == 0:  # then all levels are the preset
         return
-    for point in curve:  # no other point is as good in fewer passes
+    for point in curve:  # no other point of the curve is as good with fewer passes
         for level in ("medium", "low"):
             assert point.quality < levels[level].quality or point.nfe >= levels[level].nfe
 
@@ -93,8 +95,8 @@ def test_low_takes_half_of_the_passes_where_that_loses_more_than_it_may() -> Non
 
 
 class Rushed(Scripted):
-    """Gets right what it may take its time for: at thresholds above ``needed``, or one token a
-    pass.
+    """A denoiser that is only right if it gets enough time: at thresholds above ``needed``, or with
+    one token per pass.
     """
 
     def __init__(self, needed: float) -> None:
@@ -142,7 +144,9 @@ BLOCKWISE = Policy(commit="threshold", threshold=0.6, block_length=4, cache="blo
 
 
 class Stored(Rushed):
-    """Makes one more pass for each of three blocks if separate passes store them."""
+    """A denoiser that takes one more pass for each of three blocks if separate passes store the
+    blocks.
+    """
 
     def _hurry(self, tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
         written, nfe = super()._hurry(tokens, count, policy)
@@ -279,7 +283,7 @@ def test_the_default_loop_is_a_preset_that_the_manifest_explains(llada_bundle: P
 
 @pytest.fixture(scope="module")
 def fitted(llada_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle whose levels were fitted by the command, on random ids."""
+    """A bundle whose levels the command fitted on random ids."""
     copied = Path(shutil.copytree(llada_bundle, tmp_path_factory.mktemp("effort") / "bundle"))
     result = invoke("effort", copied, "--samples", 3, "--threads", 1)
     assert result.exit_code == 0, result.output

@@ -1,8 +1,8 @@
-"""Build every example of embedding the runtime as its page says, and run it.
+"""Builds every example of embedding the runtime as its page says, and runs it.
 
-C and C++ run under sanitizers; Rust, Go and the service are built as well. g++ is always there,
-because the project needs it. Tests that need cargo, go, libmicrohttpd or jansson are skipped by
-name without them.
+C and C++ programs run under sanitizers. The examples in Rust and Go and the service are built as
+well. The project needs g++, so it is always there. Tests that need cargo, go, libmicrohttpd or
+jansson are skipped if these are missing, and the reason names them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ CHAT = {"messages": [{"role": "user", "content": PROMPTS[1]}], "max_tokens": NEW
 
 
 def found(name: str) -> str:
-    """A program that not every machine has."""
+    """The path of a program that not every machine has. The test is skipped if it is missing."""
     path = shutil.which(name, path=TOOLS)
     if path is None:
         pytest.skip(f"{name} is not installed")
@@ -78,7 +78,7 @@ def compile_cxx(output: Path, source: Path, library: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def answers(demo_bundle: Path) -> dict[str, str]:
-    """What Python makes of the prompts, and of each as a chat under ``chat: PROMPT``."""
+    """Python's answers to the prompts, and to each prompt as a chat under ``chat: PROMPT``."""
     out = {}
     with dlm_runtime.open(demo_bundle) as bundle:
         for prompt in PROMPTS:
@@ -127,7 +127,7 @@ def test_ctrl_c_ends_a_request_with_what_it_has(cancel: Path, demo_bundle: Path)
             & 1 << signal.SIGINT - 1
         ):
             time.sleep(0.001)
-        process.send_signal(signal.SIGINT)  # which waits until somebody takes it
+        process.send_signal(signal.SIGINT)  # the signal waits until the program takes it
         _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
     assert re.fullmatch(r"cancelled: \d+ passes, [1-9]\d* positions undecided\n", said)
@@ -150,7 +150,7 @@ def test_threads_come_to_what_one_session_comes_to(
 
 @pytest.mark.slow
 def test_sixty_four_sessions_share_the_weights(demo_bundle: Path, tmp_path: Path) -> None:
-    """Memory grows by canvases and passes, not by weights."""
+    """Memory grows with the canvases and passes of the sessions, but not by the weights."""
     threads = compile_c(
         tmp_path / "threads", EXAMPLE / "threads.c", embedding.prefix() / "lib", "-O2"
     )
@@ -197,8 +197,8 @@ def test_cpp_example_answers_as_python_does(
 def wrapper_variables(
     demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, str]:
-    """What the tests of the wrappers read: a bundle, a copy of it with effort levels, and a
-    constraint.
+    """The environment variables that the tests of the wrappers read: a bundle, a copy of it with
+    effort levels, and a constraint.
     """
     folder = tmp_path_factory.mktemp("wrappers")
     levels = Path(shutil.copytree(demo_bundle, folder / "levels"))
@@ -227,7 +227,7 @@ def wrapper_variables(
 def cargo(
     wrapper_variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., str]:
-    """Runs cargo; what it builds is in the folder ``cargo("where")``."""
+    """A function that runs cargo. The folder ``cargo("where")`` has the programs that it builds."""
     program, target = found("cargo"), tmp_path_factory.mktemp("rust")
     home = os.environ.get("CARGO_HOME", str(Path.home() / ".cargo"))
     variables = {
@@ -253,7 +253,7 @@ def cargo(
 def check_schedule(
     program: Path, demo_bundle: Path, answers: dict[str, str], automaton: str
 ) -> None:
-    """The example that hands prompts to a scheduler, with a preset and with a constraint."""
+    """Check the example of a scheduler, with a preset and with a constraint."""
     assert succeed(program, demo_bundle, "-", "-", *PROMPTS).splitlines() == [
         answers[prompt] for prompt in PROMPTS
     ]
@@ -290,7 +290,7 @@ def test_the_rust_wrapper_keeps_what_it_promises(cargo: Callable[..., str]) -> N
 def test_every_public_item_of_the_rust_wrapper_is_documented(cargo: Callable[..., str]) -> None:
     assert (
         'missing_docs = "deny"' in (EXAMPLE / "rust" / "Cargo.toml").read_text()
-    )  # which every build here obeys
+    )  # all builds in these tests use this setting
     cargo("doc", "--locked", "--lib")
 
 
@@ -302,8 +302,8 @@ def test_a_crate_that_depends_on_the_rust_wrapper_starts(
     tmp_path: Path,
     kind: str,
 ) -> None:
-    """Statically linked without any setting; with the feature ``shared`` by the build script that
-    the wrapper documents.
+    """The library is linked statically without any setting. With the feature ``shared``, the crate
+    uses the build script that the wrapper documents.
     """
     is_shared = kind == "shared"
     features = ', features = ["shared"]' if is_shared else ""
@@ -333,7 +333,7 @@ def test_a_crate_that_depends_on_the_rust_wrapper_starts(
 def go(
     wrapper_variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., str]:
-    """Runs go in the folder of the module."""
+    """A function that runs go in the folder of the module."""
     program, cache = found("go"), tmp_path_factory.mktemp("go")
     variables = {
         "GOCACHE": str(cache),
@@ -354,7 +354,7 @@ def test_go_examples_answer_as_python_does(
     answers: dict[str, str],
     tmp_path: Path,
 ) -> None:
-    """They find the library by the rpath of the pkg-config file."""
+    """The examples find the library by the rpath in the pkg-config file."""
     go("build", "-o", tmp_path, "./generate", "./schedule")
     done = run(tmp_path / "generate", *request_of_example.arguments)
     assert (done.returncode, done.stdout) == (0, request_of_example.answer + "\n"), done.stderr
@@ -405,7 +405,7 @@ def serve(sanitized: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  #
 
 @dataclass
 class Service:
-    """A running server, and after it stopped what it said."""
+    """A running server. After it has stopped, also its output."""
 
     process: subprocess.Popen[str]
     port: int
@@ -415,7 +415,7 @@ class Service:
         return HTTPConnection("127.0.0.1", self.port, timeout=60)
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[HTTPResponse, bytes]:
-        """The answer and its body, read whole."""
+        """Send a request. Returns the answer and its complete body."""
         connection = self.connect()
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         connection.request(method, path, data)
@@ -449,7 +449,9 @@ class Service:
 
 @pytest.fixture(scope="session")
 def started(serve: Path, demo_bundle: Path) -> Callable[..., Any]:
-    """``with started(*options) as service``: on a free port, with leaks found when it stops."""
+    """``with started(*options) as service`` runs the service on a free port. Memory leaks are
+    reported when it stops.
+    """
 
     @contextmanager
     def start(*options: str) -> Iterator[Service]:
@@ -660,7 +662,7 @@ def test_what_is_under_way_is_finished_when_the_service_stops(started: Callable[
             response = kept.getresponse()
             assert (response.status, response.getheader("Connection")) == (503, "close")
         except (ConnectionError, OSError):
-            pass  # all were finished by then, and its connection closed
+            pass  # all requests were finished by then, and the connection was closed
         assert [each.result()[0] for each in asked] == [200] * 5
         service.said = service.process.communicate(timeout=60)[1]
         assert service.process.returncode == 0, service.said

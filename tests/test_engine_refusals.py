@@ -1,4 +1,6 @@
-"""Errors before an engine is built: the exit code, the advice, and no files left over."""
+"""Tests of errors before an engine is built: the exit code, the advice, and that no files are left
+over.
+"""
 
 from __future__ import annotations
 
@@ -229,8 +231,8 @@ def test_the_canvas_that_is_said_to_fit_is_the_longest_that_does(
 
 
 def test_the_estimate_counts_weights_cache_and_logits() -> None:
-    # Keys and values of 4096 tokens, past and present, in two bytes; 32 scored rows in fp32, with
-    # what sorting them takes.
+    # Past and present keys and values of 4096 tokens take two bytes per number. The 32 scored rows
+    # are fp32, and sorting them takes more memory.
     found = estimate.estimate(LARGE, 16 * GIB, Limits(4096, 32))
     assert found.cache == 2 * 4096 * (32 * 2 * 32 * 128 * 2)
     assert found.passes > 4096 * 12288 * 2 + 32 * 126464 * 4
@@ -271,7 +273,7 @@ def test_a_canvas_that_the_target_cannot_hold_is_refused_before_any_work(
 
 
 class _Untouched:
-    """A module that nobody may ask for anything."""
+    """A module that fails the test if any attribute of it is read."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} was asked for")

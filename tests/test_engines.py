@@ -1,6 +1,7 @@
-"""Engines that TensorRT-RTX builds here without a GPU: their content, their entries, and errors.
+"""Tests of engines that TensorRT-RTX builds on this machine without a GPU: their content, their
+entries in the manifest, and errors.
 
-No test executes an engine, because that needs the GPU that it was built for.
+No test runs an engine, because that needs the GPU for which it was built.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def fp16(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=BUILDS)
 def build(request: pytest.FixtureRequest) -> tuple[str, tuple[str, ...], Path]:
-    """A precision, its targets, and the bundle with their engines."""
+    """For a precision: its targets, and the bundle with their engines."""
     return request.param, BUILDS[request.param], demo_engines(request.param)
 
 
@@ -73,7 +74,8 @@ def test_every_layer_of_an_engine_is_held_as_the_recipe_asks(
         asked = dict.fromkeys(layers, {"fp16": "float16", "bf16": "bfloat16"}[precision])
     else:
         asked = recipe.formats(layers)
-        # The source is stored in bf16: so are the activations, and what stays in full precision.
+        # The checkpoint is stored in bf16. So activations are bf16, and so are layers that stay in
+        # full precision.
         asked = {layer: "bfloat16" if name == "high" else name for layer, name in asked.items()}
     assert sorted(manifest["loop"]["engines"]) == sorted(manifest["audits"]) == sorted(names)
     for audit in manifest["audits"].values():
@@ -144,7 +146,7 @@ def test_the_native_reader_takes_a_bundle_with_engines(
 def test_an_engine_takes_its_weights_and_little_more(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    # One wide layer: of the demo's engines, kernels are the larger part.
+    # One wide layer. In the engines of the demo, kernels take most of the space.
     config = llada_config(d_model=1024, n_heads=16, n_kv_heads=16, mlp_hidden_size=4096, n_layers=1)
     source = write_checkpoint(tmp_path_factory.mktemp("wide"), config)
     sizes = {}
@@ -162,7 +164,7 @@ def test_an_engine_takes_its_weights_and_little_more(
 
 
 class Seen:
-    """The objects of the last build, to be asked with TensorRT's own getters."""
+    """The objects of the last build, which tests read with TensorRT's own getters."""
 
     config: Any
     profiles: list[Any]
@@ -170,7 +172,7 @@ class Seen:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """TensorRT-RTX itself, of which the configuration is kept after a build."""
+    """TensorRT-RTX itself. Its configuration is kept after a build."""
     kept = Seen()
 
     class Builder(trt.Builder):  # type: ignore[misc,name-defined]
@@ -279,7 +281,9 @@ def test_an_engine_is_replaced_only_with_force(fp16: Path) -> None:
 
 
 class Interrupting:
-    """Progress whose watcher presses Ctrl-C, or kills, after the builder's first step."""
+    """A progress display that presses Ctrl-C, or kills the process, after the first step of the
+    builder.
+    """
 
     def __init__(self, number: signal.Signals) -> None:
         self.number, self.total, self.steps = number, 0, 0
@@ -294,7 +298,7 @@ class Interrupting:
 
 
 class Ended(BaseException):
-    """Raised by the signal handler of the program that builds."""
+    """Raised by the signal handler of the program that runs the build."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -355,7 +359,7 @@ def test_a_damaged_engine_is_built_again_or_taken_out(fp16: Path, damage: str) -
     assert "engine" in dlm_export(*run).stderr
     assert (
         dlm_export(*run, "--engine", "onnxruntime").exit_code == 0
-    )  # the graph is not the engine's
+    )  # this graph is not the one from which the engine was built
     assert dlm_export("engine", fp16, "--target", "rtx5090", "--force").exit_code == 0
     assert read_manifest(fp16)["loop"]["engines"]["rtx5090"]["version"] == trt.__version__
     assert path.stat().st_size == read_manifest(fp16)["files"]["engines/rtx5090.engine"]["bytes"]
@@ -415,7 +419,7 @@ def test_inspect_shows_a_bundles_engines(fp16: Path) -> None:
 
 @pytest.fixture
 def unbuilt(tmp_path: Path) -> Iterator[Path]:
-    """A copy of the fp16 bundle without engines; it must stay as the test leaves it."""
+    """A copy of the fp16 bundle without engines. The test must not change it."""
     yield copy_of(gpu_bundle("fp16", "rtx5090"), tmp_path / "unbuilt")
     assert not (tmp_path / "unbuilt" / "engines").exists()
 
@@ -435,7 +439,7 @@ def test_an_input_that_the_builder_would_ignore_stops_the_build(unbuilt: Path) -
     def edit(model: onnx.ModelProto) -> None:
         past = next(value for value in model.graph.input if value.name == "past_key.0")
         model.graph.input.add().CopyFrom(past)
-        model.graph.input[-1].name = "past_key.6"  # of a layer that is not there
+        model.graph.input[-1].name = "past_key.6"  # the name belongs to a layer that does not exist
 
     edit_device_graph(unbuilt, edit)
     before = contents(unbuilt)

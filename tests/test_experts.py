@@ -1,4 +1,6 @@
-"""Mixtures of experts as operators: the definition is the stated sum, and all kernels compute it."""
+"""Tests of mixtures of experts as operators: their definition is the documented sum, and all
+kernels compute this sum.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,18 @@ from dlm_export.network.spec import STACKS
 from dlm_runtime.abi import native as _native
 
 SHAPES = [(1, 8, 64, 264, 8), (7, 5, 16, 40, 2), (33, 8, 72, 104, 3), (600, 4, 136, 264, 2)]
-"""Tokens, experts, inputs, inner features and experts a token: fewer than a tile, odd panels, more
-than one band.
+"""Tokens, experts, inputs, inner features, and experts per token. They cover dimensions below a
+tile, panels that are not full, and more than one band.
 """
 SIMULATED = ("FP8Experts", "NVFP4Experts", "NVFP4WeightExperts")
-RANGE = 4.0  # range of the values that share a scale
+RANGE = 4.0  # of the activations, from which their scales are made
 Arrays = dict[str, np.ndarray]
 
 
 def mixture(shape: tuple[int, ...], seed: int = 0) -> Arrays:
-    """Tokens, their routes, and experts ``[E, K, N]``. The last expert is never chosen."""
+    """Tokens, their experts and weights, and matrices of experts ``[E, K, N]``. The last expert is
+    never chosen.
+    """
     tokens, count, inputs, hidden, active = shape
     rng = np.random.default_rng(seed)
     chosen = np.stack([rng.permutation(max(active, count - 1))[:active] for _ in range(tokens)])[
@@ -49,7 +53,7 @@ def mixture(shape: tuple[int, ...], seed: int = 0) -> Arrays:
 
 
 def laid_out(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
-    """Inputs and attributes of a call."""
+    """The inputs and attributes of a call of the operator."""
     found, attributes = {each: given[each] for each in ("x", "chosen", "weights")}, {}
     if name == "Experts":
         return given, {}
@@ -84,7 +88,9 @@ def laid_out(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
 
 
 def rounded(given: Arrays, name: str) -> dict[str, list[QuantisedWeight]]:
-    """Each expert's quantised matrices, by stack; NVFP4's share the scale of their stack."""
+    """The quantised matrices of each expert, by stack. In NVFP4, the matrices of a stack share a
+    scale.
+    """
     kind = "fp8" if name == "FP8Experts" else "nvfp4"
     ranges = {
         stack: float(np.abs(given[stack]).max()) if kind == "nvfp4" else None for stack in STACKS
@@ -96,7 +102,7 @@ def rounded(given: Arrays, name: str) -> dict[str, list[QuantisedWeight]]:
 
 
 def simulated(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
-    """``laid_out`` of formats that a CPU has no arithmetic for."""
+    """``laid_out`` for formats for which a CPU has no arithmetic."""
     found = {each: given[each] for each in ("x", "chosen", "weights")}
     for stack, weights in rounded(given, name).items():
         if name == "FP8Experts":
@@ -173,8 +179,8 @@ def test_kernels_compute_the_definition(
             found = run(name, inputs, attributes, has_kernels=True)
         except onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument as err:
             pytest.skip(str(err)[:80])
-        # Sums of floats in another order; a code on a boundary could move a result by 1/127 of one
-        # of many products.
+        # Floats are added in another order. A value on a boundary between two codes could change
+        # one of many products by 1/127.
         assert np.abs(found - wanted).max() < 2e-6 * np.abs(wanted).max(), shape
 
 
@@ -203,7 +209,8 @@ def test_formats_that_are_simulated_compute_with_the_values_they_stand_for(
                 seen(gate / (1 + np.exp(-gate)) * up * weight) @ matrices["down"][expert]
             )[0]
     found = run(name, *laid_out(given, name), has_kernels=has_kernels)[0]
-    # A feature on a boundary between two codes could take either: none of these does.
+    # A feature on a boundary between two codes could get either code, but none of these features is
+    # on a boundary.
     assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
 
 

@@ -1,5 +1,5 @@
-"""Quantised values, codes and packed bytes equal ONNX's reference, and modelopt's if it is
-installed.
+"""Quantised values, codes and packed bytes equal those of ONNX's reference, and those of modelopt
+if it is installed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ CODE_TYPES = {
 
 
 def _weight(rows: int = 96, columns: int = 40, seed: int = 0) -> np.ndarray:
-    """Heavy tails, as weights have them, with a column and some groups of zeros and one minus zero."""
+    """A weight with heavy tails, as in trained networks. One column and some groups are zero, and
+    there is one minus zero.
+    """
     w = np.random.default_rng(seed).standard_t(3, (rows, columns)).astype(np.float32) * np.float32(
         0.05
     )
@@ -53,7 +55,7 @@ def _weight(rows: int = 96, columns: int = 40, seed: int = 0) -> np.ndarray:
 def _evaluate(
     nodes: list[Any], initialisers: list[Any], feeds: dict[str, np.ndarray], output: str = "y"
 ) -> np.ndarray:
-    """Run ONNX nodes (opset 23) on onnx.reference and give back ``output``."""
+    """Run ONNX nodes (opset 23) with onnx.reference and return ``output``."""
     inputs = [
         helper.make_tensor_value_info(k, helper.np_dtype_to_tensor_dtype(v.dtype), None)
         for k, v in feeds.items()
@@ -67,7 +69,7 @@ def _evaluate(
 
 
 def _codes_tensor(q: QuantisedWeight) -> onnx.TensorProto:
-    """The codes as an ONNX initialiser from the bytes that we would write."""
+    """The codes as an ONNX initialiser, made from the bytes that we would write."""
     if q.format == "nvfp4":
         raw = pack_nibbles(q.codes).tobytes()
     elif q.format == "int4":
@@ -129,7 +131,7 @@ def test_values_half_way_between_two_codes_fall_as_in_onnx(format: str) -> None:
     scales = np.random.default_rng(4).uniform(0.01, 1, 200).astype(np.float32)
     halves = np.arange(-7, 7, dtype=np.float32)[:, None] + np.float32(0.5)
     if format == "fp8":
-        halves = halves / 4 + np.float32(16)  # E4M3's codes are 2 apart from 16 on
+        halves = halves / 4 + np.float32(16)  # from 16 on, the codes of E4M3 are 2 apart
     node = helper.make_node(
         "QuantizeLinear", ["x", "s"], ["y"], axis=1, output_dtype=CODE_TYPES[format]
     )
@@ -139,7 +141,8 @@ def test_values_half_way_between_two_codes_fall_as_in_onnx(format: str) -> None:
     )
 
 
-@pytest.mark.parametrize("amax", [4.0, 0.5])  # within and beyond the range: the latter saturates
+# Values are within the range, or beyond it and saturate.
+@pytest.mark.parametrize("amax", [4.0, 0.5])
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_static_activations_are_those_of_onnx(format: str, amax: float) -> None:
     x = np.random.default_rng(1).standard_normal((7, 33)).astype(np.float32)
@@ -175,8 +178,8 @@ def test_activations_by_rows_are_those_of_onnx(largest: float) -> None:
 def test_nvfp4_activations_are_those_of_standard_onnx_operators() -> None:
     x = np.random.default_rng(3).standard_t(3, (5, 64)).astype(np.float32)
     x[2, 16:32] = 0
-    amax = 4.0  # some groups are beyond it
-    # Groups whose scale is half way between two of E4M3.
+    amax = 4.0  # some groups exceed it
+    # Groups whose scale is halfway between two codes of E4M3.
     x[3, ::16] = np.float32([17, 19, 21, 23]) * np.float32(6 * activation_scale("nvfp4", amax))
     x[3] = np.where(np.arange(64) % 16 == 0, x[3], x[3].clip(-0.01, 0.01))
     constants = {"shape": np.array([5, 4, 16]), "back": np.array([5, 64]), "axes": np.array([2])}
@@ -259,7 +262,7 @@ def test_nvfp4_bytes_are_those_of_modelopt(dtype: str) -> None:
     rng = np.random.default_rng(5)
     between = rng.uniform(
         -0.001, 0.001, (64, 300)
-    )  # groups whose scale is half way between two of E4M3
+    )  # groups whose scale is halfway between two codes of E4M3
     between[::16] = rng.choice([17, 19, 21, 23, 25], (4, 300)) * (6 * 0.7 / 2688)
     between[0, 0] = 0.7
     for w in (
@@ -280,8 +283,8 @@ def test_nvfp4_bytes_are_those_of_modelopt(dtype: str) -> None:
         assert np.array_equal(ours.dequantise(), values.numpy().T)
 
 
-# Magnitudes from fp32's subnormals to near its largest value, so that scales under- and overflow if
-# they can.
+# Magnitudes from the subnormal numbers of fp32 to almost its largest value. If scales can underflow
+# or overflow, these values show it.
 _finite = st.floats(-(2.0**120), 2.0**120, width=32)
 _matrices = st.tuples(
     st.integers(1, 3),
@@ -316,18 +319,18 @@ def test_weights_of_any_magnitude_give_finite_values_within_half_a_step(
     assert (np.asarray(q.scales, dtype=np.float32) > 0).all()
     assert q.shape == w.shape == values.shape
     assert (values[w == 0] == 0).all()
-    # In units of the scale, the largest distance to a code: E4M3's last two are 416 and 448, E2M1's
-    # 4 and 6.
+    # The largest distance to a code, in units of the scale. The last two codes of E4M3 are 416 and
+    # 448, those of E2M1 are 4 and 6.
     half_step = {"int8": 0.5, "int4": 0.5, "fp8": 16, "nvfp4": 1}[format]
     if format == "nvfp4":
         assert q.global_scale is not None
         steps = np.repeat(q.scales.astype(np.float64).T * float(q.global_scale), 16, axis=0)
         shortfall = (
             6 * 2.0**-10 * float(q.global_scale)
-        )  # of 6 steps against amax, where E4M3 rounds down a subnormal
+        )  # of 6 steps relative to amax, if E4M3 rounds down a subnormal number
         tiny = max(
             shortfall, 2688 * 2.0**-117
-        )  # below the smallest global scale, everything is taken as zero
+        )  # values below the smallest global scale all become zero
     else:
         steps = (
             np.repeat(q.scales, 8, axis=0)[: len(w)]
@@ -337,7 +340,7 @@ def test_weights_of_any_magnitude_give_finite_values_within_half_a_step(
         tiny = 448 * 2.0**-126
     error = np.abs(values.astype(np.float64) - w)
     allowed = half_step * steps.astype(np.float64)
-    if format == "int4":  # a group's largest value may lie up to two steps beyond the last code
+    if format == "int4":  # the largest value of a group may be up to two steps beyond the last code
         allowed[np.isin(q.codes.astype(int), (-8, 7))] *= 4
     assert (error <= np.maximum(allowed, tiny) * (1 + 1e-5)).all()
 
@@ -382,8 +385,8 @@ def test_quantising_twice_changes_nothing(seed: int, format: str, columns: int) 
     w = np.random.default_rng(seed).standard_t(3, (32, columns)).astype(np.float32)
     group_size = 16 if format == "int4" else None
     once = quantise_weight(w, format, group_size=group_size)
-    # The same scales again: nvfp4's group scales move when a group's largest value has been rounded
-    # down.
+    # Quantise again with the same scales. In nvfp4, the scale of a group would change if its
+    # largest value was rounded down.
     if format == "nvfp4":
         assert once.global_scale is not None
         steps = np.repeat(once.scales.T.astype(np.float32) * once.global_scale, 16, axis=0)
@@ -496,7 +499,7 @@ def test_dynamic_activations_of_extreme_ranges_stay_finite(largest: float) -> No
     assert fake[1] == 0
     assert np.abs(fake - x).max() <= (
         0.01 * largest if largest > 1 else largest
-    )  # the latter is below any scale
+    )  # the second value is smaller than any scale
 
 
 @pytest.mark.parametrize("format", NUMBER_FORMATS)

@@ -1,5 +1,5 @@
-"""What ``fuse`` makes of a graph: the same numbers from fewer operators, and nothing of graphs that
-it is not for.
+"""Tests of ``fuse``. A fused graph computes the same numbers with fewer operators. Graphs for which
+``fuse`` is not made stay unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ Build = Callable[[str, str, bool], Path]
 
 @pytest.fixture(scope="module")
 def built(llada_checkpoint: Path, dream_checkpoint: Path) -> Iterator[Build]:
-    """Build a family in a precision, fused or not; each once, not to be changed."""
+    """Build a family in a precision, with or without fusing. Each is built once, and tests must not
+    change it.
+    """
     with tempfile.TemporaryDirectory() as folder:
         normed = write_checkpoint(Path(folder) / "checkpoint", a2d_qwen3_config(), seed=7)
         checkpoints = {"llada": llada_checkpoint, "dream": dream_checkpoint, "a2d": normed}
@@ -61,7 +63,7 @@ def _network(checkpoint: Path) -> NetworkSpec:
 
 
 def _calls(model: onnx.ModelProto) -> Counter[str]:
-    """Nodes of our domain, and of what they replace."""
+    """Count the nodes of our domain, and the nodes that they replace."""
     replaced = {"Attention", "RotaryEmbedding", "Softmax", "TopK", "Sigmoid"}
     return Counter(
         node.op_type
@@ -75,7 +77,7 @@ def _load(bundle: Path) -> onnx.ModelProto:
 
 
 def _feeds(model: onnx.ModelProto, T: int = 7, S: int = 5, R: int = 3) -> dict[str, np.ndarray]:
-    """A pass of two rows over a cache of rows in any order."""
+    """The inputs of a pass with two rows, over a cache whose rows are in any order."""
     rng = np.random.default_rng(4)
     feeds = {
         "input_ids": rng.integers(0, 150, (2, T)),
@@ -83,7 +85,7 @@ def _feeds(model: onnx.ModelProto, T: int = 7, S: int = 5, R: int = 3) -> dict[s
         "score_rows": rng.integers(0, T, (2, R)),
     }
     for port in model.graph.input[3:]:
-        if port.name == graph.SEGMENTS:  # may be left out
+        if port.name == graph.SEGMENTS:  # this input may be left out
             continue
         heads, size = (port.type.tensor_type.shape.dim[i].dim_value for i in (1, 3))
         feeds[port.name] = rng.standard_normal((2, heads, S, size)).astype(np.float32)
@@ -118,7 +120,7 @@ def _check_same(
 @pytest.mark.parametrize("precision", ["fp32", "int8", "int4-rtn"])
 def test_a_graph_computes_the_same_fused(built: Build, family: str, precision: str) -> None:
     before, after = (_load(built(family, precision, is_fused)) for is_fused in (False, True))
-    # The functions are inlined, so only the order in which the engine sums may differ; fp32 logits
+    # The functions are inlined, so only the order in which the engine adds may differ. fp32 logits
     # are around 10.
     _check_same(_in_onnxruntime(before), _in_onnxruntime(after), 2e-5)
     _check_same(_in_reference(before), _in_reference(after), 0)
@@ -139,7 +141,7 @@ def test_every_layer_of_a_graph_is_fused(built: Build, family: str) -> None:
         "Candidates": 1,
         "Int8Linear3": layers,  # q, k, v
         "Int8GatedLinear": layers,
-        "Int8Linear": 2 * layers + 1,  # behind attention, down, the head
+        "Int8Linear": 2 * layers + 1,  # after attention, down, and the head
     }
     assert _calls(_load(built(family, "int4-rtn", True))) == {
         "CachedAttention": layers,
@@ -148,7 +150,7 @@ def test_every_layer_of_a_graph_is_fused(built: Build, family: str) -> None:
         "Int4Linear3": layers,
         "Int4GatedLinear": layers,
         "Int4Linear": 2 * layers,
-        "Int8Linear": 1,  # the head
+        "Int8Linear": 1,  # this is the head
     }
     assert _calls(_load(built(family, "int8", False))) == {
         "Attention": layers,
@@ -201,16 +203,16 @@ def test_graphs_for_tensorrt_and_plain_ones_are_not_fused(
 
 
 def _unfused(bundle: Path, checkpoint: Path) -> trace.Graph:
-    """The graph of a bundle as ``fuse`` would get it, with its weights."""
+    """The graph of a bundle before ``fuse``, with its weights."""
     return trace.Graph(ir.from_proto(_load(bundle)), _network(checkpoint), torch.float32)
 
 
 def _check_fused(traced: trace.Graph, **plain: str) -> Counter[str]:
-    """Fuse a graph that somebody changed; it must compute the same before and after. Returns what
+    """Fuse a changed graph. It must compute the same before and after. Returns the functions that
     it calls.
 
-    ``plain`` is what keeps its operators, by module path with _ for a dot, and how the reason
-    begins.
+    ``plain`` lists the modules whose operators must stay, by module path with _ for a dot, and how
+    the reason begins.
     """
     before = ir.to_proto(traced.model)
     fused = fuse.fuse(traced)
@@ -252,7 +254,7 @@ def test_a_product_of_a_gate_and_something_else_is_not_taken_for_a_gated_layer(
     silu = next(node for node, _ in _nodes(traced, "Sigmoid")[0].outputs[0].uses())
     product = next(node for node, _ in silu.outputs[0].uses())
     up = next(i for i, value in enumerate(product.inputs) if value is not silu.outputs[0])
-    product.replace_input_with(up, silu.outputs[0])  # squared; nobody uses `up` now
+    product.replace_input_with(up, silu.outputs[0])  # squared; `up` now has no reader
     assert _check_fused(traced, blocks_0_mlp="gate and up are not used")["Int8GatedLinear"] == 1
 
 
@@ -346,7 +348,7 @@ def test_heads_that_are_normed_in_another_way_keep_their_operators(
 def test_a_sum_that_is_normed_over_another_axis_stays(built: Build, llada_checkpoint: Path) -> None:
     traced = _unfused(built("llada", "fp32", False), llada_checkpoint)
     for norm in _nodes(traced, "RMSNormalization")[1:3]:
-        norm.attributes["axis"] = ir.AttrInt64("axis", 2)  # the last one, by another name
+        norm.attributes["axis"] = ir.AttrInt64("axis", 2)  # the last axis, under another number
     assert _check_fused(traced)["AddNorm"] == 2
 
 

@@ -1,8 +1,8 @@
-"""The native library under hostile use: fuzz targets, random calls, threads, and failing
-allocations.
+"""Tests of the native library under hostile use: fuzz targets, random calls, threads, and
+allocations that fail.
 
-The targets (``runtime/native/fuzz``) run over their seeds and over every input that ever made one
-fail. If clang is installed, libFuzzer makes more inputs (docs/guides/developing.md).
+The fuzz targets (``runtime/native/fuzz``) run on their seeds and on every input that ever made one
+of them fail. If clang is installed, libFuzzer generates more inputs (docs/guides/developing.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TARGETS = ("json", "bundle", "text", "automaton", "compile", "calls")
 
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of inputs for each target, and a dictionary."""
+    """A folder of inputs for each fuzz target, and a dictionary."""
     folder = tmp_path_factory.mktemp("seeds")
     succeed(sys.executable, FUZZ / "seeds.py", folder)
     return folder
@@ -47,7 +47,7 @@ def test_inputs_that_made_a_target_fail_do_not_any_more(
 
 @pytest.mark.slow
 def test_new_inputs_find_nothing() -> None:
-    """A few seconds of libFuzzer each; ``make fuzz`` is the long run."""
+    """Runs libFuzzer for a few seconds per target. ``make fuzz`` runs longer."""
     if not any(
         shutil.which(name, path=TOOLS)
         for name in ("clang++", *(f"clang++-{n}" for n in range(14, 31)))
@@ -61,8 +61,8 @@ def test_new_inputs_find_nothing() -> None:
 
 
 def test_any_order_of_calls_keeps_to_the_header_under_sanitizers(sanitized: Path) -> None:
-    # Preload the C++ library too: AddressSanitizer looks for __cxa_throw when it starts, and Python
-    # does not have it.
+    # The C++ library is preloaded too, because AddressSanitizer looks for __cxa_throw when it
+    # starts, and Python does not have it.
     preload = [
         succeed(tool("g++"), f"-print-file-name={name}").strip()
         for name in ("libasan.so", "libstdc++.so.6")
@@ -73,7 +73,7 @@ def test_any_order_of_calls_keeps_to_the_header_under_sanitizers(sanitized: Path
         *("60", "25"),
         DLM_RUNTIME_LIBRARY=str(sanitized / "libdlm_runtime.so"),
         LD_PRELOAD=":".join(preload),
-        ASAN_OPTIONS="detect_leaks=0",  # of Python's own
+        ASAN_OPTIONS="detect_leaks=0",  # Python itself leaks memory
     )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-4000:]
 
@@ -108,10 +108,11 @@ def test_threads_may_do_at_once_what_the_header_says(sanitized: Path) -> None:
 
 @pytest.mark.slow
 def test_threads_race_for_nothing() -> None:
-    """Under ThreadSanitizer."""
+    """This test runs under ThreadSanitizer."""
     options = ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DDLM_SANITIZE=thread", "-DDLM_BUILD_TESTS=ON"]
     folder = build(REPOSITORY / "build" / "native-tsan", *options)
-    setarch = tool("setarch")  # ThreadSanitizer wants its addresses where newer kernels put others
+    # ThreadSanitizer needs addresses at which newer kernels put other things
+    setarch = tool("setarch")
     for name, *arguments in (
         ("threads_test", "2000"),
         ("runner_test", "10000"),

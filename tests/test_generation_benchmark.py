@@ -1,4 +1,6 @@
-"""The benchmark of generations, with fake contestants that answer from a list or end early."""
+"""Tests of the benchmark of generations, with fake contestants that answer from a list or end
+early.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ for number, line in enumerate(sys.stdin):
 def _workers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, lasts: dict[str, int]
 ) -> Iterator[list[generation.Worker]]:
-    """Workers of which some answer only so many requests, the one about themselves included."""
+    """Workers, some of which end after a number of requests. The request ``about`` counts as one of
+    them.
+    """
     program = folder / "python"
     program.write_text(ANSWERS.format(python=sys.executable, lasts=lasts))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)

@@ -1,4 +1,6 @@
-"""Golden files: written completely, read safely, and compared with bundles, all without torch."""
+"""Tests of golden files, without torch. They are written completely, read safely, and compared with
+bundles.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,8 @@ def provenance(checkpoint: Path) -> Provenance:
 
 @pytest.fixture(scope="module")
 def kept(llada_checkpoint: Path, llada_bundle: Path) -> Golden:
-    """Stands for a capture: the logits are the bundle's own, so that only files and comparing are
-    tried here.
+    """A golden file that stands in for a capture. Its logits are those of the bundle, so only the
+    files and the comparison are tested.
     """
     with dlm_runtime.open(llada_bundle, threads=1) as bundle:
         network = network_of(bundle.manifest)
@@ -139,7 +141,7 @@ def test_a_damaged_file_is_refused_in_a_sentence(file: Path, data: st.DataObject
         said = str(err)
     if found is None:
         assert str(damaged) in said
-    else:  # a byte that means nothing, such as a date
+    else:  # the byte has no meaning, for example in a date
         np.testing.assert_array_equal(
             np.concatenate(found.logits), np.concatenate(golden.load(file).logits)
         )
@@ -161,7 +163,7 @@ def _npy(array: np.ndarray, header: str | None = None) -> bytes:
 def _edit(
     change: Callable[[dict[str, Any]], object],
 ) -> Callable[[dict[str, np.ndarray]], dict[str, bytes]]:
-    """A change of the provenance."""
+    """Change the provenance in a golden file."""
 
     def edit(arrays: dict[str, np.ndarray]) -> dict[str, bytes]:
         values = json.loads(arrays["provenance"].tobytes())
@@ -360,7 +362,9 @@ def test_a_golden_file_of_another_checkpoint_is_refused_by_name(
 def test_half_precision_has_its_own_tolerance(
     llada_bundle: Path, llada_checkpoint: Path, file: Path, tmp_path: Path
 ) -> None:
-    """Made from a bundle, which hands on what config.json it was built from."""
+    """The golden file is made from a bundle, which contains the config.json from which it was
+    built.
+    """
     half = tmp_path / "half"
     options = ("--precision", "fp16", "--no-verify", "-o", str(half))
     result = CliRunner().invoke(main, ["quantize", str(llada_bundle), *options])
@@ -378,7 +382,9 @@ def test_half_precision_has_its_own_tolerance(
 
 
 def test_a_quantised_bundle_is_refused(llada_bundle: Path, file: Path, tmp_path: Path) -> None:
-    """Its distance from the released code is what quantisation costs, and judged elsewhere."""
+    """The distance of a quantised bundle from the released code is its quantisation loss, which is
+    judged in another way.
+    """
     bundle = tmp_path / "bundle"
     shutil.copytree(llada_bundle, bundle)
     manifest = json.loads((bundle / "manifest.json").read_text())

@@ -1,4 +1,4 @@
-"""The benchmark for a GPU, rehearsed on a CPU and a tiny network with the same steps."""
+"""Runs the GPU benchmark on a CPU with a tiny network. The steps are the same."""
 
 from __future__ import annotations
 

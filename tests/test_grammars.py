@@ -1,4 +1,6 @@
-"""Grammars in GBNF as constraints: exactly their texts, and what is drawn is read by other parsers."""
+"""Tests of grammars in GBNF as constraints. They allow exactly their texts, and other parsers can
+read the texts that are drawn.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from dlm_runtime import RequestError
 from dlm_runtime.constraints.compiled import CompileLimits, Content
 
 LONGEST = 5
-DEEP = LONGEST + 1  # without left recursion, each level has a letter of its own
+DEEP = LONGEST + 1  # without left recursion, each level of recursion adds a letter
 JSON = r"""
 root   ::= object
 value  ::= object | array | string | number | ("true" | "false" | "null") ws
@@ -40,7 +42,7 @@ def test_texts_of_the_json_grammar_of_llama_cpp_are_json() -> None:
     assert len(drawn) > 50
     for text in drawn:
         assert isinstance(json.loads(text), dict), text
-    texts = byte_automaton(content(JSON))  # the default depth
+    texts = byte_automaton(content(JSON))  # with the default depth
     assert texts.matches('{"a":[{"b":1.5e3}], "c":null}')
     assert not texts.matches('{"a":1,}')
 
@@ -77,8 +79,8 @@ def test_texts_of_a_small_language_are_read_by_lark() -> None:
 
 
 def _parts() -> st.SearchStrategy[Any]:
-    """Parts as tuples: ("text", t), ("rule", name), ("choice", parts), ("row", parts) and ("times",
-    part, low, high).
+    """A random part of a grammar, as tuples: ("text", t), ("rule", name), ("choice", parts),
+    ("row", parts) and ("times", part, low, high).
     """
     leaves = st.one_of(
         st.tuples(st.just("text"), st.sampled_from(["", "a", "b", "ab"])),
@@ -113,7 +115,7 @@ def joined(first: set[str], second: set[str]) -> set[str]:
 
 
 def texts_of(part: Any, known: dict[str, set[str]]) -> set[str]:
-    """The texts of a part with up to ``LONGEST`` letters, from those of the rules."""
+    """The texts of a part with up to ``LONGEST`` letters, computed from the texts of the rules."""
     kind, value = part[:2]
     if kind == "text":
         return {value}

@@ -1,7 +1,7 @@
 """The native library, Python and the commands reject hostile bundles (``hostile/bundles.py``).
 
-The error is one sentence and names the file. They end in bounded time and memory, the native
-library also under sanitizers, and write no files.
+The error is one sentence that names the file. The rejection takes bounded time and memory and
+writes no files. The native library is also tested under sanitizers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MEMORY_MIB = 768  # resident, under AddressSanitizer
 
 @pytest.fixture(scope="module")
 def hostile(llada_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folder of every case, by name; "good" is the one that they are made of. Beside them lies
-    what none may reach.
+    """The folder of each case, by name. "good" is the bundle from which they are made. Beside them
+    is a file that no command may reach.
     """
     parent = tmp_path_factory.mktemp("hostile") / "bundles"
     found = {}
@@ -124,13 +124,14 @@ def test_commands_refuse_each_in_one_line_and_write_nothing(
         bundle = str(hostile[case.name])
         if (
             case not in bundles.GRAPHS
-        ):  # inspect shows what the manifest says of a graph, and does not run it
+        ):  # inspect shows what the manifest says about a graph, without running the graph
             commands[f"inspect: {case.name}"] = ["inspect", bundle]
-        if case not in bundles.TEXTS and case.engine is not None:  # which passes do not want
+        # Passes do not need the text files.
+        if case not in bundles.TEXTS and case.engine is not None:
             commands[f"run: {case.name}"] = ["run", bundle, "--tokens", "1,2", *SHORT]
         if (
             case.engine == "none" and case not in bundles.TEXTS
-        ):  # of a graph, verify lets PyTorch compute first
+        ):  # for a graph, verify runs PyTorch first
             commands[f"verify: {case.name}"] = [
                 "verify",
                 bundle,

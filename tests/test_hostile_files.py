@@ -1,7 +1,8 @@
-"""Hostile files of every kind end a command with one line and an exit code, and never a traceback.
+"""For hostile files of every kind, a command prints one line and exits with the right code, and
+never prints a traceback.
 
-Memory is limited. The commands run one after the other in a separate program, which can use 512 MiB
-more than at its start. This file is also that program.
+Memory is limited. A separate program runs the commands one after another. It may use 512 MiB more
+than at its start. This file is also that program.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import hostile_files as hostile
 import pytest
 
 MEMORY_BYTES = 512 << 20
-HANG_SECONDS = 60  # a guard, on a busy machine
+HANG_SECONDS = 60  # a limit for commands that hang, long enough for a busy machine
 SAMPLED_EVERY = 23
 SHORT = ("--max-new-tokens", 4, "--threads", 1)
 
@@ -37,8 +38,8 @@ def _address_space() -> int:
 
 
 def _run(harmless: list[list[str]], commands: list[list[str]]) -> Iterator[dict[str, Any]]:
-    """How each command ends. The ``harmless`` ones come first, and end well: with them and torch,
-    all is loaded.
+    """Run commands and return how each ended. The ``harmless`` commands run first and must succeed.
+    After them and torch, all modules are loaded.
     """
     from click.testing import CliRunner
 
@@ -79,7 +80,7 @@ def _run(harmless: list[list[str]], commands: list[list[str]]) -> Iterator[dict[
 
 
 class Cases:
-    """Commands by name, each with a separate file or folder below ``folder``."""
+    """Commands by name. Each has a separate file or folder below ``folder``."""
 
     def __init__(self, folder: Path, bundle: Path, checkpoint: Path) -> None:
         self.folder, self.bundle, self.checkpoint = folder, bundle, checkpoint
@@ -100,7 +101,7 @@ class Cases:
         return path
 
     def with_text(self, tokenizer: bytes, template: str = "{{ messages[0].content }}") -> Path:
-        """A copy of the bundle with a tokenizer and a template."""
+        """A copy of the bundle with a tokenizer and a chat template."""
         copy = Path(shutil.copytree(self.bundle, self.path()))
         manifest = json.loads((copy / "manifest.json").read_text())
         for name, data in (("tokenizer.json", tokenizer), ("chat.jinja", template.encode())):
@@ -113,12 +114,12 @@ class Cases:
             "tokenizer": "tokenizer.json",
             "chat_template": {"file": "chat.jinja", "special_tokens": {}},
         }
-        (copy / "manifest.json").unlink()  # a link to the original
+        (copy / "manifest.json").unlink()  # this is a link to the original
         (copy / "manifest.json").write_text(json.dumps(manifest))
         return copy
 
     def with_file(self, name: str, make: bytes | Callable[[Path], None]) -> Path:
-        """A copy of the checkpoint with another, or one more, file."""
+        """A copy of the checkpoint in which a file is replaced or added."""
         copy = Path(shutil.copytree(self.checkpoint, self.path()))
         (copy / name).unlink(missing_ok=True)
         if isinstance(make, bytes):
@@ -165,7 +166,7 @@ def _hostile_cases(cases: Cases) -> None:
         for name, data in files.items():
             cases.add(f"{kind}: {name}", *command(cases.file(data, suffix)))
         pipe, zeros = cases.path(suffix), cases.path(suffix)
-        os.mkfifo(pipe)  # that nobody writes to
+        os.mkfifo(pipe)  # no process writes to this pipe
         zeros.symlink_to("/dev/zero")
         cases.add(f"{kind}: a pipe", *command(pipe))
         cases.add(f"{kind}: a device", *command(zeros))
@@ -227,7 +228,7 @@ def cases(
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: ``code`` is None for a traceback."""
+    """How a command ended. ``code`` is None if it printed a traceback."""
 
     code: int | None
     said: str
@@ -236,10 +237,10 @@ class Ended:
 
     @property
     def is_refusal(self) -> bool:
-        """True for an exit code and a sentence."""
+        """True if the command ended with an exit code and one sentence."""
         lines = self.said.splitlines()
         if self.said.startswith("Usage: "):
-            lines = lines[3:]  # of an option's value: click shows how the command is used first
+            lines = lines[3:]  # for an option's wrong value, click first prints the usage
         is_sentence = (
             len(lines) == 1
             and lines[0].startswith("Error: ")
@@ -250,8 +251,8 @@ class Ended:
 
 
 def ended_commands(harmless: list[list[str]], commands: dict[str, list[str]]) -> dict[str, Ended]:
-    """How commands end, by name, in a separate program. The ``harmless`` ones, which load all
-    shared modules, must end well first.
+    """Run the commands in a separate program and return how they ended, by name. The ``harmless``
+    commands, which load all shared modules, must succeed first.
     """
     given = json.dumps([harmless, [*commands.values()]])
     done = subprocess.run(
@@ -269,8 +270,8 @@ def ended_commands(harmless: list[list[str]], commands: dict[str, list[str]]) ->
 
 
 def _check(cases: Cases, names: list[str]) -> None:
-    """Run these cases; each must be refused in a sentence, and leave nothing on the screen or on
-    the disk.
+    """Run these cases. Each must be rejected with one sentence, and leave nothing on the screen or
+    on the disk.
     """
     text = cases.with_text(json.dumps(hostile.harmless()).encode())
     harmless = [

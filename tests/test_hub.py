@@ -1,4 +1,6 @@
-"""Checkpoints by name: what is fetched from a hub, and what is said if that fails."""
+"""Tests of checkpoints by name: the files that are downloaded from a hub, and the messages if that
+fails.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ NAME = f"hf:{REPOSITORY}"
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint as it is released: with code and pickled weights beside it."""
+    """A checkpoint as it is released. It also has code and pickled weights, which must not be
+    downloaded.
+    """
     folder = write_checkpoint(tmp_path_factory.mktemp("hub") / "tiny", llada_config(), seed=3)
     (folder / "modeling_llada.py").write_text("raise SystemExit('executed')")
     (folder / "pytorch_model.bin").write_bytes(b"pickled")

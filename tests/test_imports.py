@@ -1,4 +1,4 @@
-"""A base install is light to import, and it is enough to run a bundle."""
+"""Tests of an install without extras. Importing it is fast, and it can run a bundle."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ else:
     import tomli as tomllib
 
 EXPORTER = Path(__file__).parent.parent / "exporter" / "dlm_export"
-# From the lowest layer up: a package or root module only imports from its own line or the lines
-# above.
+# The packages and root modules in layers, from the lowest up. Each only imports from its line or
+# from the lines above it.
 ROOMS = (
     {
         "devices",
@@ -53,7 +53,7 @@ ROOMS = (
     {"cli"},
 )
 JUDGING = ("report", "sides", "parity", "accuracy", "tuning", "precision_search")
-"""The same for the folders of judging."""
+"""The same for the folders of the package ``judging``."""
 HEAVY = ("torch", "onnx", "onnx_ir", "onnxscript", "transformers", "safetensors", "ml_dtypes")
 BLOCKED = f"""
 import sys
@@ -91,7 +91,7 @@ def test_importing_the_runtime_imports_no_heavy_package() -> None:
 
 
 def test_a_base_install_needs_no_heavy_package() -> None:
-    """The dependencies of the package without extras, and theirs."""
+    """The dependencies of the package without extras, and their dependencies."""
     from packaging.requirements import Requirement
 
     project = tomllib.loads((EXPORTER.parent.parent / "pyproject.toml").read_text())["project"]
@@ -113,7 +113,8 @@ def test_a_base_install_needs_no_heavy_package() -> None:
 
 
 def test_the_exporters_own_onnxruntime_leaves_nothing_in_the_home_folder(tmp_path: Path) -> None:
-    # On a build server ONNX Runtime never sends telemetry, so unset the variables of one.
+    # ONNX Runtime never sends telemetry on a build server. So the variables that identify one are
+    # unset.
     clean = [
         "env",
         *(f"--unset={name}" for name in ("ORT_DISABLE_TELEMETRY", "CI", "XDG_CACHE_HOME")),
@@ -187,7 +188,9 @@ MISSING = {
 def test_what_is_missing_is_said_before_anything_is_loaded(
     llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """In a base install, and in one process: none of these imports torch or asks for it."""
+    """All commands run in one process of a base install. None of them imports torch before it
+    reports what is missing.
+    """
     paths = {
         "NOWHERE": tmp_path / "nowhere",
         "OUT": tmp_path / "out",
@@ -226,8 +229,8 @@ def test_two_bundles_are_compared_in_a_base_install(llada_bundle: Path, dream_bu
 
 
 def _rooms_imported(path: Path, package: str = "dlm_export") -> Iterator[tuple[int, str]]:
-    """Line and room of every import of a package's own, inside functions too; not of those for
-    types alone.
+    """The line and the room of every import from this project's packages, including imports in
+    functions. Imports that are only for types are left out.
     """
     tree = ast.parse(path.read_text())
     for_types = {

@@ -1,5 +1,5 @@
-"""Holes in a text: given text stays, holes end at their padding, and the most likely length is
-taken.
+"""Tests of infilling. The given text does not change, holes end before their padding, and the most
+likely length is chosen.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ EOS, MASK = 298, 299
 
 
 class Letters:
-    """A token a byte, and one in front of everything that is no continuation."""
+    """A tokenizer with one token per byte. It puts a token in front of each text that does not
+    continue another one.
+    """
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return [1, *text.encode()]
@@ -39,7 +41,9 @@ class Letters:
 
 
 def lettered(predict: Callable[[list[int], int], tuple[int, float]], **info: Any) -> Bundle:
-    """A bundle that predicts a token and its probability from a canvas and a position."""
+    """A bundle whose prediction is a function of the canvas and the position. It predicts a token
+    and its probability.
+    """
 
     def run(p: CallbackPass) -> None:
         canvas = p.input_ids.tolist()
@@ -55,7 +59,7 @@ def lettered(predict: Callable[[list[int], int], tuple[int, float]], **info: Any
 
 
 def counted(_: list[int], position: int) -> tuple[int, float]:
-    """The letter of a position, a to z."""
+    """The letter for a position, from a to z."""
     return ord("a") + position % 26, 0.5
 
 
@@ -84,11 +88,11 @@ def test_a_hole_ends_with_its_padding_and_the_next_one_does_not() -> None:
     assert (done.text, done.holes) == (
         "xcdeyjkz",
         ["cde", "jk"],
-    )  # tokens four and five are padding; the text after them is cut
+    )  # tokens four and five are padding, and the text after them is cut
 
 
 def test_the_length_whose_tokens_are_surest_is_taken() -> None:
-    """Sure where three positions are masked at first."""
+    """The denoiser is sure if three positions are masked at first."""
 
     def predict(canvas: list[int], position: int) -> tuple[int, float]:
         return ord("o"), 0.9 if len(canvas) == 1 + 2 + 3 else 0.4
@@ -133,7 +137,7 @@ def test_a_number_is_a_length_for_all_holes_and_no_request_of_an_infill_is_longe
 
 
 class Turns(Letters):
-    """Puts a token before a prompt and one after it, like the turns of a chat."""
+    """A tokenizer that puts a token before a prompt and one after it, like the turns of a chat."""
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
         return [2, *text.encode(), 3]

@@ -1,5 +1,5 @@
-"""JSON Schemas as constraints: what is intersected, rejected, ignored and warned about, and what a
-schema may cost.
+"""Tests of JSON Schemas as constraints: how schemas are intersected, which are rejected, which
+keywords are ignored or cause a warning, and how much a schema may cost.
 """
 
 from __future__ import annotations
@@ -549,8 +549,8 @@ DOCUMENTS = st.builds(
 
 
 def is_valid(found: Any, value: Any) -> bool:
-    """What jsonschema says. It does not end for some schemas that refer to themselves; such
-    documents are not tested.
+    """Whether jsonschema accepts the value. jsonschema does not end for some recursive schemas, so
+    these are not tested.
     """
     try:
         return bool(validator(found).is_valid(value))
@@ -563,14 +563,14 @@ def is_valid(found: Any, value: Any) -> bool:
 @settings(max_examples=150, deadline=None)
 @given(found=DOCUMENTS)
 def test_listed_values_are_valid_as_jsonschema_says(found: Any) -> None:
-    # Values that are equal count once, so they are listed one by one.
+    # A constraint lists equal values only once, so each value is tested separately.
     allowed = [value for value in VALUES if is_allowed(found, value)]
-    # repr() tells 1, 1.0 and true apart.
+    # repr() distinguishes 1, 1.0 and true.
     assert list(map(repr, allowed)) == [repr(value) for value in VALUES if is_valid(found, value)]
 
 
 def is_allowed(found: Any, value: Any) -> bool:
-    """Whether a value is left of an enum beside a schema."""
+    """Whether the schema leaves this value of an enum."""
     try:
         texts = texts_of({"allOf": [{"const": value}, found], "$defs": found["$defs"]})
     except RequestError as err:

@@ -1,5 +1,5 @@
-"""A candidate judged against its reference: equal masks, the loop's own decisions, budgets,
-thresholds.
+"""Tests of judging a candidate against its reference: equal masks, the decisions of the loop
+itself, budgets, and thresholds.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ POLICY = Policy(commit="threshold", threshold=0.9, block_length=8)
 
 
 def decode(tokens: list[int]) -> str | None:
-    """Text of made-up tokens."""
+    """The text of made-up tokens."""
     return " ".join(map(str, tokens))
 
 
 def no_text(tokens: list[int]) -> str | None:
-    """Decode like a bundle without tokenizer."""
+    """A decoder like that of a bundle without a tokenizer."""
     return None
 
 
 class Scripted:
-    """A predictor whose logits and texts are functions; remembers the canvases it saw."""
+    """A predictor whose logits and texts are functions. It remembers the canvases that it was
+    shown.
+    """
 
     name = "scripted"
     vocab_size, mask_token_id, eos_token_ids, max_canvas_length = VOCAB, MASK, (EOS,), 64
@@ -88,7 +90,7 @@ class Scripted:
 
 
 def knows(truth: np.ndarray, shift: int) -> Callable[[np.ndarray], np.ndarray]:
-    """Logits of a network that is sure of the true tokens."""
+    """The logits of a network that is sure of the true tokens."""
 
     def logits(canvas: np.ndarray) -> np.ndarray:
         out = np.zeros((len(canvas), VOCAB), np.float32)
@@ -124,7 +126,7 @@ def test_both_see_the_same_canvases_and_prompts_are_never_masked() -> None:
     for theirs, ours in zip(masked, candidate.seen, strict=False):
         np.testing.assert_array_equal(theirs, ours)
     for canvas in reference.seen:
-        if len(canvas) == 3 + 8:  # the completion's, filled up to one block
+        if len(canvas) == 3 + 8:  # the canvas of the completion, filled up to one block
             assert canvas[:3].tolist() == [1, 2, 3]
 
 
@@ -229,7 +231,9 @@ def _prompt(predictor: TorchPredictor, length: int = 9) -> list[int]:
 def _walk(
     predictor: TorchPredictor, policy: Policy, new: int = 24
 ) -> Iterator[tuple[np.ndarray, np.ndarray, Any]]:
-    """Each pass's predicted next canvas, the loop's own next one, and the state."""
+    """For each pass: the next canvas that was predicted, the next canvas of the loop itself, and
+    the state.
+    """
     canvases = predictor.states(_prompt(predictor), new, policy)
     states = frontier.frontier_states(canvases[:-1], policy, predictor)
     for state, after in zip(states, canvases[1:], strict=True):
@@ -257,7 +261,7 @@ def test_what_a_denoiser_would_commit_is_what_its_loop_commits(
 @pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize(
     "threshold", [0.05, 0.9]
-)  # at 0.9, a shifted denoiser commits the first position alone
+)  # at 0.9, a shifted denoiser only commits the first position
 def test_a_cached_loops_full_passes_commit_the_same(
     predictors: dict[str, TorchPredictor], family: str, threshold: float
 ) -> None:
@@ -293,7 +297,7 @@ def test_a_mask_token_that_was_decided_is_neither_filled_nor_judged(
     predictors: dict[str, TorchPredictor], family: str, cache: str
 ) -> None:
     predictor = predictors[family]
-    # The start has noise in place of tokens, and mask tokens that must stay: inside a block, and as a
+    # The start has random tokens. It also has mask tokens that must stay, inside a block and as a
     # whole block.
     start = Canvas(np.array(_prompt(predictor, 24)), np.arange(24) >= 9)
     mask = [3, 11, *range(17, 21)]
@@ -318,7 +322,9 @@ def test_a_mask_token_that_was_decided_is_neither_filled_nor_judged(
 @pytest.mark.parametrize("commit", ["threshold", "entropy_bound", "timestep"])
 @pytest.mark.parametrize("score", ["confidence", "margin", "entropy", "random"])
 def test_scores_without_torch_are_the_reference_loops(score: str, commit: str) -> None:
-    """Within 2e-6, of a softmax and sums in fp32 in another order; and the same positions commit."""
+    """Scores agree within 2e-6, because softmax and sums in fp32 are computed in another order. The
+    same positions are committed.
+    """
     rng = np.random.default_rng(0)
     policy = Policy(score=score, commit=commit, seed=7, block_length=0)
     logits = (4 * rng.standard_normal((40, 500))).astype(np.float32)
@@ -603,9 +609,11 @@ def test_data_that_cannot_judge_is_refused_by_its_number() -> None:
 
 @pytest.fixture(scope="module")
 def judgement() -> Judgement:
-    """Made up: 2% more loss, 95% top-1, 10% more passes, 80% right."""
-    # The relative increase is largest where next to nothing is lost, the absolute one where it may
-    # be chance: the worst bucket is the other one.
+    """A made-up judgement: 2% more loss, 95% top-1 agreement, 10% more passes, and 80% right
+    answers.
+    """
+    # The relative increase is largest in a bucket with a very small loss. The absolute increase is
+    # largest in a bucket where it may be chance. The worst bucket is neither of these.
     little = {
         "ce_increase": 4.0,
         "ce_increase_interval": [2.0, 7.0],
@@ -727,8 +735,8 @@ def test_a_task_budget_needs_answers(judgement: Judgement) -> None:
 def writer(
     good_from: float, hesitation: int = 0
 ) -> Callable[[Sequence[int], int, Policy], tuple[list[int], int]]:
-    """Writes the answer from a threshold on, and takes a pass more every tenth of it,
-    ``hesitation`` more at all.
+    """A side that writes the right answer from some threshold on. It takes one more pass for every
+    tenth of the threshold, and ``hesitation`` more passes in any case.
     """
 
     def write(tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
@@ -771,14 +779,14 @@ def test_a_candidate_that_hesitates_gets_a_lower_threshold_that_costs_nothing(
     assert (found.refitted.threshold, found.refitted.nfe) == (
         0.62,
         9,
-    )  # 0.5 loses, and 0.65 saves no more
+    )  # 0.5 gives wrong answers, and 0.65 saves no more passes
     assert (found.original.threshold, found.original.nfe) == (0.9, 12)
     assert (found.reference.quality, found.refitted.quality, found.quality) == (1, 1, quality)
     assert (found.difference, found.interval) == (0, (0, 0))
     assert found.samples == 4
     assert found.curve[0] == Point(
         0.5, 0 if quality == "task" else 0.75, 8
-    )  # of three tokens and the end
+    )  # for three tokens and the end token
     assert len(calls) <= refit_steps(len(samples), POLICY, GRID)
     as_dict = found.as_dict()
     assert json.loads(json.dumps(as_dict)) == as_dict
@@ -823,8 +831,8 @@ def test_a_quality_that_no_threshold_gives_back_leaves_the_preset_and_is_flagged
 
 
 def test_a_reference_that_scores_nothing_supports_no_threshold() -> None:
-    """Answers are equal, with few passes at 0.3 and many at 0.9: if every score is 0, this shows
-    nothing.
+    """The answers are equal, with few passes at 0.3 and many at 0.9. If every score is 0, that does
+    not support a lower threshold.
     """
     found = fit(
         Scripted(write=writer(2.0)), Scripted(write=writer(2.0, hesitation=3)), [answered()] * 4
@@ -834,8 +842,8 @@ def test_a_reference_that_scores_nothing_supports_no_threshold() -> None:
 
 
 def test_a_difference_that_the_samples_do_not_show_changes_nothing_and_claims_nothing() -> None:
-    """One of four answers lost: a threshold that gives it back may do so by chance, and so may the
-    preset's have lost it.
+    """One of four answers is lost. A threshold that gives it back may do so by chance, and the
+    preset's threshold may have lost it by chance.
     """
     samples = [answered() for _ in range(4)]
     lost = samples[2].tokens[: samples[2].prompt_length].tolist()
@@ -873,7 +881,8 @@ def test_a_denoiser_in_fp32_needs_no_other_threshold_than_any_that_gives_its_tex
     found = refit_threshold(
         reference, reference, _samples(reference, 2), policy, 8, no_text, (0.01, 0.5)
     )
-    assert found.quality == "agreement"  # no tokenizer, so that answers cannot be read
+    # There is no tokenizer, so answers cannot be compared as text.
+    assert found.quality == "agreement"
     assert (found.verdict, found.reached) == ("kept", True)
     assert found.refitted == found.original == found.reference
 

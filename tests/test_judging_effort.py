@@ -1,5 +1,5 @@
-"""How the default effort is judged: shown canvases, rounds that stop early, and replayed
-thresholds.
+"""Tests of how much work judging does by default: the number of canvases, rounds that stop early,
+and thresholds that are replayed.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ NEW = 24
 
 
 class Sides:
-    """A reference held whole, the same to be shown canvases, and a candidate with a little noise on
-    its weights.
+    """A reference that is held as a whole, the same reference that is shown canvases, and a
+    candidate that is the reference with a little noise on its weights.
     """
 
     def __init__(self, checkpoint: Path, noise: float = 0.02) -> None:
@@ -110,8 +110,8 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_run_that_is_equal_by_induction_is_the_references_own(sides: Sides, name: str) -> None:
-    """And one that is not, is not: the reference's free run meets the same canvases exactly where
-    it is said to.
+    """If a run is reported as equal, the reference's free run contains exactly these canvases. If a
+    run is reported as different, it does not.
     """
     policy = Policy(**LOOPS[name])
     samples = sides.samples(6)
@@ -145,7 +145,7 @@ def test_a_run_that_ends_early_is_followed_to_its_end(llada_checkpoint: Path) ->
 
 
 def test_what_it_was_shown_is_what_a_whole_denoiser_predicts(sides: Sides) -> None:
-    """Canvases of one length share a batch, which changes the order of sums alone."""
+    """Canvases of the same length share a batch. This only changes the order of sums."""
     rng = np.random.default_rng(1)
     canvases = [rng.integers(0, sides.free.vocab_size, length) for length in (9, 14, 9, 20)]
     views = [(canvas, np.array([0, 3, len(canvas) - 1])) for canvas in canvases]
@@ -216,7 +216,7 @@ def test_a_candidate_that_takes_a_pass_a_token_runs_fewer_prompts() -> None:
 
 
 class Clock:
-    """A quarter of a second a sample."""
+    """A clock that advances by a quarter of a second per sample."""
 
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
@@ -232,7 +232,9 @@ def _in_rounds(
     candidate: Any = None,
     samples: int = 40,
 ) -> tuple[dict[str, Any], list[int]]:
-    """The effort's record, and the number of samples judged after each round."""
+    """Judge in rounds. Returns the record of the effort, and the number of samples judged after
+    each round.
+    """
     pool = [text_sample(12)] * min(samples, effort.most)
     evidence = Evidence(
         Scripted(), candidate or Scripted(), pool, policy=POLICY, max_new_tokens=4, decode=no_text
@@ -280,7 +282,7 @@ def test_rounds_double_until_every_budget_is_decided(monkeypatch: pytest.MonkeyP
     assert (judged, effort["stopped"]) == ([4, 8], "decided"), "fewer than eight decide nothing"
     undecided = Budgets(
         max_ce_increase=0.01, min_top1=1.0
-    )  # the same predictions: an interval of one point, the limit
+    )  # both make the same predictions, so the interval is a single point on the limit
     effort, judged = _in_rounds(monkeypatch, Effort(seconds=1e9), undecided)
     assert (judged, effort["stopped"]) == ([4, 8, 16, 32], "most")
     assert all(after <= 2 * before for before, after in pairwise(judged))

@@ -1,8 +1,8 @@
-"""The operators of domain ``dlm_export``: the functions inside a graph against the native kernels,
-and graphs that lie.
+"""Tests of the operators of the domain ``dlm_export``. The functions in a graph and the native
+kernels must agree, and graphs with wrong functions must be rejected.
 
-The native library runs in this process, so a crash of it ends the test run. Kernels alone, against
-plain loops, are tested natively: runtime/native/tests/kernels_test.cc.
+The native library runs in the process of the tests, so a crash of the library ends the test run.
+runtime/native/tests/kernels_test.cc compares the kernels alone with plain loops.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from dlm_runtime import DlmError, EngineError, RequestError
 from dlm_runtime.abi import native as _native
 
 SETS = ("amx-int8", "avx512-vnni", "avx-vnni", "avx2", "neon-dotprod")
-# Dream has grouped queries and biases. In NVFP4 weights alone: rounding of activations is no
-# kernel's.
+# Dream has grouped queries and biases. The NVFP4 bundle quantises only weights, because no kernel
+# rounds activations for NVFP4.
 BUNDLES = (
     "llada-fp32",
     "dream-fp32",
@@ -48,15 +48,17 @@ BUNDLES = (
     "dream-int4",
     "dream-nvfp4",
 )
-BY_ROWS = ("int8", "int4")  # precisions that quantise activations
+BY_ROWS = ("int8", "int4")  # precisions that quantise activations row by row
 GRAPH = "denoiser.onnx"
-# tokens of a pass: numpy.choose, with which onnx.reference gathers rows, takes 64 arrays in all
+# The most tokens of a pass. onnx.reference gathers rows with numpy.choose, which accepts at most 64
+# arrays.
 LONGEST = 60
-# Kernels sum in another order and their exponentials are within 2e-7: 5e-6 of logits around 10 was
-# seen.
+# Kernels add in another order, and their exponentials are right within 2e-7. A difference of 5e-6
+# was seen for logits around 10.
 TOLERANCE = 1e-4
-# In INT8 and INT4 an activation between two codes may then go to either, and every layer behind
-# sees it: 0.1 was seen, half of the rows within 0.01. Products that saturate are off by 3.
+# In INT8 and INT4, an activation between two codes may then get either code, and every later layer
+# sees the difference. A difference of 0.1 was seen, with half of the rows within 0.01. Products
+# that saturate would differ by 3.
 INT8_TOLERANCE, INT8_MEDIAN = 0.5, 0.05
 
 
@@ -64,7 +66,7 @@ INT8_TOLERANCE, INT8_MEDIAN = 0.5, 0.05
 def row_bundles(
     llada_checkpoint: Path, dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Those of ``BUNDLES`` in ``BY_ROWS``."""
+    """The bundles of ``BUNDLES`` whose precision is in ``BY_ROWS``."""
     built = {}
     for precision, recipe in zip(BY_ROWS, ("int8", "int4-rtn"), strict=True):
         for family, checkpoint in (("llada", llada_checkpoint), ("dream", dream_checkpoint)):
@@ -93,7 +95,7 @@ def nvfp4_bundle(dream_checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
 def bundles(
     llada_bundle: Path, dream_bundle: Path, row_bundles: dict[str, Path], nvfp4_bundle: Path
 ) -> dict[str, Path]:
-    """Those of ``BUNDLES``; none may be changed."""
+    """The bundles of ``BUNDLES``. Tests must not change them."""
     found = {
         "llada-fp32": llada_bundle,
         "dream-fp32": dream_bundle,
@@ -104,7 +106,9 @@ def bundles(
 
 
 def choices(bundle: Path) -> list[str]:
-    """What DLM_KERNELS may say on this processor, as the refusal of anything else lists it."""
+    """The values that DLM_KERNELS may have on this processor, as listed by the error for any other
+    value.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLM_KERNELS", "abacus")
         with pytest.raises(RequestError, match='DLM_KERNELS is "abacus"') as refused:
@@ -116,7 +120,7 @@ def choices(bundle: Path) -> list[str]:
 def kernels(
     request: pytest.FixtureRequest, llada_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> str:
-    """Kernels that this processor has; the bundles of the test run on them."""
+    """The kernel sets that this processor supports. The bundles of the test run on each of them."""
     if request.param not in choices(llada_bundle):
         pytest.skip(f"this processor has no {request.param}")
     monkeypatch.setenv("DLM_KERNELS", request.param)
@@ -129,7 +133,7 @@ def _evaluator(bundle: Path) -> ReferenceEvaluator:
 
 
 def feeds_of(bundle: Path, tokens: list[int], rows: list[int]) -> dict[str, np.ndarray]:
-    """One full pass of the graph."""
+    """The inputs of one full pass of the graph."""
     layers = read_manifest(bundle)["loop"]["graph"]["ports"]["layers"]
     feeds = {
         "input_ids": np.array([tokens]),
@@ -143,8 +147,8 @@ def feeds_of(bundle: Path, tokens: list[int], rows: list[int]) -> dict[str, np.n
 
 
 def logits_of_functions(bundle: Path, tokens: list[int], rows: list[int]) -> np.ndarray:
-    """Logits ``[R, V]`` by the operators' definitions: ONNX Runtime's own INT8 products saturate on
-    processors without VNNI.
+    """Logits ``[R, V]`` by the definitions of the operators. ONNX Runtime's own INT8 products
+    cannot be used, because they saturate on processors without VNNI.
     """
     return np.asarray(_evaluator(bundle).run(["logits"], feeds_of(bundle, tokens, rows))[0])[0]
 
@@ -231,7 +235,7 @@ def test_number_of_threads_does_not_change_a_bit(
     for threads in (1, 2, 3):
         with dlm_runtime.open(bundles[name], threads=threads) as opened:
             found.append(opened.logits(tokens))
-    if not name.endswith(BY_ROWS):  # ONNX Runtime's own products are split by threads
+    if not name.endswith(BY_ROWS):  # ONNX Runtime splits its own products among threads
         assert np.abs(found[0] - found[1]).max() < TOLERANCE
     else:
         assert (found[0] == found[1]).all()
@@ -319,7 +323,7 @@ def _node(model: onnx.ModelProto, op_type: str) -> onnx.NodeProto:
 
 
 def _attribute(op_type: str, name: str, value: object) -> Edit:
-    """Give a node another attribute, None: take it away."""
+    """Give a node another attribute. None removes the attribute."""
 
     def edit(model: onnx.ModelProto) -> None:
         node = _node(model, op_type)
@@ -327,7 +331,7 @@ def _attribute(op_type: str, name: str, value: object) -> Edit:
         del node.attribute[:]
         kind = (
             onnx.AttributeProto.INTS if isinstance(value, list) else None
-        )  # an empty list has none by itself
+        )  # an empty list does not say its type
         node.attribute.extend(
             kept if value is None else [*kept, helper.make_attribute(name, value, attr_type=kind)]
         )
@@ -336,7 +340,7 @@ def _attribute(op_type: str, name: str, value: object) -> Edit:
 
 
 def _replaced(op_type: str, index: int, array: np.ndarray) -> Edit:
-    """Feed a node a constant."""
+    """Replace an input of a node by a constant."""
 
     def edit(model: onnx.ModelProto) -> None:
         model.graph.initializer.append(numpy_helper.from_array(array, f"lie {index}"))
@@ -346,7 +350,7 @@ def _replaced(op_type: str, index: int, array: np.ndarray) -> Edit:
 
 
 def _reshaped(op_type: str, index: int, *dims: int) -> Edit:
-    """Give the initialiser of an input another shape over the same bytes."""
+    """Give an initialiser another shape, over the same bytes."""
 
     def edit(model: onnx.ModelProto) -> None:
         name = _node(model, op_type).input[index]
@@ -375,7 +379,9 @@ def _cut(op_type: str, index: int, *shape: int) -> Edit:
 
 
 def _attend_by(name: str, attribute: str, value: object, *weights: np.ndarray) -> Edit:
-    """Make attention that of another name, with this attribute, None: without it, and weights."""
+    """Replace attention by the function of this name, with this attribute (None: without it) and
+    weights.
+    """
 
     def edit(model: onnx.ModelProto) -> None:
         model.graph.initializer.extend(
@@ -393,12 +399,14 @@ def _attend_by(name: str, attribute: str, value: object, *weights: np.ndarray) -
 
 
 def _by_blocks(length: object) -> Edit:
-    """Make attention that by blocks, with this ``visible_block``."""
+    """Replace attention by the block-causal function, with this ``visible_block``."""
     return _attend_by("BlockCachedAttention", "visible_block", length)
 
 
 def _by_norms(epsilon: object, *shapes: tuple[int, ...]) -> Edit:
-    """Make attention that to normed queries and keys, with ones as the weights of the norms."""
+    """Replace attention by the function with norms of queries and keys. The weights of the norms
+    are ones.
+    """
     weights = [np.ones(shape, np.float32) for shape in shapes]
     return _attend_by(NORMED, "epsilon", epsilon, *weights)
 
@@ -555,7 +563,7 @@ LIES: dict[str, tuple[str, Edit]] = {
 
 @pytest.fixture
 def lying(bundles: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
-    """Make the bundle of a lie; its manifest is right."""
+    """Make a bundle with a wrong graph. Its manifest is right."""
 
     def make(name: str) -> Path:
         operator = LIES[name][0]
@@ -646,7 +654,7 @@ def test_panels_hold_every_code_where_the_functions_look_for_it(
     codes = np.random.default_rng(seed).integers(-128, 128, (4 * groups, columns)).astype(np.int8)
     panels = functions.panels(codes)
     assert panels.shape == (functions.padded(columns) // 32, groups, 32, 4)
-    # As the body of Int8Linear takes them apart.
+    # This unpacks the panels in the same way as the body of Int8Linear.
     whole = panels.transpose(0, 2, 1, 3).reshape(-1, 4 * groups).T.astype(np.int32) - 128
     assert (whole[:, :columns] == codes).all()
     assert (whole[:, columns:] == 0).all()
@@ -655,7 +663,7 @@ def test_panels_hold_every_code_where_the_functions_look_for_it(
 def _by_definition(
     name: str, columns: int, given: dict[str, np.ndarray], **attributes: int
 ) -> np.ndarray:
-    """The result of a linear layer's function, by its body."""
+    """The result of the function of a linear layer, computed by the body of the function."""
     call = helper.make_node(
         name, list(given), ["y"], domain=DOMAIN, columns=[columns], **attributes
     )
@@ -706,7 +714,7 @@ def test_int4_panels_hold_every_code_and_scale_where_the_function_looks_for_them
     weight = quantise_weight(w, "int4", group_size=group_size, scale_dtype=FP16, is_signed=True)
     weight.codes[...] = rng.integers(
         -8, 8, weight.codes.shape
-    )  # those that no weight rounds to as well
+    )  # including codes to which no weight is rounded
     panels, scales = (
         functions.int4_panels(weight.codes),
         functions.panel_scales(weight.scales.T).astype(FP16),
@@ -722,8 +730,8 @@ def test_int4_panels_hold_every_code_and_scale_where_the_function_looks_for_them
 def test_a_session_of_the_callers_own_runs_a_graph_by_the_same_kernels(
     bundles: dict[str, Path], name: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ONNX Runtime's own way to load operators gives what the runtime gives, bit by bit; with no
-    kernels too.
+    """If operators are loaded in ONNX Runtime's usual way, results equal those of the runtime bit
+    by bit. This also holds without kernels.
     """
     tokens = list(range(12))
     for chosen in (kernels, "none"):

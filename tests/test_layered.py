@@ -1,4 +1,6 @@
-"""A denoiser read layer by layer equals the whole one, in memory or in a file, within its memory."""
+"""A denoiser that is read layer by layer gives the same results as the whole denoiser, and stays
+within its limit of memory.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,8 @@ def test_the_logits_are_those_of_the_whole_denoiser(
             expected = whole(torch.from_numpy(canvas).unsqueeze(0))[
                 0, torch.from_numpy(chosen)
             ].float()
-        # Rows of other canvases in a product change the order of its sums; in bf16 the head is
-        # multiplied in fp32 here.
+        # If a product has rows of other canvases too, its sums are in another order. In bf16, the
+        # head is multiplied in fp32 here.
         tolerance = 2e-5 if dtype == torch.float32 else 3e-2
         assert (project(features) - expected).abs().max() <= tolerance * (
             expected.max() - expected.min()
@@ -97,7 +99,7 @@ def test_a_layers_memory_is_the_next_ones_only_when_nobody_holds_it(llada_checkp
     source = open_source(llada_checkpoint)
     parts = families.layered(
         source.parameters, source.network, torch.bfloat16
-    )  # of fp32 weights: all are made
+    )  # the weights are fp32, so all of them have to be converted
 
     def values(i: int) -> list[torch.Tensor]:
         return [weight.clone() for weight in parts.block(i).parameters()]
@@ -134,8 +136,8 @@ def test_small_layers_take_one_thread_for_as_long_as_they_work() -> None:
 def test_a_product_in_bf16_is_rounded_once(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With kernels for bf16 and without, in several pieces: the nearest bf16 but where fp32 sums
-    fall on the other side.
+    """The product is computed in pieces, with and without kernels for bf16. The result is the
+    nearest bf16, unless the fp32 sums round to the other side.
     """
     torch.manual_seed(0)
     x, weight = torch.randn(2, 5, 96).to(dtype), torch.randn(96, 70).to(dtype)
@@ -145,7 +147,7 @@ def test_a_product_in_bf16_is_rounded_once(
         monkeypatch.setattr(linear, "_processor_has_bf16_kernels", lambda has=has_kernels: has)
         found = linear.product(x, weight)
         assert found.dtype == dtype
-        # A bf16 has 8 bits, an fp32 sum of 96 products about 20 that are right.
+        # A bf16 has 8 bits. An fp32 sum of 96 products has about 20 right bits.
         torch.testing.assert_close(
             found.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-4, atol=1e-4
         )

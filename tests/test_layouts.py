@@ -1,4 +1,6 @@
-"""Layouts of JSON text: constraints write what json.dumps writes."""
+"""Tests of the layouts of JSON text. A constraint allows exactly the white space that json.dumps
+writes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ SCALAR = re.compile(r'"(?:[^"\\]|\\.)*"|-?[0-9][0-9.eE+-]*|true|false|null')
 
 
 def reference(value: Any, layout: str) -> str:
-    """What ``layout`` is documented to be."""
+    """The text of a value in this layout, as the documentation describes it."""
     if layout == "lines" and isinstance(value, list) and value:
         return "[\n" + ",\n".join(reference(item, "compact") for item in value) + "\n]"
     given: dict[str, Any] = {"spaced": {}, "indented": {"indent": 2}}.get(
@@ -30,7 +32,9 @@ def reference(value: Any, layout: str) -> str:
 
 
 def skeleton(text: str) -> str:
-    """The text without its strings, numbers and literals, which may be spelled in several ways."""
+    """The text without its strings, numbers and literals, because these can be spelled in several
+    ways.
+    """
     return SCALAR.sub("0", text)
 
 
@@ -61,7 +65,7 @@ def test_texts_of_schemas_are_in_the_layout(layout: str) -> None:
         texts = byte_automaton(schema_content(random_document(source), layout=LAYOUTS[layout]))
         for _ in range(20):
             text = drawn_text(texts, source, source.randrange(120))
-            # A text may have a name twice.
+            # A name may occur twice in an object.
         value = json.loads(
             text,
             object_pairs_hook=lambda pairs: {f"{i}{p[0]}": p[1] for i, p in enumerate(pairs)},
@@ -85,7 +89,7 @@ def test_any_object_is_in_the_layout(layout: str) -> None:
     source = random.Random(3)
     for _ in range(50):
         text = drawn_text(texts, source, source.randrange(60))
-        # A text may have a name twice.
+        # A name may occur twice in an object.
         value = json.loads(
             text,
             object_pairs_hook=lambda pairs: {f"{i}{p[0]}": p[1] for i, p in enumerate(pairs)},

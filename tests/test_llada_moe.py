@@ -1,4 +1,6 @@
-"""LLaDA-MoE: its config, its tensors, and its logits beside transformers' Qwen3-MoE layer."""
+"""Tests of LLaDA-MoE: its config, its tensors, and its logits, compared with the Qwen3-MoE layer of
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,8 @@ def test_logits_are_those_of_transformers_own_layer(
 
 
 def forward(config: dict[str, Any], w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """Logits ``[B, L, V]`` by the published layer with bias and shared expert, all experts computed
-    one after the other.
+    """Logits ``[B, L, V]`` of the published layer with a bias and a shared expert. All experts are
+    computed, one after another.
     """
     eps, heads, kv_heads = (
         config["rms_norm_eps"],
@@ -159,7 +161,7 @@ def test_another_network_is_refused_by_its_key(
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense layer and one with experts, a bias and a shared expert."""
+    """A checkpoint with a dense layer, and a layer with experts, a bias and a shared expert."""
     config = llada_moe_config(
         moe_layer_freq=[0, 1],
         moe_router_enable_expert_bias=True,
@@ -200,7 +202,7 @@ def test_many_experts_are_refused_for_a_gpu(tmp_path: Path) -> None:
 
 
 def rewritten(path: Path, changes: dict[str, torch.Tensor | None]) -> Path:
-    """The checkpoint with tensors put in, or taken out of it."""
+    """A copy of the checkpoint in which tensors are added or removed."""
     tensors = read_tensors(path) | changes
     save_file(
         {name: tensor for name, tensor in tensors.items() if tensor is not None},
@@ -210,7 +212,7 @@ def rewritten(path: Path, changes: dict[str, torch.Tensor | None]) -> Path:
 
 
 def merged(path: Path, layers: list[int]) -> Path:
-    """The checkpoint with the experts of some layers in one tensor each."""
+    """A copy of the checkpoint in which the experts of some layers are in one tensor each."""
     tensors, changes = read_tensors(path), {}
     for i in layers:
         for name in ("gate_proj", "up_proj", "down_proj"):

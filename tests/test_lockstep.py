@@ -1,4 +1,6 @@
-"""Requests in lockstep, layer by layer, give the results of single runs of the reference loop."""
+"""Requests that run in lockstep, layer by layer, give the same results as single runs of the
+reference loop.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def test_each_course_is_the_references(
     c, policy, rng = source.network, Policy(**LOOPS[name]), np.random.default_rng(seed)
     given_ids = np.delete(
         np.arange(c.vocab_size), c.mask_token_id
-    )  # all rows of a canvas of masks tie, and rounding chooses
+    )  # all rows of a fully masked canvas tie, so rounding decides
     starts = [
         start_canvas(rng.choice(given_ids, given).tolist(), new, c.mask_token_id)
         for given, new in shapes
@@ -127,7 +129,7 @@ def test_a_denoiser_that_is_sure_of_nothing_takes_so_many_passes_a_block(
     courses = list(run(samples))
     assert len(done) == len(courses) == 2
     assert steps == sorted(steps)
-    assert 1 in steps  # told while they go on together, not at their end
+    assert 1 in steps  # results are reported while the requests run together, not at their end
     mask = source.network.mask_token_id
     for course, sample, prompt_length in zip(courses, samples, (4, 10), strict=True):
         assert len(course) == TRAJECTORY_PASSES + 1

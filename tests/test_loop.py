@@ -1,4 +1,4 @@
-"""Properties of the native loop and its commit rules, over denoisers that are pure arithmetic."""
+"""Properties of the native loop and its commit rules. The denoisers are simple arithmetic."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ policies = st.builds(
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, Any]:
-    """Given tokens with or without masks among them, and new tokens behind; something to fill."""
+    """Strategy for requests: given tokens, which may contain masks, and new tokens. There is always
+    something to fill.
+    """
     tokens = draw(st.lists(st.one_of(st.integers(0, 38), st.just(39)), max_size=20))
     new = draw(st.integers(0, 50))
     assume(tokens or new)
@@ -103,8 +105,8 @@ def test_streaming_commits_only_masked_positions_and_ends_as_generate_does(
 
 @st.composite
 def batches(draw: st.DrawFn) -> dict[str, Any]:
-    """Requests of a few lengths, some with masks among what is given, so that some fit together and
-    some do not.
+    """Strategy for several requests of a few lengths, some with masks among the given tokens. Some
+    of them can share passes and some cannot.
     """
     lengths = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
     token = st.one_of(st.integers(0, 38), st.just(39))
@@ -124,7 +126,7 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
 def test_a_batch_gives_each_request_what_it_gets_alone(
     policy: Policy, requests: dict[str, Any], shift: int
 ) -> None:
-    """The end token is common, so that requests end at different times and leave their batch."""
+    """The end token is frequent, so requests end at different times and leave their batch."""
     denoiser = ArithmeticDenoiser(shift=shift, eos=5, vocab_size=40)
     new, fields = requests["max_new_tokens"], policy.as_dict()
     together = denoiser.bundle.generate_batch(**requests, **fields)
@@ -136,7 +138,7 @@ def test_a_batch_gives_each_request_what_it_gets_alone(
 
 
 def first_commit(scores: list[float], policy: Policy, steps: int) -> list[int]:
-    """Positions that the native loop commits in its first step when the denoiser's confidences are
+    """The positions that the native loop commits in its first step, if the confidences are
     ``scores``.
     """
 
@@ -158,7 +160,8 @@ def first_commit(scores: list[float], policy: Policy, steps: int) -> list[int]:
     return [i for i, token in enumerate(event.canvas) if token != 7]
 
 
-# Few distinct values, so that ties and values on the threshold itself are common.
+# The scores have few different values, so that ties, and values equal to the threshold, are
+# frequent.
 scores = st.lists(
     st.one_of(st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.9, 1.0]), st.floats(0, 1, width=32)),
     min_size=1,
@@ -244,7 +247,7 @@ def test_transfer_counts_add_up_and_never_grow(masked: int, steps: int) -> None:
 
 
 def test_philox_gives_the_published_vectors() -> None:
-    """Known answers of the Random123 distribution for philox4x32-10."""
+    """The Random123 distribution publishes these known answers for philox4x32-10."""
     ones = 0xFFFFFFFF
     assert philox(0, (0, 0, 0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     assert philox(ones << 32 | ones, (ones, ones, ones, ones)) == (
@@ -320,13 +323,14 @@ def test_cached_passes_of_a_shifted_denoiser_stay_inside_the_block(
             )
         )
     assert spans == [(0, 10), (2, 6), (2, 6), (2, 6), opening, (6, 10), (6, 10), (6, 10)]
-    # The first position of a block commits in its opening pass, the least sure as it may be.
+    # The first position of a block is committed in the first pass of the block, even if its score
+    # is the lowest.
     assert (events[0].canvas[2], events[0].canvas[3:]) == (3, [7] * 7)
     assert (events[4].canvas[6], events[4].canvas[7:]) == (3, [7] * 3)
 
 
 def spans_of(tokens: list[int], new: int, shift: int = 0, **fields: Any) -> list[tuple[int, int]]:
-    """The positions of each pass, where every pass commits one token and the mask token is 7."""
+    """The positions of each pass. Every pass commits one token, and the mask token is 7."""
     spans: list[tuple[int, int]] = []
 
     def run(p: CallbackPass) -> None:
@@ -370,7 +374,8 @@ def test_refresh_starts_later_blocks_with_the_block_before_at_least(
 
 
 def test_refresh_reaches_back_over_blocks_that_were_given_whole() -> None:
-    tokens = [1, 7, 7, 1, 1, 1, 1, 7]  # blocks of two from 1: the second and the third are given
+    # Blocks of two start at 1; the second and the third block are given.
+    tokens = [1, 7, 7, 1, 1, 1, 1, 7]
     assert spans_of(tokens, 0, block_length=2, cache="dual", refresh=1) == [(0, 8), (1, 3), (1, 8)]
 
 
@@ -379,8 +384,8 @@ def test_refresh_reaches_back_over_blocks_that_were_given_whole() -> None:
 def test_cached_rows_are_of_all_other_positions_and_of_the_tokens_that_stand_there(
     policy: Policy, request: dict[str, Any]
 ) -> None:
-    """Keys hold their position, values the token that was there, each with its layer and head: none
-    may be missing, twice, or of a mask token that has been replaced since.
+    """Keys contain their position, and values contain the token, each with its layer and head. No
+    row may be missing or occur twice, or belong to a mask token that has since been replaced.
     """
     mask, seen = 39, []
 
@@ -507,8 +512,8 @@ def test_a_misspelled_argument_is_told_by_the_method_that_it_was_given_to() -> N
 
 
 def golden_runs() -> dict[str, dict[str, Any]]:
-    """Every commit rule with every cache over the arithmetic denoiser; regenerate: python
-    tests/test_loop.py
+    """Run every commit rule with every cache on the arithmetic denoiser. To write the golden file
+    again, run python tests/test_loop.py.
     """
     runs = {}
     for commit in COMMITS:
@@ -535,7 +540,7 @@ def test_canvases_are_those_of_the_golden_file() -> None:
 
 
 def test_a_step_callback_can_cancel() -> None:
-    """Over the ABI itself: Python's stream leaves its loop instead."""
+    """This test uses the C ABI directly, because Python's stream leaves its loop instead."""
     import ctypes as C
 
     from dlm_runtime.abi import native as _native

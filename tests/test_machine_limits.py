@@ -1,4 +1,6 @@
-"""Unusual machines and newer libraries: cores, memory, /proc, versions, numbers."""
+"""Tests of unusual machines and newer libraries: numbers of cores, memory, /proc, versions, and odd
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ CORES = len(os.sched_getaffinity(0))
 
 
 def threads() -> int:
-    """Threads of this process, native ones included."""
+    """The number of threads of this process, including native ones."""
     return len(os.listdir("/proc/self/task"))
 
 
@@ -131,7 +133,7 @@ def test_a_tokenizer_that_is_replaced_after_it_was_hashed_is_refused(
         dlm_runtime.open(bundle, engine="none", check_hashes=False) as trusted,
     ):
         with open(bundle / name, "a") as file:
-            file.write("\n")  # of the same meaning: only its hash shows it
+            file.write("\n")  # the meaning stays the same, so only the hash shows the change
         with pytest.raises(
             BundleError, match=rf"{name}: its SHA-256 differs from the bundle's manifest"
         ):
@@ -150,7 +152,7 @@ def test_a_text_file_that_is_replaced_after_it_was_hashed_is_refused(
     ):
         file = bundle / checked.manifest["text"]["file"]
         data = bytearray(file.read_bytes())
-        data[-1] ^= 1  # of the chat template's text: nothing but its hash shows it
+        data[-1] ^= 1  # a byte of the chat template's text; only the hash shows the change
         file.write_bytes(data)
         with pytest.raises(BundleError, match=r"text.bin: its SHA-256 differs from the manifest's"):
             checked.check_text()

@@ -1,4 +1,4 @@
-"""The parts of a comparison of two denoisers: losses, divergences, intervals, answers."""
+"""Tests of the parts that compare two denoisers: losses, divergences, intervals, and answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCAB = 7
 MASK = 5
 quick = settings(max_examples=60, deadline=None)
 
-# Integers: ties are common, and equal logits are equal.
+# Logits are integers, so ties are frequent and equal logits are exactly equal.
 rows_of_logits = st.lists(
     st.lists(st.integers(-6, 6), min_size=VOCAB, max_size=VOCAB), min_size=1, max_size=5
 ).map(lambda rows: np.array(rows, np.float32))
@@ -29,7 +29,7 @@ token_lists = st.lists(st.integers(0, 3), max_size=8)
 
 @st.composite
 def two_sides(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Logits of both and true tokens, the mask token not among them."""
+    """Strategy for the logits of both sides and the true tokens, which are never the mask token."""
     first = draw(rows_of_logits)
     second = np.array(draw(st.permutations(first.reshape(-1).tolist())), np.float32).reshape(
         first.shape
@@ -67,7 +67,7 @@ def test_cross_entropy_and_divergence_are_those_of_the_definition() -> None:
     np.testing.assert_allclose(rows.candidate_ce, [-math.log(0.5)])
     np.testing.assert_allclose(
         rows.kl, [0.5 * math.log(2) - 0.25 * math.log(2)]
-    )  # of the candidate from the reference
+    )  # of the candidate relative to the reference
     assert rows.rank.tolist() == [1]
 
 
@@ -124,7 +124,7 @@ def test_differences_that_fp32_would_lose_are_seen() -> None:
     kl = metrics.compare_rows(reference, candidate, np.zeros(4, np.int64), 1).kl
     np.testing.assert_allclose(
         kl, 0.5e-10, rtol=0.2
-    )  # half the variance of the logits' differences
+    )  # half the variance of the differences of the logits
 
 
 def test_a_summary_weighs_positions_alike_and_compares_sums() -> None:
@@ -231,7 +231,8 @@ def test_a_flip_is_another_token_at_a_position_that_both_commit() -> None:
     assert (full["committed"], full["flips"], full["jaccard"]) == (3, 0, 1)
     assert found["flip_rate"] == pytest.approx(1 / 5)
     assert found["jaccard"] == pytest.approx((2 / 3 + 1) / 2)
-    # Two of the six positions that the reference commits differ, three of the eight masked ones.
+    # Two of the six positions that the reference commits differ, and three of the eight masked
+    # ones.
     assert found["kl_mean"] * 6 / 2 == pytest.approx(frontier.kl * 8 / 3)
     assert frontier.kl > 0
 
@@ -276,7 +277,7 @@ def test_what_is_written_ends_with_its_first_end_token(tokens: list[int]) -> Non
         ("  four\n score ", "four score", True),
         ("fourscore", "four score", False),
         ("1", "1", True),
-        ("1.0", "1", False),  # plain text, although it would be JSON
+        ("1.0", "1", False),  # compared as plain text, although it would be valid JSON
         ("[" * 100_000, "[]", False),
         ("[" * 100_000, "[" * 100_000, True),
         (None, "", False),

@@ -1,6 +1,7 @@
-"""Ten mistakes in every command that allows them: equal exit codes, and one line that names them.
+"""Ten common mistakes in every command in which they can be made. The exit code is the same in all
+commands, and one line names the mistake.
 
-``TABLE`` in docs/guides/troubleshooting.md has the rule; these are its cases.
+``TABLE`` in docs/guides/troubleshooting.md has the rule. The cases are here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from dlm_runtime.errors import ExitCode
 WRONG, COULD_NOT = ExitCode.WRONG_INPUT, ExitCode.COULD_NOT
 COMMANDS = {*main.commands}
 
-# Mistake -> command -> its arguments. Words in capitals are paths: see ``places``.
+# For each mistake and each command: the arguments that make the mistake. Words in capitals are
+# replaced by paths, see ``places``.
 MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
     "a path that is not there": (
         WRONG,
@@ -226,7 +228,7 @@ def places(
     llada_bundle: Path,
     dream_bundle: Path,
 ) -> dict[str, Path]:
-    """The paths for the words in capitals."""
+    """The paths that replace the words in capitals."""
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "empty").mkdir()
     taken = folder / "taken"
@@ -241,7 +243,8 @@ def places(
     os.truncate(damaged / "denoiser.onnx.data", 4096)
     int8 = Path(shutil.copytree(llada_bundle, folder / "int8"))
     manifest = json.loads((int8 / "manifest.json").read_text())
-    manifest["precision"]["name"] = "int8"  # as if: none of these gets as far as to run it
+    # The bundle only claims this; no command of these tests runs it.
+    manifest["precision"]["name"] = "int8"
     (int8 / "manifest.json").write_text(json.dumps(manifest))
     config = llada_config(
         vocab_size=100, embedding_size=100, mask_token_id=90, eos_token_id=91, pad_token_id=91
@@ -298,7 +301,7 @@ def test_every_command_is_in_the_table() -> None:
 
 
 def test_every_error_has_one_of_the_exit_codes() -> None:
-    """Every package sets ``exit_code`` by name, never by number."""
+    """Every package sets ``exit_code`` by name, and never by number."""
     root = Path(__file__).parent.parent
     folders = ("exporter/dlm_export", "calibration/dlm_calibration", "runtime/dlm_runtime")
     for path in (path for folder in folders for path in (root / folder).rglob("*.py")):
@@ -310,7 +313,9 @@ def test_every_error_has_one_of_the_exit_codes() -> None:
 
 
 def test_verify_names_the_smaller_vocabulary_of_another_checkpoint(places: dict[str, Path]) -> None:
-    """And not the mask token, which the bundle brings and the checkpoint has no room for."""
+    """The error is not about the mask token, which is in the bundle but outside the vocabulary of
+    the checkpoint.
+    """
     done = CliRunner().invoke(
         main, ["verify", str(places["BUNDLE"]), "--checkpoint", str(places["SMALLER"])]
     )

@@ -1,9 +1,10 @@
-"""Layers with different numbers and sizes of heads in their caches: every cache equals no cache.
+"""Tests of caches in which layers have different numbers and sizes of heads. Decoding with each
+cache must equal decoding without a cache.
 
-The graph is made by hand. A row's keys and values depend only on its own token and position, so
-cached rows are never out of date. All numbers are small integers, whose sums are exact in any
-order, so canvases must be equal. A row's prediction depends on every cached number, and on the
-value and head of every key.
+The graph is made by hand. The keys and values of a row depend only on its own token and position,
+so cached rows never become outdated. All numbers are small integers, whose sums are exact in any
+order. So the canvases must be equal. The prediction of a row depends on every cached number, and on
+the value and the head of every key.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import dlm_runtime
 from dlm_runtime.abi import native as _native
 
 VOCABULARY, MASK, LONGEST = 61, 60, 64
-LAYERS = ((3, 4), (1, 6), (3, 2), (2, 4))  # key and value heads, and the size of one
+# For each layer: the number of key and value heads, and the head size.
+LAYERS = ((3, 4), (1, 6), (3, 2), (2, 4))
 LAYER = """
   key_tokens.L = Gather(key_table.L, ids)
   key_places.L = Gather(key_place.L, places)
@@ -43,8 +45,8 @@ LAYER = """
   weighed.L = Mul(head_sums.L, head_weights.L)
   seen.L = ReduceSum(weighed.L, last)
 """
-# How rows are stored. Those of int8 carry the first two of their codes once more, where a scale
-# would lie: what is read is off by as much as these are of another row's.
+# How rows are stored. An int8 row repeats its first two codes where its scale would be. If a row is
+# read with the scale of another row, the result shows it.
 STORED = {
     "float32": """
   read_KIND.L = Identity(old_KIND.L)
@@ -132,7 +134,7 @@ def _graph(cache_dtype: str) -> onnx.ModelProto:
     element, _, scale = TYPES[cache_dtype]
     for i, (heads, size) in enumerate(LAYERS):
         rows = "".join(STORED[cache_dtype].replace("KIND", kind) for kind in ("keys", "values"))
-        # The rows that a pass makes come first in the body, those that it reads last.
+        # The body first has the rows that a pass computes, and then the rows that it reads.
         made, attended = LAYER.split("  keys.L =")
         body += f"{made}{rows}  keys.L ={attended}".replace(".L", f"_{i}")
         constants[f"split_{i}"] = np.array([0, 0, heads, size])

@@ -1,7 +1,8 @@
-"""LLaDA2, RND1 and SDAR-MoE equal transformers' classes with the same layers and weights.
+"""LLaDA2, RND1 and SDAR-MoE equal classes of transformers that have the same layers, with the same
+weights.
 
-Glm4Moe has LLaDA2's layer: q/k norms, partial rotary embeddings (half of a head), and DeepSeek-V3's
-router. Qwen3-MoE has the layer of the others.
+Glm4Moe has the layer of LLaDA2: q/k norms, rotary embeddings on half of a head, and the router of
+DeepSeek-V3. Qwen3-MoE has the layer of the other two.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ IDS = torch.randint(0, 140, (2, LENGTH), generator=torch.Generator().manual_seed
 
 
 def by_blocks(block_length: int) -> torch.Tensor:
-    """Mask ``[L, L]`` of the keys that each query sees."""
+    """A mask ``[L, L]`` of the keys that each query sees, for block-causal attention."""
     block = torch.arange(LENGTH) // block_length
     return block[None, :] <= block[:, None]
 
@@ -77,7 +78,7 @@ def glm4_moe(config: dict[str, Any]) -> Glm4MoeConfig:
 
 
 def as_glm4_moe(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """LLaDA2's tensors under Glm4Moe's names."""
+    """The tensors of LLaDA2 under the names of Glm4Moe."""
     names = {
         "word_embeddings": "embed_tokens",
         "attention.dense": "self_attn.o_proj",
@@ -103,8 +104,8 @@ def test_llada2s_logits_are_those_of_glm4_moe(tmp_path: Path) -> None:
     config = llada2_config()
     path = write_checkpoint(tmp_path / "checkpoint", config, seed=3)
     tensors = read_tensors(path)
-    # Scores of groups that are left out are 0 there and out of reach here: with all biased scores
-    # above 0 that is the same.
+    # For groups that are not chosen, Glm4Moe sets the scores to 0, and we make them unreachable. If
+    # all biased scores are above 0, the result is the same.
     biases = {
         name: tensor.abs() for name, tensor in tensors.items() if name.endswith("expert_bias")
     }
@@ -220,8 +221,8 @@ def test_a_fused_matrix_of_other_heads_is_named(tmp_path: Path) -> None:
 
 
 def test_a_bundle_of_llada2_computes_what_torch_does_by_every_preset(tmp_path: Path) -> None:
-    """The build proves logits and whole canvases, with the exact cache of blocks and without,
-    against the reference loop.
+    """The build compares logits and whole canvases with the reference loop, with and without the
+    exact block cache.
     """
     path = write_checkpoint(tmp_path / "checkpoint", llada2_config(num_hidden_layers=2), seed=7)
     by_blocks = QuantiseOptions(calibration=CalibrationOptions(preset="llada2"))

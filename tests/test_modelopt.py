@@ -1,6 +1,7 @@
-"""NVIDIA's modelopt as a second opinion: it finds our ranges and scales, and changes no weight.
+"""Compares calibration with NVIDIA's modelopt. It finds the same ranges and scales, and does not
+change weights.
 
-Tests that need the package ``nvidia-modelopt`` are skipped without it.
+Tests that need the package ``nvidia-modelopt`` are skipped if it is not installed.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def _layers(denoiser: Denoiser) -> list[str]:
 def _inputs(
     denoiser: Denoiser, layers: Sequence[str], states: Sequence[State]
 ) -> dict[str, np.ndarray]:
-    """The inputs of each layer, fp32 ``[P, K]``. The head gets the features of masked positions."""
+    """The inputs of each layer, fp32 ``[P, K]``. The head gets the features of the masked
+    positions.
+    """
     seen: dict[str, list[np.ndarray]] = {layer: [] for layer in layers}
     handles = [
         denoiser.get_submodule(layer).register_forward_pre_hook(
@@ -249,7 +252,7 @@ def test_layers_that_share_an_input_get_one_scale(denoiser: Denoiser) -> None:
 def test_awq_lowers_the_error_of_int4_where_channels_stand_out(denoiser: Denoiser) -> None:
     with (
         torch.no_grad()
-    ):  # four channels of the input a hundred times larger, the function unchanged
+    ):  # four channels of the input are a hundred times larger, and the function does not change
         denoiser.blocks[0].mlp.up.weight[:, ::24] *= 100  # type: ignore[union-attr,operator]
         denoiser.blocks[0].mlp.down.weight[::24] /= 100  # type: ignore[union-attr,operator]
     states, calls = _states(), []

@@ -1,8 +1,8 @@
-"""The native library from the view of C programs: built with sanitizers, installed, and linked.
+"""Tests of the native library from C programs: it is built with sanitizers, installed, and linked.
 
-Every error path is taken. Builds are in build/native-asan and, for slow tests,
+The tests reach every error path. Builds are in build/native-asan and, for slow tests, in
 build/native-release, so only the first run compiles everything. The installed files are those of
-the package.
+the Python package.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SANITIZE = [
     "-fno-sanitize-recover=all",
     "-fno-omit-frame-pointer",
 ]
-PRESENT = Path(_native.library()._name)  # the library of this package
+PRESENT = Path(_native.library()._name)  # the library of the installed package
 LOADERS = {"ld-linux-x86-64", "ld-linux-aarch64"}
 PROMPT, NEW_TOKENS = "turn on the kitchen lights", 40
 # Programs installed into the environment (pip install cmake ninja) come before the system's.
@@ -47,9 +47,7 @@ TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program with environment variables changed; whether it succeeded is for the caller to
-    see.
-    """
+    """Run a program with changed environment variables. The caller checks whether it succeeded."""
     engine = _native.onnxruntime_library()
     known = {} if engine is None else {"DLM_ONNXRUNTIME": engine}
     environment = os.environ | known | {"PATH": TOOLS} | variables
@@ -63,8 +61,8 @@ def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[s
 
 
 def succeed(*command: str | Path, **variables: str) -> str:
-    """Standard output of a program that exits with 0; anything else fails the test with all that it
-    printed.
+    """Run a program that must exit with 0, and return its standard output. If it fails, the test
+    fails with everything that it printed.
     """
     done = run(*command, **variables)
     assert done.returncode == 0, (
@@ -74,7 +72,7 @@ def succeed(*command: str | Path, **variables: str) -> str:
 
 
 def tool(name: str) -> str:
-    """A program that these tests cannot do without."""
+    """The path of a program without which these tests cannot run."""
     found = shutil.which(name, path=TOOLS)
     assert found is not None, (
         f"{name} is not installed. These tests need cmake, ninja (pip install cmake ninja), gcc and nm."
@@ -83,7 +81,9 @@ def tool(name: str) -> str:
 
 
 def _header_folder(distribution: str, name: str) -> Path | None:
-    """The folder of a C header in an installed distribution, or None if that is not installed."""
+    """The folder of a C header in an installed distribution, or None if the distribution is not
+    installed.
+    """
     try:
         files = metadata.files(distribution) or []
     except metadata.PackageNotFoundError:
@@ -92,7 +92,9 @@ def _header_folder(distribution: str, name: str) -> Path | None:
 
 
 def _header_option(option: str, distribution: str, name: str) -> list[str]:
-    """The CMake option that leads to a header; to nothing where its distribution is not installed."""
+    """The CMake option with the folder of a header. The value is empty if the distribution is not
+    installed.
+    """
     folder = _header_folder(distribution, name)
     return [f"-U{option}" if folder is None else f"-D{option}={folder}"]
 
@@ -104,7 +106,8 @@ HAS_TENSORRT = TENSORRT_HEADERS[0].startswith("-D")
 
 
 def build(folder: Path, *options: str) -> Path:
-    # Unset the header folders that earlier runs found, because they can be gone.
+    # Options with header folders that an earlier run found are unset, because the folders may be
+    # gone.
     generator = [
         "-G",
         "Ninja",
@@ -115,7 +118,8 @@ def build(folder: Path, *options: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open(
         "w"
-    ) as lock:  # workers share the folder, and two builds at once break each other's files
+        # Workers share the folder, and two builds at the same time would break each other's files.
+    ) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         succeed(tool("cmake"), "-S", SOURCE, "-B", folder, *generator, *options)
         succeed(tool("cmake"), "--build", folder)
@@ -123,8 +127,8 @@ def build(folder: Path, *options: str) -> Path:
 
 
 def compile_c(output: Path, source: Path, library: Path, *flags: str) -> Path:
-    """Compile a C program strictly and link it with the library in a build folder, to be found
-    there at run time.
+    """Compile a C program with strict warnings and link it with the library in a build folder, so
+    that it finds the library when it runs.
     """
     link = ["-L", str(library), "-ldlm_runtime", f"-Wl,-rpath,{library}"]
     succeed(
@@ -144,12 +148,12 @@ def compile_c(output: Path, source: Path, library: Path, *flags: str) -> Path:
 
 
 def header() -> str:
-    """dlm_runtime.h without its comments."""
+    """The text of dlm_runtime.h without its comments."""
     return re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.DOTALL)
 
 
 def header_functions() -> dict[str, tuple[str, int]]:
-    """Every function of the header: what it returns, and how many arguments it takes."""
+    """Every function of the header, with its result type and the number of its arguments."""
     found = re.findall(r"^DLM_API ([^;]*?)(dlm_\w+)\(([^;]*)\);", header(), flags=re.MULTILINE)
     return {
         name: (result.strip(), 0 if args == "void" else args.count(",") + 1)
@@ -167,8 +171,8 @@ def header_fields(struct: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def sanitized() -> Path:
-    """A build folder: the library and its tests under AddressSanitizer and
-    UndefinedBehaviorSanitizer, TensorRT included.
+    """A build folder with the library and its tests under AddressSanitizer and
+    UndefinedBehaviorSanitizer, including the TensorRT engine.
     """
     options = ["-DCMAKE_BUILD_TYPE=Debug", "-DDLM_SANITIZE=address", "-DDLM_BUILD_TESTS=ON"]
     return build(REPOSITORY / "build" / "native-asan", *options, *TENSORRT_HEADERS, *CUDA_HEADERS)
@@ -176,8 +180,8 @@ def sanitized() -> Path:
 
 @pytest.fixture(scope="session")
 def release() -> Path:
-    """A build folder: the library as CMake makes it without Python, with debug information for
-    valgrind. For slow tests: what the package brings is there already.
+    """A build folder with the library as CMake builds it without Python, with debug information for
+    valgrind. Only slow tests use it. The other tests use the library of the package.
     """
     return build(
         REPOSITORY / "build" / "native-release",
@@ -188,7 +192,7 @@ def release() -> Path:
 
 @dataclass(frozen=True)
 class Request:
-    """The example's arguments, and Python's answer to the same request."""
+    """The arguments of the example, and Python's answer to the same request."""
 
     arguments: list[str]
     answer: str
@@ -318,7 +322,9 @@ def test_onnxruntime_starts_with_telemetry_off_unless_the_program_says_otherwise
     chosen: str | None,
     seen: str,
 ) -> None:
-    """The loaded library is a fake. Its version string is the environment variable's value."""
+    """The library that is loaded is a fake, whose version string is the value of the environment
+    variable.
+    """
     source = tmp_path / "fake.c"
     source.write_text(
         "#include <stdlib.h>\n"
@@ -345,7 +351,8 @@ def test_onnxruntime_starts_with_telemetry_off_unless_the_program_says_otherwise
 def test_onnxruntime_leaves_nothing_in_the_home_folder(
     sanitized_example: Path, request_of_example: Request, tmp_path: Path
 ) -> None:
-    # On a build server ONNX Runtime never sends telemetry, so unset the variables of one.
+    # ONNX Runtime never sends telemetry on a build server. So the variables that identify one are
+    # unset.
     clean = [
         "env",
         *(
@@ -363,7 +370,7 @@ def test_onnxruntime_leaves_nothing_in_the_home_folder(
 
 def test_library_exports_the_functions_of_its_header_and_the_entry_for_operators_alone() -> None:
     listing = succeed(tool("nm"), "-D", "--defined-only", "--format=posix", PRESENT)
-    for_onnxruntime = "RegisterCustomOps"  # the name that it looks for
+    for_onnxruntime = "RegisterCustomOps"  # the name of the function that ONNX Runtime looks up
     assert sorted(line.split()[0] for line in listing.splitlines()) == sorted(
         [*header_functions(), for_onnxruntime]
     )
@@ -384,7 +391,7 @@ def test_every_function_of_the_header_is_declared_to_ctypes() -> None:
     for name, (result, count) in functions.items():
         if result in results:
             assert declared[name][0] is results[result], name
-        else:  # such as const dlm_denoiser*
+        else:  # other types, such as const dlm_denoiser*
             pointed = result.removeprefix("const ").removesuffix("*")
             assert declared[name][0] is ctypes.POINTER(_native.HEADER.structs[pointed]), name
         assert len(declared[name][1]) == count, name
@@ -433,7 +440,8 @@ def test_function_slots_agree_with_the_official_onnxruntime_header(release: Path
         pytest.skip(
             "onnxruntime_c_api.h is neither in $ONNXRUNTIME_INCLUDE_DIR nor on the system (Debian: libonnxruntime-dev)"
         )
-    # Static assertions: where the object is, they hold. The library depends on it.
+    # The object contains only static assertions, so they hold if it was compiled. The library
+    # depends on it.
     assert list(release.glob("CMakeFiles/ort_slots_check.dir/**/*.o"))
 
 
@@ -441,7 +449,7 @@ def test_function_slots_agree_with_the_official_onnxruntime_header(release: Path
 
 
 def _needed(library: Path) -> set[str]:
-    """The shared libraries that a library or program asks the loader for."""
+    """The shared libraries that a library or program needs from the loader."""
     return set(re.findall(r"\(NEEDED\).*\[(.+)\]", succeed(tool("readelf"), "-d", library)))
 
 
@@ -487,8 +495,8 @@ def test_static_library_shows_a_program_the_abi_and_nothing_else() -> None:
 def test_static_library_keeps_its_names_from_a_programs_own(
     demo_bundle: Path, tmp_path: Path
 ) -> None:
-    """The program has functions and a class by names of ours, and the same templates of the C++
-    library.
+    """The program has functions and a class with the same names as ours, and uses the same
+    templates of the C++ library.
     """
     source = tmp_path / "names.cc"
     source.write_text(
@@ -559,8 +567,8 @@ def test_pkg_config_file_builds_the_example(
 
 
 def test_a_parallel_build_with_makefiles_waits_for_the_objects(tmp_path: Path) -> None:
-    """Each compilation is replaced by a copy of an empty object, so only the order of the build
-    steps is tested.
+    """Each compilation is replaced by copying an empty object file, so that only the order of the
+    build steps is tested.
     """
     empty, launcher = tmp_path / "empty.o", tmp_path / "launcher"
     succeed(tool("gcc"), "-c", "-x", "c", "-fPIC", "/dev/null", "-o", empty)
@@ -606,7 +614,7 @@ def test_cmake_package_builds_the_example(request_of_example: Request, tmp_path:
 def test_what_cmake_installs_without_python_is_whole(
     release: Path, request_of_example: Request, tmp_path: Path
 ) -> None:
-    prefix = tmp_path / "prefix"  # not the one that the build was configured for
+    prefix = tmp_path / "prefix"  # another prefix than the one for which the build was configured
     succeed(tool("cmake"), "--install", release, "--prefix", prefix)
     library = prefix / "lib" / "libdlm_runtime.so"
     version = re.search(
@@ -615,7 +623,8 @@ def test_what_cmake_installs_without_python_is_whole(
     assert version is not None
     assert library.resolve().name == f"libdlm_runtime.so.{version[1]}"
     assert (prefix / "lib" / PRESENT.name).is_symlink()
-    assert "libstdc++.so.6" not in _needed(library)  # inside, as was asked for
+    # libstdc++ is linked statically, as the option requires
+    assert "libstdc++.so.6" not in _needed(library)
     flags = [
         "-I",
         str(prefix / "include"),

@@ -1,9 +1,10 @@
-"""The TensorRT engine without a GPU, over mocks of CUDA and TensorRT and under sanitizers.
+"""Tests of the TensorRT engine without a GPU, with mocks of CUDA and TensorRT and under sanitizers.
 
-It is compiled with NVIDIA's headers. The mocks (runtime/native/tests) hold "device" memory that the
-host cannot read, delay work on a stream until it is waited for, and check every address. Their
-denoiser is arithmetic over every byte that a pass sees. So a canvas equals the callback engine's
-only if all bytes reached their places. The tests run no kernel of TensorRT.
+The engine is compiled with NVIDIA's headers. The mocks (runtime/native/tests) have "device" memory
+that the host cannot read. They delay the work on a stream until the program waits for it, and check
+every address. The denoiser of the mocks computes arithmetic over every byte that a pass sees. So
+its canvas only equals that of the callback engine if every byte was copied to the right place. The
+tests do not run TensorRT itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from test_native import HAS_MOCKS, HAS_TENSORRT, run, sanitized, tool  # noqa: F
 
 VERSION = "10.14.1.48"
 VOCABULARY, MASK, TOP_K = 50, 49, 2
-LAYERS = ((3, 4), (3, 4))  # key and value heads and the size of one, by layer
+LAYERS = ((3, 4), (3, 4))  # for each layer: the number of key and value heads, and the head size
 MIXED = ((3, 4), (1, 16), (3, 4), (2, 2))
 CANVAS, BLOCK = 64, 32
 PORTS = ("input_ids", "position_ids", "score_rows", "top_token", "top_prob", "entropy", "logits")
@@ -49,7 +50,7 @@ def plan(
     *more: str,
     layers: tuple[tuple[int, int], ...] = LAYERS,
 ) -> str:
-    """An engine file of the mock's."""
+    """The content of an engine file for the mock."""
     lines = ["mock-engine", f"denoiser {VOCABULARY} {MASK} {TOP_K} {TYPES[cache]}"]
     lines += [f"layer {kv_heads} {head_size}" for kv_heads, head_size in layers]
     for profile in sizes.values():
@@ -73,10 +74,11 @@ def write_bundle(
     names: Callable[[str], str] = str,
     graphs: tuple[str, str] = ("judged", "device"),
 ) -> Path:
-    """A bundle whose graph is never opened, with only the fields that the native reader needs.
+    """Write a bundle with only the fields that the native reader needs.
 
-    ``engines`` has, by target, the differences from a good entry; "plan" is the file. ``names``
-    renames ports. ``graphs`` are the two graphs' files, which TensorRT never opens.
+    ``engines`` has the differences from a valid entry, by target; "plan" is the content of the
+    file. ``names`` renames inputs and outputs. ``graphs`` are the two files of graphs, which the
+    TensorRT engine never opens.
     """
     folder.mkdir(exist_ok=True)
     judged, device = (text.encode() for text in graphs)
@@ -150,8 +152,8 @@ def bundle(tmp_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Told:
-    """What device_driver printed: statuses with their sentences, and how often each call was made
-    until then.
+    """The output of device_driver: statuses with their messages, and how often each function of the
+    mocks had been called at that time.
     """
 
     opened: tuple[str, str]
@@ -162,7 +164,7 @@ class Told:
         return bool(self.rounds) and all(answer == ("OK", "same") for answer in self.rounds)
 
     def made(self, call: str, round: int = -1) -> int:
-        """Calls in the given round alone."""
+        """The number of calls in this round."""
         rounds = range(len(self.counts))
         before = self.counts[rounds[round] - 1] if rounds[round] > 0 else {}
         return self.counts[round].get(call, 0) - before.get(call, 0)
@@ -174,8 +176,8 @@ Drive = Callable[..., Told]
 @pytest.fixture
 def drive(sanitized: Path) -> Drive:  # noqa: F811
     def drive(bundle: Path, variables: dict[str, str] | None = None, **options: object) -> Told:
-        """Run the driver, whose mocks can be set to fail. It must exit with 0, leak no memory, and
-        never touch foreign memory.
+        """Run the driver. Its mocks can be set to fail. It must exit with 0, leak no memory, and
+        never access foreign memory.
         """
         variable = {
             "DLM_CUDA_LIBRARY": "mock_cuda",
@@ -242,7 +244,7 @@ def test_canvases_are_those_of_the_callback_engine(
         options = options | {
             "given": min(given, 8),
             "new": 24,
-        }  # or the first cached pass would be longer than a block
+        }  # otherwise the first cached pass would be longer than a block
     told = drive(bundle, cache=cache, rounds=3, **options)
     assert told.opened[0] == "OK"
     assert "tensorrt 10.14.1.48 (Mock GPU, SM 12.0, engine rtx5090)" in told.opened[1]
@@ -280,7 +282,8 @@ def test_layers_of_other_heads_and_sizes_each_keep_their_own(
 def test_ports_are_found_by_the_names_that_the_manifest_gives_them(
     tmp_path: Path, drive: Drive
 ) -> None:
-    # Each is called what another one would be: position or habit would take the wrong one.
+    # Each input or output gets the name that another one would normally have. Code that relies on
+    # position or on the usual name takes the wrong one.
     everything = [*PORTS, *(f"{kind}.{i}" for kind in LAYER_PORTS for i in range(len(LAYERS)))]
     called = dict(zip(everything, reversed(everything), strict=True))
     lines = [f"rename {name} {name}!" for name in called] + [
@@ -330,14 +333,14 @@ def test_kept_rows_are_moved_on_the_device_by_two_copies_a_tensor(
     bundle: Path, drive: Drive
 ) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8)
-    # Three blocks; no rows follow the last one.
+    # There are three blocks, and after the last one no rows are copied.
     assert told.made("cuMemcpy2DAsync") == (2 + 2 + 1) * 2 * len(LAYERS)
     row_bytes = (
         2 * 2 * sum(kv_heads * head_size for kv_heads, head_size in LAYERS)
     )  # keys and values in float16
     assert told.counts[0]["cache_bytes"] == row_bytes * (29 + 21)
-    # A refresh: past goes aside and comes back without some rows, and with those of the pass in
-    # between.
+    # A refresh moves the past rows aside. They come back without some rows, and with the rows of
+    # the pass in between.
     told = drive(bundle, cache="dual", given=5, new=24, block=8, refresh=8)
     first, second, third = 2, (1 + 2) + (1 + 3), (1 + 1) + (1 + 2)
     assert told.made("cuMemcpy2DAsync") == (first + second + third) * 2 * len(LAYERS)
@@ -348,7 +351,7 @@ def test_a_pass_is_captured_when_it_comes_again_and_replayed_from_then_on(
     bundle: Path, drive: Drive
 ) -> None:
     told = drive(bundle, cache="dual", given=5, new=24, block=8, rounds=3)
-    # Full passes (T 29, S 0, R 8) and cached ones (T 8, S 21, R 8), 3 and 21 a request.
+    # Full passes (T 29, S 0, R 8) and cached passes (T 8, S 21, R 8), 3 and 21 of them per request.
     assert told.made("cuStreamBeginCapture", 0) == told.made("cuGraphInstantiateWithFlags", 0) == 2
     assert told.made("cuGraphLaunch", 0) == 24 - 2 * 2
     assert told.made("createExecutionContext", 0) == 2 + 2
@@ -358,7 +361,8 @@ def test_a_pass_is_captured_when_it_comes_again_and_replayed_from_then_on(
 
 
 def test_rows_are_rounded_so_that_few_graphs_exist(bundle: Path, drive: Drive) -> None:
-    # A block of 32 is scored with 32, 31, ... 1 rows: four sizes of passes, each captured once.
+    # In a block of 32, passes score 32, 31, ... 1 rows. The engine rounds these to four sizes and
+    # captures each size once.
     told = drive(bundle, cache="none", given=8, new=32, block=32, rounds=2)
     assert told.all_same()
     assert told.counts[0]["nfe"] == 32
@@ -384,7 +388,7 @@ def test_at_most_32_graphs_are_kept_and_a_dropped_one_is_made_again(
         )
         == 2 + 32
     )
-    # The one that is used in between stays: 39 others and itself, each made once.
+    # The size that is used in between is kept. So it is captured once, like the 39 others.
     mixed = drive(bundle, given=2, new=2, block=4, cycle=40, alternate=1, rounds=80)
     assert mixed.counts[79]["createExecutionContext"] == 2 + 40
 
@@ -571,7 +575,7 @@ def test_the_engine_that_fits_is_taken_and_auto_takes_it_too(tmp_path: Path, dri
 
 
 def test_no_engine_is_deserialised_before_it_is_known_to_fit(bundle: Path, drive: Drive) -> None:
-    # The file is no engine at all, and is not the reason that is given.
+    # This file is not an engine, but the message must not give this as the reason.
     write_bundle(bundle, {"rtx5090": {"plan": "nonsense"}})
     assert "this device is SM 8.7" in opening(drive, bundle, {"MOCK_CUDA_SM": "87"})[1]
     assert (

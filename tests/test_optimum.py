@@ -1,7 +1,7 @@
-"""``optimum-cli export dlm`` equals ``dlm-export build``: options, work and exit codes.
+"""``optimum-cli export dlm`` equals ``dlm-export build``: it has the same options, does the same
+work, and exits with the same codes.
 
-The command itself runs only if optimum is installed. The mapping of its arguments is tested
-everywhere.
+The command itself only runs if optimum is installed. The mapping of its arguments is always tested.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ needs_optimum = pytest.mark.skipif(
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """``dlm_export.optimum`` over a stand-in for optimum's base class."""
+    """The module ``dlm_export.optimum`` with a stand-in for the base class of optimum."""
     base = ModuleType("optimum.commands.base")
     base.BaseOptimumCLICommand = object  # type: ignore[attr-defined]
     base.CommandInfo = SimpleNamespace  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ def _parsed(arguments: list[str]) -> dict[str, Any]:
 
 
 def _example(option: click.Option) -> list[str]:
-    """An option with a value that it takes and that is not its default."""
+    """An option with a value that is allowed and is not the default."""
     if option.is_flag:
         return [(option.secondary_opts or option.opts)[-1]]
     kind = option.type
@@ -106,7 +106,8 @@ def test_every_option_of_build_comes_through_with_its_value(
     example = _example(option)
     flag, *value = example
     if value and value[0].startswith("-"):
-        example = [f"{flag}={value[0]}"]  # argparse takes what begins with a dash for an option
+        # argparse would take a value with a leading dash for an option
+        example = [f"{flag}={value[0]}"]
     translated = _through_optimum(command, [*example, "the checkpoint", "out"])
     assert translated[0] == "build"
     expected = _parsed([*example, "-o", "out", "the checkpoint"])
@@ -143,7 +144,7 @@ def test_the_namespace_stays_a_namespace_and_is_in_the_wheel() -> None:
     folder = ROOT / "exporter" / "optimum"
     assert [path.relative_to(folder.parent) for path in folder.rglob("*.py")] == [
         REGISTER
-    ]  # no __init__.py (PEP 420)
+    ]  # a package without __init__.py (PEP 420)
     assert '"exporter/optimum"' in (ROOT / "pyproject.toml").read_text()
 
 

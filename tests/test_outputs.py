@@ -1,4 +1,6 @@
-"""Output paths: no file is lost, whoever else writes there and whenever a build ends."""
+"""Tests of output paths. No file may be lost, even if another process writes to the path or a build
+ends at any time.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def _no_renameat2(*_: object) -> None:
 
 @pytest.fixture(params=["renameat2", "two renames"])
 def either_move(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the system's call, and on a file system that lacks its flags."""
+    """Moves files with the system's call, and as on a file system that lacks its flags."""
     if request.param == "two renames":
         monkeypatch.setattr(outputs, "_renameat2", _no_renameat2)
 
@@ -238,7 +240,7 @@ def test_a_bundle_whose_engines_are_being_changed_is_not_replaced(out: Path) -> 
 
 
 def _leave(out: Path, name: str = "old") -> Path:
-    """A claim as a killed build leaves it."""
+    """Leave a claim behind, as a killed build does."""
 
     def work() -> None:
         with staged(out, force=True, needed_bytes=0) as folder:
@@ -308,8 +310,8 @@ def test_nothing_is_cleared_where_the_file_system_has_no_locks(
 def test_a_kill_between_two_renames_is_mended_by_the_next_build(
     out: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    """If the file system cannot exchange two paths, the path is missing for a moment and the old
-    bundle is moved aside.
+    """If the file system cannot exchange two paths, the old bundle is moved aside first, and the
+    path is missing for a moment.
     """
     fake_build(out, "old", False)
     monkeypatch.setattr(outputs, "_renameat2", _no_renameat2)
@@ -333,14 +335,14 @@ def test_a_kill_between_two_renames_is_mended_by_the_next_build(
 
 
 def _check(found: dict[str, Any]) -> None:
-    """One ended build: see ``interrupted.run``."""
+    """Check the state after one interrupted build, see ``interrupted.run``."""
     sent, second = signal.Signals[found["signal"]], found["second"]
     assert found["code"] == -sent, found
     old = "old" if found["force"] else None
     if second is not None and second[0] == 0:
         assert found["stands"] == "second", (
             found
-        )  # it began before ours had a claim, or when ours was done
+        )  # it began before our build had a claim, or after our build was done
     else:
         assert found["stands"] in (old, "new"), found
         assert second is None or second[0] in (ExitCode.COULD_NOT, ExitCode.WRONG_INPUT), found
@@ -392,8 +394,8 @@ def test_a_real_build_ended_at_50_points_leaves_the_old_bundle_or_the_new(
 def test_a_command_killed_at_any_moment_leaves_the_old_bundle_or_the_new(
     tmp_path: Path, llada_checkpoint: Path
 ) -> None:
-    """The command itself, ended from outside: one time in three anywhere, else while its last files
-    come into place.
+    """The command itself is killed by another process. In one of three runs this happens at any
+    time, in the others while its last files are moved to their place.
     """
     out = tmp_path / "out" / "bundle"
     claim = out.with_name(".bundle.dlm-export")
@@ -416,7 +418,7 @@ def test_a_command_killed_at_any_moment_leaves_the_old_bundle_or_the_new(
         )
 
     def stands() -> int:
-        with dlm_runtime.open(out, engine="none") as bundle:  # checks every hash
+        with dlm_runtime.open(out, engine="none") as bundle:  # this checks every hash
             return bundle.max_canvas_length
 
     began = time.monotonic()

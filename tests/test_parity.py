@@ -1,5 +1,5 @@
-"""Parity of ONNX with torch and of the native loop with the reference loop, separately and
-together.
+"""Tests of parity: the ONNX graph equals torch, and the native loop equals the reference loop,
+separately and together.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_runtime import PRESETS, Bundle
 
-# Sums of some hundred fp32 terms in another order; the project promises 2e-4 of the logits' range.
+# Some hundred fp32 terms are added in another order. The project promises 2e-4 of the range of the
+# logits.
 RELATIVE = 2e-4
 
-# Enough of every rule that a wrong one shows: thresholds at which random denoisers commit several
-# tokens at once.
+# Enough different policies to expose a wrong rule. The thresholds are ones at which random
+# denoisers commit several tokens at once.
 LOOPS: dict[str, dict[str, Any]] = {
     "llada": {"preset": "llada", "block_length": 8},
     "llada in few steps": {"preset": "llada", "block_length": 16, "steps": 8},
@@ -181,7 +182,7 @@ NEW_TOKENS = 24
 
 @dataclass(frozen=True)
 class Pair:
-    """One checkpoint in torch and as a bundle."""
+    """One checkpoint, as a torch denoiser and as a bundle."""
 
     denoiser: Denoiser
     bundle: Bundle
@@ -252,8 +253,9 @@ def test_native_loop_over_the_torch_denoiser_equals_the_reference(
 def test_a_batch_equals_the_reference_request_by_request(
     pairs: dict[str, Pair], family: str, loop: dict[str, Any]
 ) -> None:
-    """Over ONNX, and over torch, which sees every cached row of the batch at its place or gives
-    something else. Two requests are infilled, so that blocks end at different passes.
+    """The batch runs on ONNX, and on torch, whose results depend on every cached row of the batch
+    being in its place. Two requests are infilled, so that their blocks need different numbers of
+    passes.
     """
     pair = pairs[family]
     mask = pair.denoiser.network.mask_token_id
@@ -288,8 +290,8 @@ def test_a_batch_equals_the_reference_request_by_request(
 def test_infilling_equals_the_reference_whatever_the_cache_starts_from(
     pairs: dict[str, Pair], family: str, refresh: int, cache: str
 ) -> None:
-    """Given positions at the start, in the middle and at the end of blocks, one block given whole,
-    a shorter last one.
+    """Given positions are at the start, in the middle and at the end of blocks. One block is given
+    completely, and the last one is shorter.
     """
     pair = pairs[family]
     mask = pair.denoiser.network.mask_token_id
@@ -307,7 +309,9 @@ def test_infilling_equals_the_reference_whatever_the_cache_starts_from(
 
 
 def test_loops_differ_from_each_other(pairs: dict[str, Pair]) -> None:
-    """The table above must tell rules apart, or the equalities would say little."""
+    """The policies in the table must give different results. Otherwise, comparing them with the
+    reference would prove little.
+    """
     pair = pairs["llada"]
     tokens = prompts(pair.denoiser, 1)[0]
     nfe = {
@@ -374,7 +378,7 @@ def test_build_proves_parity_for_other_shapes(name: str, tmp_path: Path) -> None
 def test_fp16_graph_stays_close_to_torch(llada_checkpoint: Path, tmp_path: Path) -> None:
     report = build(llada_checkpoint, tmp_path / "bundle", BuildOptions(precision="fp16"))
     assert report.parity is not None
-    # 11-bit significands: a unit in the last place is 5e-4 of a value, and a few layers add theirs
+    # Significands have 11 bits, so the last bit is 5e-4 of a value. The errors of a few layers add
     # up.
     assert 0 < max(row.relative for row in report.parity.graph) < 5e-3
     assert report.files_bytes["denoiser.onnx.data"] < 300_000

@@ -1,5 +1,5 @@
-"""Parts of a graph that run one after the other equal the graph to the bit, or name what is
-missing.
+"""The parts of a graph, run one after another, equal the graph bit by bit. If something is missing,
+an error names it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Patterns of JSON Schema as constraints: the strings that they are found in, by the engines of node
-and Python. Strings that these disagree about are not generated.
+"""Tests of patterns of JSON Schema as constraints. The pattern engines of node and Python decide
+which strings contain a pattern. Strings on which the two disagree are never generated.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ console.log(JSON.stringify(patterns.map(pattern => {
 
 
 def of_node(patterns: list[str], texts: list[str]) -> list[list[bool] | None]:
-    """Whether each pattern is found in each text, None for a pattern that the engine refuses."""
+    """For each pattern and text: whether node finds the pattern in the text. None for a pattern
+    that node rejects.
+    """
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")
@@ -143,7 +145,7 @@ def of_node(patterns: list[str], texts: list[str]) -> list[list[bool] | None]:
 
 
 def compiled(pattern: str) -> ByteAutomaton | None:
-    """The strings of a pattern. None if the pattern matches no string."""
+    """The constraint for strings with a pattern. None if no string contains the pattern."""
     try:
         return byte_automaton(schema_content({"type": "string", "pattern": pattern}))
     except RequestError as err:
@@ -171,15 +173,15 @@ def test_classes_of_patterns_are_those_of_ecmascript(number: int) -> None:
         letter = chr(point)
         is_accepted = made is not None and made.matches(quoted(letter))
         is_right = is_in and (engine is None or engine.search(letter) is not None)
-        # Marks and the like are parts of words to some engines. Digits of other scripts are in
-        # [\W\d] for different reasons.
+        # Some engines count marks and similar characters as parts of words. Digits of other scripts
+        # match [\W\d] for different reasons.
         is_unclear = unicodedata.category(letter) in ("Mn", "Mc", "Me", "Pc", "Cf", "Nd")
         assert is_accepted == is_right or (is_right and is_unclear), f"U+{point:04X}"
 
 
 def of_python(pattern: str) -> re.Pattern[str] | None:
-    """The pattern in Python, if Python reads it; not of halves of surrogate pairs, which no text
-    has in Python.
+    """The pattern for Python, or None if Python cannot read it. Patterns with half of a surrogate
+    pair are excluded, because no text in Python contains one.
     """
     if r"\uD83D" in pattern:
         return None

@@ -1,4 +1,6 @@
-"""The graph in elementary operators, for TensorRT before 10.14 (Orin), equals the normal one."""
+"""The graph in elementary operators, for TensorRT before 10.14 (Orin), computes the same as the
+normal graph.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from dlm_export.graph.trace import trace_pass
 from dlm_export.graph.write import write_graph
 from dlm_export.sources import open_source
 
-NEW = {"Attention", "RotaryEmbedding", "RMSNormalization"}  # in ONNX since opset 23
+NEW = {"Attention", "RotaryEmbedding", "RMSNormalization"}  # ONNX has these since opset 23
 
 
 def write(checkpoint: Path, folder: Path, *, is_plain: bool) -> onnx.ModelProto:
@@ -61,7 +63,7 @@ def test_both_graphs_compute_the_same(
         names = [value.name for value in whole.graph.output]
         expected, found = ([*session.run(names, feed)] for session in sessions)
         for name, one, other in zip(names, expected, found, strict=True):
-            # Sums in another order, in fp32, through two layers.
+            # Sums in fp32 are in another order, over two layers.
             np.testing.assert_allclose(
                 other, one, rtol=1e-4, atol=1e-5, err_msg=f"{name} at T={T}, S={S}"
             )

@@ -1,7 +1,8 @@
-"""Follow README and the page of the examples in a new environment after a plain ``pip install .``.
+"""Follows README and the page of the examples in a new environment, after a plain ``pip install
+.``.
 
-The home folder is new, so no cache exists. Commands that build bundles need the ``export`` extra:
-test_docs.py runs those.
+The home folder is new, so it contains no cache. test_docs.py runs the commands that build bundles,
+because they need the ``export`` extra.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ NOT_COPIED = (
 )
 PROGRAMS = ("cmake", "pkg-config", "cargo", "go")
 
-# Program that is needed -> how the lines of the page begin that build and run the examples, in
-# order.
+# For each program that is needed: how the lines of the page begin that build and run its examples,
+# in order.
 EXAMPLES = {
     "cc": ("cc -std=c99 examples/embed/generate.c $(dlm-export",),
     "pkg-config": ('export PKG_CONFIG_PATH="$HOME', "cc -std=c99 examples/embed/generate.c $(pkg-config"),
@@ -49,7 +50,9 @@ EXAMPLES = {
 
 @pytest.fixture(scope="module")
 def plain(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Runs a script in a copy of the sources, beside the demo's bundle, and returns what it prints."""
+    """A function that runs a script in a copy of the sources, beside the demo's bundle, and returns
+    the output.
+    """
     folder = tmp_path_factory.mktemp("plain")
     tree, venv, home, tools = (folder / name for name in ("tree", "venv", "home", "tools"))
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*NOT_COPIED))
@@ -64,7 +67,7 @@ def plain(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
         ".",
     ]
     subprocess.run(pip, cwd=tree, check=True, stdout=sys.stderr)
-    shutil.rmtree(tree / "build", ignore_errors=True)  # what the installation compiled
+    shutil.rmtree(tree / "build", ignore_errors=True)  # the files that the installation compiled
     shutil.copytree(demo_bundle, tree / PLACEHOLDERS["BUNDLE"])
     home.mkdir()
     tools.mkdir()
@@ -100,7 +103,7 @@ def plain(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
     (home / "dlm").symlink_to(
         run("dlm-export embed --prefix").strip()
-    )  # as if it was installed there
+    )  # as if the program was installed there
     return run
 
 
@@ -135,13 +138,13 @@ def test_the_python_program_of_readme_runs(plain: Callable[[str], str]) -> None:
     last, end = (
         None,
         0,
-        # the streamed text ends without a newline, so the object of json_object follows on the same
-        # line
+        # The streamed text does not end with a newline, so the output of json_object follows on the
+        # same line.
     )
     while end < len(line := out.splitlines()[-1]):
         last, end = json.JSONDecoder().raw_decode(line, end)
     assert isinstance(last, dict)
-    assert plain("find $HOME/caches/dlm-export -type f")  # the compiled json_object
+    assert plain("find $HOME/caches/dlm-export -type f")  # the compiled constraint of json_object
 
 
 def test_the_c_program_of_readme_runs(plain: Callable[[str], str]) -> None:

@@ -1,4 +1,4 @@
-"""Plans: predictions follow from the counted work and the table of targets, without guesses."""
+"""Tests of plans. Predictions follow from the counted work and the table of targets."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def prediction(
 
 
 def measurement(**changes: Any) -> dict[str, Any]:
-    """What ``bench --json`` prints of a bundle of TINY's sizes, as far as a plan reads it."""
+    """The output of ``bench --json`` for a bundle with the sizes of TINY. It only has the fields
+    that a plan reads.
+    """
     rates = {
         "read_bytes_per_s": 1e9,
         "int8_macs_per_s": 4e9,
@@ -126,8 +128,8 @@ def measured_file(tmp_path: Path) -> Path:
 
 
 def test_an_example_worked_out_by_hand() -> None:
-    """One block of d 32: 4 * 32 * 32 + 3 * 32 * 64 = 10240 weights, head 3200, norms 96; 2-byte
-    elements.
+    """A block with d 32 has 4 * 32 * 32 + 3 * 32 * 64 = 10240 weights. The head has 3200 and the
+    norms have 96. Elements have 2 bytes.
     """
     target = replace(
         H100, bandwidth_bytes_per_s=1e6, rates={"fp16": 4e7}
@@ -135,7 +137,7 @@ def test_an_example_worked_out_by_hand() -> None:
     request = Request(prompt_tokens=8, new_tokens=4, tokens_per_pass=(2,), prices={"h100": 3.6})
     got = prediction(TINY, target, request=request, block=4)
     weights = 2 * (10240 + 3200 + 96)
-    token_bytes = 2 * 32 + 2 * 2 * 32  # a row of the embedding; a key and a value
+    token_bytes = 2 * 32 + 2 * 2 * 32  # a row of the embedding, a key and a value
     full_bytes = 1e3 * (weights + 12 * token_bytes) / 1e6
     block_bytes = 1e3 * (weights + 4 * token_bytes + 8 * 128) / 1e6
     full_macs = 1e3 * (12 * 10240 + 2 * 32 * 12 * 12 + 4 * 3200) / 2e7
@@ -149,13 +151,13 @@ def test_an_example_worked_out_by_hand() -> None:
     assert speed.nfe == 2
     assert speed.ms_per_token == pytest.approx(
         (full_bytes + block_bytes) / 4
-    )  # bytes bind, however many rows are scored
+    )  # the time depends on the bytes, for any number of scored rows
     assert speed.tokens_per_s == pytest.approx(1e3 / speed.ms_per_token)
     assert speed.cost_per_million_tokens == pytest.approx(3.6 * 1e6 / speed.tokens_per_s / 3600)
 
 
 def test_eight_billion_is_llada_8b_to_the_parameter() -> None:
-    """8,015,581,184 parameters, as the released checkpoint has."""
+    """8,015,581,184 parameters, as in the released checkpoint."""
     network = LLADA_8B.network
     attention, mlp = network.layers[0].attention, network.layers[0].mlp
     assert isinstance(mlp, MlpSpec)
@@ -210,10 +212,10 @@ def test_the_passes_are_those_that_the_native_loop_makes(
         def predict(self, position: int, token: int, masked: int) -> tuple[int, float]:
             return super().predict(position, token, masked)[
                 0
-            ], 0.5  # ties commit by the count alone
+            ], 0.5  # all scores tie, so only the number of commits matters
 
-    # Entropy 0.5 a row: the rule commits while the sum of the entropies before stays within the
-    # bound.
+    # Each row has an entropy of 0.5. The rule commits as long as the sum of the entropies of
+    # earlier rows is within the bound.
     bundle = Recording(visible_block=visible_block).bundle
     block *= visible_block or 1
     bundle.generate(
@@ -232,7 +234,7 @@ def test_the_passes_are_those_that_the_native_loop_makes(
 
 def test_a_broken_number_of_tokens_a_pass_commits_that_many_on_average() -> None:
     rows = {each.rows: count for each, count in generation_passes(8, 6, 6, 1.5).items()}
-    assert rows == {6: 1, 5: 1, 3: 1, 2: 1}  # 1, 2, 1 and 2 are committed
+    assert rows == {6: 1, 5: 1, 3: 1, 2: 1}  # 1, 2, 1 and 2 tokens are committed
 
 
 @given(new=st.integers(1, 300), block=st.integers(1, 64), per_pass=st.floats(1, 64))
@@ -385,7 +387,7 @@ def test_a_tied_head_is_quantised_on_cpus_and_not_on_gpus(tmp_path: Path) -> Non
         (found,), _ = precisions_of(shape, target, [str(recipe)])
         assert found.layers == (("head", "int8-weight"),)
     (found,), _ = precisions_of(tied, CPU, [str(recipe)])
-    assert found.layers == (("head", "int8-dynamic"),)  # rows are looked up in that
+    assert found.layers == (("head", "int8-dynamic"),)  # the table can be looked up in this format
     (found,), _ = precisions_of(tied, H100, [str(recipe)])
     assert found.layers == ()
 
@@ -398,7 +400,7 @@ def test_weights_are_as_many_bytes_as_a_bundle_has(llada_bundle: Path, dream_bun
         stored = json.loads((bundle / "manifest.json").read_text())["files"]["denoiser.onnx.data"][
             "bytes"
         ]
-        # The file adds the tables of RoPE, and rounds tensors up to pages.
+        # The file also contains the tables of RoPE, and each tensor is padded to whole pages.
         assert 1 <= stored / _weights_bytes(shape, fp32) < 1.5
 
 
@@ -409,7 +411,7 @@ TIED_PRECISIONS = ("fp32", "fp16", "int8", "int4-rtn", "int4-g128")
 def test_a_tied_table_counts_once_in_the_format_that_it_has(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    """The planned size of a checkpoint is the size of the file that a build then writes."""
+    """The size that is planned for a checkpoint is that of the file that a build writes."""
     config = a2d_qwen3_config(
         vocab_size=8192, hidden_size=128, intermediate_size=384, max_position_embeddings=128
     )
@@ -424,7 +426,7 @@ def test_a_tied_table_counts_once_in_the_format_that_it_has(
         bundle = tmp_path / precision
         build(source, bundle, BuildOptions(precision=precision, check_parity=False, quantise=FEW))
         written = (bundle / "denoiser.onnx.data").stat().st_size
-        # A page of padding for each of some 40 tensors, which a bundle of this size shows.
+        # Each of some 40 tensors is padded by up to a page, which matters in a bundle of this size.
         assert 0 <= written - planned[precision] < 50 * 4096, precision
         shape = read_shape(bundle, lambda path: pytest.fail("this is a bundle"))
         found, _ = precisions_of(shape, CPU)
@@ -441,7 +443,7 @@ def test_a_tied_table_counts_once_in_the_format_that_it_has(
 
 def test_a_missing_rate_is_named_and_leaves_the_bytes() -> None:
     gb10 = TARGETS["gb10"]
-    assert "fp16" not in gb10.rates  # the premise: no page gives it
+    assert "fp16" not in gb10.rates  # the precondition of this test: no public page gives this rate
     got = prediction(target=gb10, precision="nvfp4")
     assert got.missing == ("fp16 rate",)
     assert (got.speeds, got.full_pass.ms, got.full_pass.bound) == ((), None, None)
@@ -530,7 +532,8 @@ def test_an_interpolated_ratio_stays_within_what_was_measured(
 def test_the_error_of_the_calibration_is_that_of_passes_left_out(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     two = measurement()
-    two["passes"] = two["passes"][:2]  # ratios 3 and 2: each is predicted by the other
+    # The ratios are 3 and 2, and each is predicted from the other.
+    two["passes"] = two["passes"][:2]
     path.write_text(json.dumps(two))
     assert read_measured(path).leave_one_out() == pytest.approx([2 / 3 - 1, 3 / 2 - 1])
     path.write_text(json.dumps(two | {"passes": two["passes"][:1]}))
@@ -540,7 +543,7 @@ def test_the_error_of_the_calibration_is_that_of_passes_left_out(tmp_path: Path)
 
 
 def test_the_measured_generation_is_predicted_for_the_same_denoiser(measured_file: Path) -> None:
-    """16 passes over 16 tokens: one full pass a block of 8, and seven of the block."""
+    """16 passes over 16 tokens. Each block of 8 has one full pass and seven passes over itself."""
     measured = read_measured(measured_file)
     same = replace(TINY, presets={"fast-dllm": {"cache": "dual", "block_length": 8}})
     request = Request(prompt_tokens=16, new_tokens=16, tokens_per_pass=(1,), block_lengths=(8,))
@@ -742,7 +745,7 @@ def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -
     if kind == "svg":
         for word in (b"thor", b"h100", b"canvas", b"batch", b"size", b"Milliseconds a token"):
             assert word in content
-        assert b"gb10" not in content  # it has no point
+        assert b"gb10" not in content  # gb10 has no point in the chart
     assert list(tmp_path.iterdir()) == [path]
     path.write_bytes(b"mine")
     assert invoke(*options).exit_code == 2

@@ -1,4 +1,6 @@
-"""Quantised checkpoints of modelopt's unified export load exactly, and damaged ones are rejected."""
+"""Quantised checkpoints that modelopt exported (its unified format) are loaded exactly, and damaged
+ones are rejected.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,8 @@ def _say(path: Path, **values: Any) -> None:
 
 
 def _dequantised(tensors: dict[str, torch.Tensor], base: str) -> torch.Tensor:
-    """The values of a stored matrix ``[out, in]``, element by element by the format's definition,
-    in float64.
+    """The values of a stored matrix ``[out, in]`` in float64, computed element by element from the
+    definition of the format.
     """
     codes = tensors[f"{base}.weight"]
     if codes.dtype == torch.float32:
@@ -86,7 +88,8 @@ def test_every_matrix_reads_as_the_values_that_its_codes_stand_for(
         )
         array = weights.read(parameter, FLOAT32)
         assert array.flags.c_contiguous
-        # Two products are in fp32, unlike in the definition: at most 2 units in the last place.
+        # Unlike the definition, the code computes two products in fp32. So the results differ by at
+        # most 2 units in the last place.
         np.testing.assert_allclose(array, expected.numpy(), rtol=2.5e-7, atol=0, err_msg=parameter)
 
 
@@ -122,8 +125,8 @@ def test_a_layer_in_full_precision_has_nothing_stored(tmp_path: Path) -> None:
 
 
 def test_quantising_the_read_matrix_again_gives_the_same_codes(tmp_path: Path) -> None:
-    """FP8's and NVFP4's largest value sits on the largest code, so the ranges and with them all
-    codes are found again.
+    """In FP8 and NVFP4, the largest value has the largest code. So quantising finds the same
+    ranges, and with them the same codes.
     """
     for algorithm in ("FP8_PER_CHANNEL_PER_TOKEN", "NVFP4"):
         stored = _weights(
@@ -131,7 +134,7 @@ def test_quantising_the_read_matrix_again_gives_the_same_codes(tmp_path: Path) -
         ).stored(f"{LAYER}.weight")
         assert stored is not None
         again = quantise_weight(stored.weight.dequantise(), stored.weight.format)
-        # Minus zero and zero are one value; a scale found again may be off in the last place.
+        # Minus zero equals zero. A scale that is found again may differ in its last place.
         np.testing.assert_allclose(again.dequantise(), stored.weight.dequantise(), rtol=1e-6)
 
 
@@ -152,7 +155,8 @@ def test_the_denoiser_is_that_of_the_dequantised_checkpoint(tmp_path: Path, algo
     expected = families.load(_weights(plain), _network(plain))(ids)
     spread = expected.max() - expected.min()
     assert float((ours - expected).abs().max() / spread) < 1e-5
-    assert float((ours - original(ids)).abs().max() / spread) > 1e-3  # quantised it is
+    # The checkpoint is really quantised.
+    assert float((ours - original(ids)).abs().max() / spread) > 1e-3
 
 
 def _matrices(tensors: dict[str, torch.Tensor]) -> list[str]:
@@ -529,7 +533,7 @@ def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(
     }
     stored = weights.stored(f"{LAYER}.weight")
     assert stored is not None
-    if stored.weight.format == "nvfp4":  # in the order that its kernel reads
+    if stored.weight.format == "nvfp4":  # the codes are in the order that the kernel needs
         assert (
             tensors[f"{LAYER}.weight.panels"].tobytes()
             == nvfp4_panels(stored.weight.codes).tobytes()
@@ -551,7 +555,7 @@ def test_a_bundle_keeps_the_stored_codes_scales_and_ranges(
     theirs = families.load(weights, families.read_network(Checkpoint(path), Overrides()))(
         torch.tensor([ids])
     )[0].numpy()
-    # The rest comes from the quantised activations.
+    # The remaining difference comes from the quantised activations.
     assert np.abs(ours - theirs).max() / (theirs.max() - theirs.min()) < 0.2
 
 

@@ -1,8 +1,9 @@
-"""ONNX Runtime's GPU providers without a GPU, over mocks of its library and of CUDA's driver.
+"""Tests of ONNX Runtime's GPU providers without a GPU, with mocks of its library and of CUDA's
+driver.
 
-They run under sanitizers. As for TensorRT, the host cannot read "device" memory, and the mocks'
-denoiser is arithmetic over every byte that a pass sees. So a canvas equals the callback engine's
-only if all bytes reached their places on the device.
+The tests run under sanitizers. As in the tests of TensorRT, the host cannot read "device" memory,
+and the denoiser of the mocks computes arithmetic over every byte that a pass sees. So its canvas
+only equals that of the callback engine if every byte was copied to the right place on the device.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ needs_mocks = pytest.mark.skipif(
 
 
 def graph(*more: str, cache: str = "float16", layers: tuple[tuple[int, int], ...] = LAYERS) -> str:
-    """A graph file of the mock's, with three nodes that every provider runs."""
+    """A graph file for the mock, with three nodes that all providers can run."""
     lines = ["mock-graph", f"denoiser {VOCABULARY} {MASK} {TOP_K} {TYPES[cache]}"]
     lines += [f"layer {kv_heads} {head_size}" for kv_heads, head_size in layers]
     lines += [f"node mlp_{i} MatMul {' '.join(REGISTERED)}" for i in range(3)]
@@ -50,8 +51,8 @@ def graph(*more: str, cache: str = "float16", layers: tuple[tuple[int, int], ...
 
 
 def bundle_of(folder: Path, device: str | None = None, **options: Any) -> Path:
-    """A bundle for GPUs without engine files. ``device`` is its graph for them, and the judged
-    graph is a placeholder.
+    """A bundle for GPUs without engine files. ``device`` is its graph for GPUs. The judged graph is
+    a placeholder.
     """
     shown = {name: options[name] for name in ("cache", "layers") if name in options}
     return write_bundle(
@@ -375,8 +376,8 @@ def test_probabilities_that_are_not_finite_end_the_request(tmp_path: Path, drive
 
 @needs_mocks
 def test_a_cache_that_does_not_fit_says_which_canvas_would(bundle: Path, drive: Drive) -> None:
-    # Two layers of 3 heads of 4 in float16 are 192 bytes a token, past and present; all parts are
-    # rounded up by 2 KiB at most.
+    # Past and present keys and values of two layers with 3 heads of size 4 in float16 take 192
+    # bytes per token. Each part is rounded up by at most 2 KiB.
     room = {"MOCK_CUDA_BYTES": str(4096)}
     told = drive(bundle, room, cache="dual", given=5, new=24, rounds=2, **CUDA)
     for status, message in told.rounds:
@@ -435,7 +436,8 @@ def test_both_wheels_at_once_are_refused_by_name(
         in str(caught.value)
     )
     del versions["onnxruntime"]
-    with pytest.raises(dlm_runtime.BundleError):  # what is wrong now is the folder
+    # The provider is right now, and the folder is wrong.
+    with pytest.raises(dlm_runtime.BundleError):
         dlm_runtime.open(tmp_path, provider="cuda")
 
 
@@ -467,8 +469,8 @@ def test_libraries_in_nvidias_wheels_are_loaded_in_order(
     monkeypatch.setattr(providers.ctypes, "CDLL", lambda path: loaded.append(Path(path).name))
     providers.load_libraries()
     assert loaded == ["libcudart.so.13", "libcublasLt.so.13", "libcublas.so.13"]
-    # All that the doctor tries: by path where a wheel holds it, else by a name that the loader
-    # takes.
+    # doctor tries to load all of these: by their path if a wheel contains them, otherwise by a name
+    # for the system's loader.
     folder = site / "nvidia" / "cu13" / "lib"
     others = ["libnvrtc.so.13", "libcurand.so.10", "libcudnn.so.9"]
     assert providers.cuda_libraries() == [*(str(folder / name) for name in loaded), *others]

@@ -1,4 +1,6 @@
-"""ONNX Runtime's results of the quantised graph equal torch on the same values, format by format."""
+"""For each format, ONNX Runtime on the quantised graph gives the same results as torch on the same
+values.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,8 @@ def _trace_once(path: Path) -> bytes:
 
 
 def _named(model: ir.Model) -> ir.Model:
-    """A model whose initialisers may be serialised: empty ones in place of those still to be
-    written.
+    """A model whose initialisers can be serialised. Those that have not been written yet are
+    replaced by empty ones.
     """
     for name, value in model.graph.initializers.items():
         value.const_value = ir.tensor(
@@ -84,7 +86,7 @@ def _named(model: ir.Model) -> ir.Model:
 
 
 def _traced(source: Source) -> trace.Graph:
-    """The traced graph; tracing takes a second, so each denoiser is traced once."""
+    """The traced graph. Tracing takes a second, so each denoiser is traced only once."""
     model = ir.from_proto(onnx.ModelProto.FromString(_trace_once(source.path)))
     for value in model.graph.initializers.values():
         value.const_value = None
@@ -92,7 +94,7 @@ def _traced(source: Source) -> trace.Graph:
 
 
 def _run(folder: Path, source: Source, ids: np.ndarray, simulated: bool) -> np.ndarray:
-    """Logits ``[L, V]`` of ONNX Runtime, set up as the native runtime sets it up."""
+    """Logits ``[L, V]`` of ONNX Runtime, with the settings of the native runtime."""
     c = source.network
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
@@ -123,10 +125,10 @@ def _ids(source: Source, seed: int = 9) -> np.ndarray:
 
 
 def _difference(source: Source, done: numbers.Quantisation, folder: Path, simulated: bool) -> float:
-    """Graph against torch, the least of three canvases.
+    """The difference between the graph and torch: the smallest of three canvases.
 
-    An input at a rounding boundary takes the next code in one of the two now and then, 6% further
-    in fp8: that is chance, and a defect would show on every canvas.
+    Now and then, an input at a rounding boundary gets the next code on one of the two sides, which
+    is 6% away in fp8. This happens by chance. A defect would be visible on every canvas.
     """
     canvases = [_ids(source, seed) for seed in (9, 10, 11)]
     return min(
@@ -191,7 +193,7 @@ def test_solvers_leave_a_head_of_eight_bits_alone(source: Source, name: str) -> 
     done = calibrate.calibrate(source.parameters, c, recipe, formats, _states(source), lambda: None)
     assert formats["head"] == "int8-dynamic"
     assert "head" not in done.solved
-    for parameter in ("head.weight", "final_norm.weight"):  # into which its scales would be folded
+    for parameter in ("head.weight", "final_norm.weight"):  # the scales would be folded into these
         ours, theirs = (
             each.read(parameter, np.dtype("f4")) for each in (done.parameters, source.parameters)
         )
@@ -208,7 +210,7 @@ def test_solvers_leave_a_head_of_eight_bits_alone(source: Source, name: str) -> 
 def test_a_head_is_solved_in_pieces_as_in_one(
     source: Source, is_clean: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """States of clean text have no masked positions; the head then sees all positions."""
+    """States of clean text have no masked positions, so the head sees all positions."""
     states, c = _states(source), source.network
     if is_clean:
         states = [
@@ -252,7 +254,7 @@ def test_folding_leaves_the_function_as_it_was(source: Source) -> None:
 def test_the_fp8_graph_equals_a_fake_quantised_torch_forward(
     source: Source, tmp_path: Path
 ) -> None:
-    """With torch's own float8, not our numpy formats."""
+    """The comparison uses torch's own float8 and not our numpy formats."""
     done = _quantise(source, dataclasses.replace(RECIPES["fp8"], solver="nearest"), tmp_path)
     denoiser = families.load(source.parameters, source.network)
 
@@ -291,8 +293,8 @@ def _matmul_graph(K: int, N: int) -> trace.Graph:
 
 
 def _nvfp4_reference(weight: QuantisedWeight, x: np.ndarray, input_scale: np.float32) -> np.ndarray:
-    """The layer in ONNX's own FP4 type, run by onnx.reference: two-level DequantizeLinear on both
-    operands.
+    """The layer in ONNX's own FP4 type, run by onnx.reference. Both operands have two levels of
+    DequantizeLinear.
     """
     N, K = weight.codes.shape
     F4, F8, F32 = onnx.TensorProto.FLOAT4E2M1, onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.FLOAT
@@ -410,7 +412,7 @@ def test_a_layer_that_does_not_suit_its_format_is_named() -> None:
         quantise.misfit(down, "int4-g64-dynamic")
         == "int4-g64-dynamic multiplies 8 inputs at once; 102 is not a multiple"
     )
-    assert quantise.misfit(down, "int4-g32") is None  # the last group is short
+    assert quantise.misfit(down, "int4-g32") is None  # the last group is shorter
     assert (
         quantise.misfit(down, "int4-g32", on_gpu=True)
         == "int4-g32 has groups of 32; 102 inputs is not a multiple"

@@ -1,4 +1,6 @@
-"""Quantising from the command line: its output, its errors, and no files left after a failure."""
+"""Tests of quantising on the command line: its output, its errors, and that no files are left after
+a failure.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def out(tmp_path: Path) -> Path:
 def int8(
     llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any]]:
-    """A tiny int8-static bundle from a build with all its steps, and the command's output."""
+    """A tiny int8-static bundle from a build with all steps, and the output of the command."""
     folder = tmp_path_factory.mktemp("quantised") / "int8"
     result = _run(
         "build", llada_checkpoint, "--precision", "int8-static", "-o", folder, *SMALL, "--json"
@@ -201,9 +203,7 @@ def test_compare_judges_one_bundle_by_another(
 
 
 def test_a_comparison_warns_of_another_configuration(llada_bundle: Path, tmp_path: Path) -> None:
-    """Two checkpoints of one network have the same shapes; that their config.json differs is all
-    that tells them apart.
-    """
+    """Two checkpoints of the same network have the same shapes. Only their config.json differs."""
     other = Path(shutil.copytree(llada_bundle, tmp_path / "other"))
     manifest = json.loads((other / "manifest.json").read_text())
     ours, manifest["source"]["config_sha256"] = manifest["source"]["config_sha256"], 64 * "0"
@@ -494,8 +494,8 @@ def test_nothing_is_written_into_a_folder_that_is_read(
 def test_a_recipe_file_with_everything_in_it_builds(
     llada_checkpoint: Path, tmp_path: Path, out: Path
 ) -> None:
-    """The recipe of docs/guides/quantising.md: solver, smoothing, rotation and embedding at once, parity
-    with torch included.
+    """This is the recipe in docs/guides/quantising.md. It has a solver, smoothing, rotation and an
+    embedding format at once, and the build checks parity with torch.
     """
     text = (ROOT / "docs" / "guides" / "quantising.md").read_text()
     start = text.index("```toml\n") + len("```toml\n")
@@ -553,7 +553,9 @@ def test_warnings_tell_of_clipping_only_where_ranges_are_used_and_of_the_loss_al
 
 @pytest.mark.slow
 def test_a_reference_that_answers_nothing_fits_no_threshold(tmp_path: Path, out: Path) -> None:
-    """A random denoiser on real questions: right nowhere, at 0.5 as at 0.995."""
+    """A random denoiser answers real questions wrongly at every threshold, at 0.5 as well as at
+    0.995.
+    """
     checkpoint = shutil.copytree(DEMO, tmp_path / "untrained")
     weights = load_file(checkpoint / "model.safetensors")
     generator = torch.Generator().manual_seed(0)

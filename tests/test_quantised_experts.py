@@ -1,4 +1,6 @@
-"""Quantised mixtures of experts: calibration, solvers, and bundles and engines of all formats."""
+"""Tests of quantised mixtures of experts: calibration, solvers, and bundles and engines of all
+formats.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """LLaDA2's layers, the second one with a mixture whose expert 5 no token chooses."""
+    """A denoiser with the layers of LLaDA2. The second layer is a mixture, and no token chooses its
+    expert 5.
+    """
     path = write_checkpoint(
         tmp_path_factory.mktemp("unreached") / "llada2", CONFIGS["llada2"], seed=7
     )
@@ -80,9 +84,7 @@ def calibrated(source: Source, recipe: Recipe, count: int = 24, **options: Any) 
 
 @torch.no_grad()
 def entering(source: Source, seen: list[State]) -> tuple[torch.Tensor, ...]:
-    """Tokens that enter the mixture, the experts they go to and their weights, in the whole
-    denoiser.
-    """
+    """The tokens that enter the mixture in the whole denoiser, with their experts and weights."""
     denoiser, found = families.load(source.parameters, source.network), []
     mixture = dict(denoiser.named_modules())[MIXTURE]
     mixture.register_forward_pre_hook(lambda _, inputs: found.append(inputs))
@@ -120,7 +122,9 @@ def test_an_unreached_expert_takes_its_stacks_range_and_is_named(source: Source)
 
 
 def error_of(source: Source, done: Quantisation, given: tuple[torch.Tensor, ...]) -> float:
-    """Mean square of what quantised weights change in the mixture's results; inputs as they are."""
+    """The mean square of the error that quantised weights cause in the mixture's results. The
+    inputs do not change.
+    """
     denoiser = families.load(done.parameters, source.network)
     mixture = dict(denoiser.named_modules())[MIXTURE]
     assert isinstance(mixture, RoutedMLPs)
@@ -138,7 +142,7 @@ def error_of(source: Source, done: Quantisation, given: tuple[torch.Tensor, ...]
 def test_gptq_from_each_experts_tokens_loses_less_than_rounding(
     source: Source, format: str
 ) -> None:
-    """On tokens that it was not solved by."""
+    """The comparison uses tokens that GPTQ was not solved with."""
     fresh = entering(source, states(source, 24, 6))
     lost = {
         solver: error_of(
@@ -209,7 +213,8 @@ def test_a_choice_falls_short_by_how_much_worse_it_is(
     x = torch.randn(5, 4, generator=generator)
     (chosen, _), (_, judged) = router(x), router.scores(x)
     assert float(router.shortfall(judged, chosen).max()) == 0
-    # The worst of the chosen ones for the best of those that were not, within the chosen groups.
+    # Within the chosen groups, the worst of the chosen experts is exchanged with the best of the
+    # others.
     inside = judged.view(5, groups, -1).where(
         torch.zeros(5, groups, dtype=torch.bool)
         .scatter(-1, chosen // (count // groups), True)
@@ -247,8 +252,8 @@ def llada2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_choice_between_experts_as_good_is_no_error(tmp_path: Path) -> None:
-    """If experts' scores differ by less than rounding, the two sides choose differently and whole
-    passes differ.
+    """If the scores of two experts differ by less than rounding, the two sides choose different
+    experts, and whole passes differ.
     """
     path = write_checkpoint(tmp_path / "checkpoint", CONFIGS["llada2"], seed=7)
     weight, bias = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.expert_bias"
@@ -273,7 +278,7 @@ def test_a_choice_between_experts_as_good_is_no_error(tmp_path: Path) -> None:
 
 
 def swapped_router(parameters: Any, network: Any, parameter: str, *dtype: np.dtype) -> Any:
-    """A graph's weights, of whose router two experts have changed places."""
+    """The weights of a graph in which two experts of the router have changed places."""
     found = later(parameters, network, parameter, *dtype)
     if not parameter.endswith("router.weight"):
         return found
@@ -297,8 +302,8 @@ def test_a_wrong_router_is_refused(
 def test_a_wrong_expert_is_refused(
     llada2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the function that has all three stacks: a code of one expert that is off by 16 is no
-    rounding.
+    """The function that contains all three stacks reports the error. A code of one expert is wrong
+    by 16, which cannot come from rounding.
     """
     read = Quantisation.expert
 
@@ -355,7 +360,8 @@ def test_auto_holds_all_stacks_of_a_mixture_in_one_format(source: Source) -> Non
     held = dict(found.recipe.layers)
     assert len({held[f"{MIXTURE}.{role}"] for role in ("gate", "up", "down")}) == 1
     sizes = [point.weight_bytes for point in found.curve]
-    assert max(sizes) - min(sizes) > 3 * 16 * 3 * 64 * 64  # three bytes of four of all experts
+    # Three of the four bytes of each weight of all experts.
+    assert max(sizes) - min(sizes) > 3 * 16 * 3 * 64 * 64
 
 
 PRESETS = {"llada2": "llada2", "sdar": "sdar", "sdar-moe": "sdar", "llada-moe": None}
@@ -365,7 +371,7 @@ HELD = {
     "fp8": ("fp8", "fp8"),
     "nvfp4": ("nvfp4", "fp8"),
 }
-"""Precision -> what a CPU's bundle holds experts in, and attention."""
+"""For each precision: the formats that a bundle for a CPU uses for experts and for attention."""
 
 
 def built(tmp_path: Path, family: str, precision: str, *targets: str) -> BuildReport:
@@ -438,7 +444,7 @@ def test_engines_are_built_judged_and_audited(tmp_path: Path, family: str, preci
 
 
 def test_a_full_precision_bundle_gives_its_experts_back(llada2: Path, tmp_path: Path) -> None:
-    """From their panels, so that it can be quantised."""
+    """The experts are read back from their panels, so that the bundle can be quantised."""
     bundle = build(llada2, tmp_path / "bundle", BuildOptions(check_parity=False)).output
     ours, theirs = open_source(bundle), open_source(llada2)
     for role in ("gate", "down"):

@@ -1,7 +1,9 @@
-"""Real schemas: texts that are drawn under them are valid to two independent validators.
+"""Tests with real schemas. Two independent validators must accept the texts that are drawn under a
+schema.
 
-$DLM_JSON_SCHEMA_BENCH is the folder ``data`` of github.com/guidance-ai/jsonschemabench. The second
-validator is jsonschema-rs (`pip install jsonschema-rs`), which only this test needs.
+$DLM_JSON_SCHEMA_BENCH is the folder ``data`` of github.com/guidance-ai/jsonschemabench. One
+validator is jsonschema. The other is jsonschema-rs (`pip install jsonschema-rs`), which only this
+test needs.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ LIMITS = CompileLimits(seconds=3, states=8000)
 
 
 def real_schemas(seed: int) -> Iterator[tuple[str, Any]]:
-    """Paths and schemas, in a random order."""
+    """The paths and contents of the real schemas, in random order."""
     given = os.environ.get("DLM_JSON_SCHEMA_BENCH")
     if given is None:
         pytest.skip("$DLM_JSON_SCHEMA_BENCH does not name the data of JSONSchemaBench")

@@ -1,5 +1,5 @@
-"""JSON Lines, CSV and XML as constraints: what is drawn is read by the parsers of Python, and is
-valid by the schema.
+"""Tests of JSON Lines, CSV and XML as constraints. Python's parsers can read the texts that are
+drawn, and the values are valid by the schema.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ ORDER = {
 
 
 def order_of(root: ElementTree.Element) -> dict[str, Any]:
-    """An order as the schema has it."""
+    """An order, as the schema describes it."""
     out: dict[str, Any] = {"id": root.get("id")}
     if "is-rush" in root.attrib:
         out["rush"] = json.loads(root.attrib["is-rush"])
@@ -215,7 +215,7 @@ def test_properties_in_any_order_and_further_ones_are_options() -> None:
 
 
 class Model:
-    """Like a Pydantic model."""
+    """A class with the method that a Pydantic model has."""
 
     @staticmethod
     def model_json_schema() -> dict[str, Any]:

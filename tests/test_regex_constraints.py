@@ -1,5 +1,5 @@
-"""Regular expressions as constraints: exactly their texts, within the limits, whatever characters
-are in them. Patterns of JSON Schema are in ``test_patterns.py``.
+"""Tests of regular expressions as constraints. They allow exactly their texts, within the limits,
+for all characters. ``test_patterns.py`` tests patterns of JSON Schema.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def texts_over(letters: str, longest: int) -> list[str]:
             "(?x) a [b # ^[\n ] # ^(\n b",
         ),
         *("(?m)^a$\n^b$", "(?m:^)a|(?m)^b", r"(?-u:\b)a(?-u:\B)b", "(?m)(?:^a\n?)*"),
-        # Anchors and boundaries anywhere, repeated or not.
+        # Anchors and boundaries may be anywhere, and may be repeated.
         *(
             "(^a)*",
             "(?:^a|b)+",
@@ -138,7 +138,7 @@ def expressions(draw: st.DrawFn, depth: int = 3) -> str:
 @settings(max_examples=200, deadline=None)
 @given(expression=expressions())
 def test_random_expressions_accept_what_python_matches(expression: str) -> None:
-    # Python's $ matches before a newline at the end as well.
+    # In Python, $ also matches before a newline at the end of the text.
     pattern = re.compile(re.sub(r"(?<!:)\$", r"(?-m:\\Z)", expression))
     texts = texts_over("abé\n", 4)
     is_right = [bool(pattern.fullmatch(text)) for text in texts]
@@ -183,8 +183,8 @@ def test_an_expression_that_matches_no_text_is_refused(expression: str) -> None:
 
 
 def test_categories_are_those_of_unicode() -> None:
-    """Python's version of Unicode differs from that of the tables. Characters that both have are
-    alike, but for the few that Unicode has changed.
+    """Python and the tables use different versions of Unicode. Characters that exist in both have
+    the same category, except for the few that Unicode has changed.
     """
     source, changed = random.Random(2), 0
     points = [source.randrange(1, 0x30000) for _ in range(4000)] + list(range(1, 0x600))
@@ -270,5 +270,5 @@ def test_all_stages_together_stay_within_the_seconds(content: Any) -> None:
     except RequestError as err:
         message = str(err)
     assert re.search("more than (131072 states|1 s|1,000|memory)|limit", message), message
-    # The helper itself reads the automaton in Python, which counts as well.
+    # The helper itself reads the automaton in Python. This time counts as well.
     assert time.thread_time() - start < 20

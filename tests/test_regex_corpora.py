@@ -1,8 +1,8 @@
-"""Regular expressions of public test suites: what the compiled automata accept, against the engine
-that each suite is of.
+"""Tests with regular expressions from public test suites. The compiled automata must accept the
+same texts as the engine to which each suite belongs.
 
-CPython's suite is ``test.re_tests`` of the standard library. Rust's is the folder ``testdata`` of
-https://github.com/rust-lang/regex, which $DLM_REGEX_TESTDATA names.
+The suite of CPython is ``test.re_tests`` of the standard library. The suite of Rust is the folder
+``testdata`` of https://github.com/rust-lang/regex, which $DLM_REGEX_TESTDATA names.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from dlm_runtime import RequestError
 from dlm_runtime.constraints.compiled import CompileLimits
 
 LIMITS = CompileLimits(seconds=5)
-# What Python and Rust read differently: sets within sets and operations on them, \Z, octal escapes,
-# counts without a lower bound, braces that are no count, and flags of one of them. Python does not
-# judge texts of such expressions.
+# Syntax that Python and Rust read differently: nested sets and set operations, \Z, octal escapes,
+# counts without a lower bound, braces that are not a count, and flags that only one of them has.
+# Texts of such expressions are not compared with Python.
 OTHER_SYNTAX = re.compile(
     r"\[\^?\]?[^]]*\[|&&|--|~~|\\[ZzbBhHvKXQEpPRGCu<>0-9]|\{,|\{(?!\d+(,\d*)?\})|\(\?[a-zA-Z-]*[^imsx:)]|\$."
 )
@@ -42,14 +42,14 @@ REASONS = (
     "may be no UTF-8",
     "more than",
 )
-# Classes whose members beyond ASCII depend on the engine's version of Unicode, or on how it folds
-# cases.
+# Classes for which the engine's version of Unicode, or its case folding, decides which characters
+# beyond ASCII belong to them.
 BEYOND_ASCII = re.compile(r"\\[wWsSdD]|\(\?[a-z]*i")
 
 
 @dataclass
 class Report:
-    """Counts of a suite, and the texts that the engine and the automaton disagree about."""
+    """The counts of a suite, and the texts on which the engine and the automaton disagree."""
 
     counts: Counter[str] = field(default_factory=Counter)
     mismatches: list[tuple[str, str, str]] = field(default_factory=list)
@@ -72,8 +72,8 @@ class Report:
     def check_drawn(
         self, expression: str, made: ByteAutomaton, engine: re.Pattern[str], seed: int
     ) -> None:
-        """Texts of the automaton match in the engine. Of U+001C to U+001F only Python says that
-        they are white space.
+        """The engine must match the texts that are drawn from the automaton. U+001C to U+001F are
+        excluded, because only Python considers them white space.
         """
         is_ascii = BEYOND_ASCII.search(expression) is not None
         for text in drawn_texts(made, random.Random(seed), 40, is_ascii):
@@ -89,7 +89,7 @@ class Report:
 
 
 def python_pattern(expression: str) -> re.Pattern[str] | None:
-    """What Python makes of an expression that it reads as Rust does."""
+    """The compiled pattern in Python, for an expression that Python and Rust read alike."""
     if OTHER_SYNTAX.search(expression):
         return None
     try:
@@ -117,7 +117,7 @@ def test_expressions_of_cpythons_suite(every: int, fewest: int) -> None:
             report.counts["accepted, without an oracle"] += 1
             continue
         report.check_drawn(expression, made, engine, number)
-        # The subjects of all patterns near this one, and the parts of them that match.
+        # The texts that the suite has for patterns near this one, and the parts of them that match.
         candidates = {
             part
             for text in texts
@@ -139,13 +139,14 @@ def test_expressions_of_cpythons_suite(every: int, fewest: int) -> None:
 
 @dataclass(frozen=True)
 class RustCase:
-    """A test of Rust's suite. ``spans``: where its matches are, in bytes."""
+    """A test of Rust's suite. ``spans`` says where its matches are, in bytes."""
 
     name: str
     expression: str
     haystack: bytes
     spans: tuple[tuple[int, int], ...]
-    is_all: bool  # whether the spans are all that there are, and not only what a search finds first
+    # True if the spans are all matches, and not only the ones that a search finds first
+    is_all: bool
 
     @property
     def looks_around(self) -> bool:
@@ -156,7 +157,7 @@ def rust_cases(folder: Path) -> Iterator[RustCase]:
     tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     never = {"bounds", "line-terminator", "anchored", "match-limit"}
     for path in sorted(folder.rglob("*.toml")):
-        if path.stem == "regex-lite":  # a smaller engine, whose classes are ASCII
+        if path.stem == "regex-lite":  # this suite is for a smaller engine, whose classes are ASCII
             continue
         for test in tomllib.loads(path.read_text(encoding="utf-8")).get("test", []):
             expression = test["regex"]
@@ -208,7 +209,9 @@ def _is_text(text: bytes) -> bool:
     ("every", "fewest"), [(20, 10), pytest.param(1, 300, marks=pytest.mark.slow)]
 )
 def test_expressions_of_rusts_suite(every: int, fewest: int) -> None:
-    """By the matches that the suite expects, and by Python where it reads an expression alike."""
+    """The texts are compared with the matches that the suite expects. They are also compared with
+    Python if it reads the expression in the same way.
+    """
     folder = os.environ.get("DLM_REGEX_TESTDATA")
     if folder is None:
         pytest.skip("$DLM_REGEX_TESTDATA does not name the testdata of Rust's regex crate")

@@ -1,4 +1,4 @@
-"""``release/wheels.py`` builds what it can, and first names what it cannot build."""
+"""Tests of ``release/wheels.py``. It first names what it cannot build, and then builds the rest."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SCRIPT = Path(__file__).parent.parent / "release" / "wheels.py"
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module on an x86-64 machine, with builds that only write files and print what
-    they build.
+    """The script as a module, as on an x86-64 machine. Builds are replaced by functions that only
+    write files and print their names.
     """
     spec = importlib.util.spec_from_file_location("wheels", SCRIPT)
     assert spec is not None
@@ -61,7 +61,7 @@ def test_without_the_cross_compiler_the_rest_is_built_and_the_exit_says_what_is_
     why = "aarch64-linux-gnu-g++ is missing: apt-get install g++-aarch64-linux-gnu"
     assert (
         ended.value.code == f"Not built: the wheel for aarch64 ({why})"
-    )  # sys.exit of a text is exit status 1
+    )  # sys.exit with a text exits with status 1
     assert capsys.readouterr().err.splitlines() == [
         f"No wheel for aarch64: {why}",
         "built: sdist",

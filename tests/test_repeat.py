@@ -1,4 +1,6 @@
-"""A graph with one traced layer of each kind, repeated, equals a graph with all layers traced."""
+"""A graph in which one traced layer of each kind is repeated equals a graph in which all layers
+were traced.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from dlm_export.network.spec import (
 
 
 def mixed() -> NetworkSpec:
-    """Three kinds of layers, none of which comes in one run."""
+    """A network with three kinds of layers. Layers of the same kind are not next to each other."""
     turned = AttentionSpec(4, 2, 8, Rope(1e4, 0.5), qk_norm=True, qkv_bias=True, out_bias=True)
     seeing = AttentionSpec(2, 2, 12, Rope(1e5), visibility="block", block_length=4)
     still = AttentionSpec(2, 1, 12, None, visibility="causal")
@@ -36,7 +38,7 @@ def mixed() -> NetworkSpec:
 
 
 def routed() -> tuple[LayerSpec, ...]:
-    """Layers with experts, by a router of either kind."""
+    """A network with layers of experts, with either kind of router."""
     attention = AttentionSpec(2, 2, 12, Rope(1e5))
     grouped = RouterSpec(
         "sigmoid", bias="choice", renormalise=True, scale=2.5, groups=2, active_groups=1
@@ -54,7 +56,7 @@ EVERY = replace(MIXED, layers=(*MIXED.layers, *routed()))
 
 
 def described(graph: ir.Graph) -> dict[str, Any]:
-    """All of a graph but the names of what nodes make, which are numbers here, in order."""
+    """Everything in a graph except the names of results, which are replaced by numbers in order."""
     number = {value: i for i, value in enumerate(value for node in graph for value in node.outputs)}
 
     def port(value: ir.Value | None) -> Any:
@@ -158,7 +160,8 @@ def _traced_in_two() -> Graph:
 )
 def test_layers_that_meet_elsewhere_are_refused(reader: str, read: str, told: str) -> None:
     graph = _traced_in_two().model.graph
-    by_path = {node.metadata_props[LAYER_KEY]: node for node in graph}  # the last one of each
+    # The last node with each path.
+    by_path = {node.metadata_props[LAYER_KEY]: node for node in graph}
     by_path[reader].replace_input_with(1, by_path[read].outputs[0])
     with pytest.raises(AssertionError, match=told):
         repeat.repeat(graph, [0, 1, 1])
@@ -182,7 +185,7 @@ def test_the_definitions_that_a_trace_sees_give_the_graph_that_all_of_them_give(
 
 
 def test_a_graph_that_computes_all_experts_has_nodes_of_every_stack() -> None:
-    """By which an engine's audit looks for them."""
+    """The audit of an engine finds the layers by these nodes."""
     model = trace_once(EVERY, "bf16", is_plain=True).model
     experts.spread(model, EVERY)
     paths = {node.metadata_props[LAYER_KEY] for node in model.graph}

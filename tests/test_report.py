@@ -1,4 +1,6 @@
-"""report.html of made-up results is complete, runs no script, and fits 360 px in a real browser."""
+"""report.html for made-up results is complete, runs no script, and fits a width of 360 px in a real
+browser.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def rendered(
 
 
 class Page(HTMLParser):
-    """Elements, attributes and text of a page; fails on elements that are not closed in order."""
+    """The elements, attributes and text of a page. Parsing fails if elements are not closed in
+    order.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -83,7 +87,7 @@ def page_text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves the drawing itself out, the slowest part, where a test is about words."""
+    """Leaves out the drawings, which take the most time, for tests of the text."""
     monkeypatch.setattr(
         figures,
         "draw",
@@ -469,7 +473,7 @@ document.body.textContent = ['MEASURED', root.scrollWidth, page.defaultView.inne
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of ``rgb(r, g, b)``: WCAG 2.2."""
+    """The relative luminance of ``rgb(r, g, b)`` by WCAG 2.2."""
     parts = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
     linear = [
         part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
@@ -478,9 +482,9 @@ def luminance(colour: str) -> float:
 
 
 def laid_out(page: str, width: int, measure: str, folder: Path, scheme: str = "light") -> list[str]:
-    """What ``measure`` says, line by line, of a page in a frame ``width`` pixels wide."""
+    """The output of ``measure``, line by line, for a page in a frame of ``width`` pixels."""
     assert BROWSER is not None
-    # Chromium's windows are at least 500 pixels wide, but a frame can be narrower.
+    # Windows of Chromium are at least 500 pixels wide, but a frame in a window can be narrower.
     frame = f'<iframe style="width:{width}px;height:800px;border:0" srcdoc="{html.escape(page)}"></iframe>'
     wrapper = folder / "wrapper.html"
     wrapper.write_text(

@@ -1,4 +1,6 @@
-"""Options of requests: wrong values, types, constraints kept by content, tool calls of cut texts."""
+"""Tests of the options of requests: wrong values, types, constraints that are kept by their
+content, and tool calls in texts that were cut.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ from dlm_runtime.constraints.compiled import CompileLimits
 from dlm_runtime.generation.request import OPTION_NAMES, RequestOptions
 
 HALF = "\ud800"
-HUGE, LONGER = 10**400, 10**5000  # more than a double holds, and more digits than Python prints
+HUGE, LONGER = 10**400, 10**5000  # larger than a double, and with more digits than Python prints
 LOCK = {
     "type": "object",
     "properties": {"door": {"type": "string"}, "locked": {"type": "boolean"}},
@@ -57,7 +59,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def unrun(demo_bundle: Path) -> Iterator[Bundle]:
-    """The demo without an engine: a request that passes all checks ends with an error at once."""
+    """The demo without an engine. A request that passes all checks ends with an error at once."""
     with dlm_runtime.open(demo_bundle, engine="none") as bundle:
         yield bundle
 
@@ -371,7 +373,7 @@ def test_a_type_checker_finds_a_misspelled_option(tmp_path: Path) -> None:
 
 
 class Day:
-    """Has the members of a Pydantic model."""
+    """A class with the methods of a Pydantic model."""
 
     @classmethod
     def model_json_schema(cls) -> dict[str, Any]:
@@ -485,7 +487,7 @@ LETTERS = made_up_vocabulary(160, (7, 39))
 
 
 def uneven(p: CallbackPass) -> None:
-    """Predicts by position alone, whatever the canvas has."""
+    """A bundle whose prediction only depends on the position, for every canvas."""
     for i, row in enumerate(p.score_rows):
         logits = logits_of(int(p.position_ids[row]))
         order = np.argsort(-logits, kind="stable")[:2]
@@ -533,8 +535,8 @@ def test_the_log_probability_that_a_constraint_loses_is_that_of_its_tokens(
         "of constrained requests alone"
     )
     for out in (*outs, event.result):
-        # No text reaches the last two positions: they are filled before the first pass, and count
-        # nothing.
+        # No text can reach the last two positions. They are filled before the first pass and do not
+        # count.
         rows = [logits_of(at) for at in range(2, 8)]
         wanted = sum(
             float(row.max()) - float(row[token])

@@ -1,4 +1,4 @@
-"""How requests end, how they report it, and their text while it is generated."""
+"""Tests of how requests end, how results report this, and the text while it is generated."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ EOS, MASK = 5, 39
 def scripted(
     predict: Callable[[int], tuple[int, float]], on_pass: Callable[[int], None] = lambda _: None
 ) -> Bundle:
-    """A bundle that predicts a token and its probability by position. ``on_pass`` is called with
-    the number of each pass, from 1.
+    """A bundle that predicts a token and its probability for each position. ``on_pass`` is called
+    with the number of each pass, counted from 1.
     """
     passes = [0]
 
@@ -50,7 +50,7 @@ def scripted(
 
 
 def steady(position: int) -> tuple[int, float]:
-    """Surest from the left."""
+    """A bundle whose confidence decreases from left to right."""
     return 10 + position % 20, 1 / (2 + position)
 
 
@@ -154,8 +154,8 @@ def test_no_pass_starts_behind_a_deadline() -> None:
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_a_cancelled_request_ends_before_its_next_pass(call: str, cache: str) -> None:
-    """Cancelled by another thread while a pass runs; a bundle serves the next request as if nothing
-    had been.
+    """Another thread cancels the request while a pass runs. The bundle then runs the next request
+    as usual.
     """
     cancel = threading.Event()
 
@@ -191,7 +191,7 @@ def test_one_request_of_a_batch_is_cancelled(cache: str) -> None:
     fields: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8, "cache": cache}
 
     def on_pass(number: int) -> None:
-        if number == 3 * 5:  # each pass of a batch is a call for each request
+        if number == 3 * 5:  # in each pass of a batch, this function is called once per request
             assert cancels[1] is not None
             cancels[1].set()
 
@@ -232,7 +232,7 @@ def test_the_abi_cancels_from_any_thread_and_never_the_next_request() -> None:
     with scripted(steady, on_pass) as bundle, bundle._handle.session() as session:
         handle.append(session)
         result = C.POINTER(_native.Result)()
-        library.dlm_session_cancel(session, 0)  # nothing runs
+        library.dlm_session_cancel(session, 0)  # no request is running
         for passes, finish in ((3, 5), (8, 2)):
             assert not library.dlm_session_generate(session, C.byref(request), C.byref(result))
             found = result.contents
@@ -290,7 +290,7 @@ drawing = st.builds(
 def test_requests_of_different_policies_get_in_a_batch_what_they_get_alone(
     each: list[Policy], cache: str, new: int, shift: int
 ) -> None:
-    """Draws and best tokens, rules, scores, seeds; over one cache or another."""
+    """The requests differ in sampling, rules, scores and seeds. All use the same cache."""
     changes = [
         policy.as_dict() | ({} if cache == "own" else {"cache": cache, "refresh": 0})
         for policy in each
@@ -345,7 +345,7 @@ BROKEN = "\ufffd"
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes; it counts what it decodes."""
+    """A tokenizer whose tokens are bytes. It counts how many tokens it decodes."""
 
     template = None
 
@@ -362,7 +362,9 @@ class Bytes:
 def test_deltas_are_the_text_in_whole_characters_up_to_a_stop_string(
     data: st.DataObject, text: str
 ) -> None:
-    """A token a byte, in pieces of any size; nothing is decoded more than a few times."""
+    """Each token is a byte, and the text comes in pieces of any size. No token is decoded more than
+    a few times.
+    """
     stops = data.draw(
         st.lists(st.text(st.sampled_from("ab cé€"), min_size=1, max_size=4), max_size=2)
     )
@@ -440,7 +442,7 @@ def test_a_stop_string_ends_text_and_passes() -> None:
             "f",
             "",
             "",
-        ]  # g may start a stop string
+        ]  # g may be the start of a stop string
         out = bundle.generate(tokens=[1], **fields)
         assert events[-1].result is not None
         assert (

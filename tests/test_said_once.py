@@ -1,4 +1,6 @@
-"""Count the files that name each kind of thing. docs/guides/developing.md must state the same numbers."""
+"""Counts the files that name each kind of thing. docs/guides/developing.md must have the same
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def _quoted(names: Iterable[str]) -> dict[str, int]:
 
 
 def _check(kind: str, found: dict[str, int]) -> None:
-    """The row of the page that begins with ``kind`` has the fewest and the most files."""
+    """Check the row of the page that begins with ``kind``. It must have the smallest and the
+    largest number of files.
+    """
     fewest, most = min(found.values()), max(found.values())
     said = re.search(rf"^\| {re.escape(kind)} \| (\d+) to (\d+) \|", PAGE, re.MULTILINE)
     assert said is not None, kind
@@ -49,12 +53,14 @@ def test_a_layer_format_stands_in_as_many_files_as_the_page_says() -> None:
 
 
 def test_a_number_format_stands_in_as_many_files_as_the_page_says() -> None:
-    """But for int8, which is an element type of numpy and of caches too."""
+    """int8 is not counted, because it is also an element type of numpy and of caches."""
     _check("a number format", _quoted({*NUMBER_FORMATS} - {"int8"}))
 
 
 def test_an_engine_builder_stands_in_as_many_files_as_the_page_says() -> None:
-    """But for tensorrt, which is an engine of the runtime and a provider of ONNX Runtime too."""
+    """tensorrt is not counted, because it is also an engine of the runtime and a provider of ONNX
+    Runtime.
+    """
     _check("an engine's builder", _quoted({*ENGINE_BUILDERS} - {"tensorrt"}))
 
 

@@ -1,4 +1,6 @@
-"""Sampling: single positions match their distributions, and a seed gives the same text everywhere."""
+"""Tests of sampling. The tokens at a single position follow their distribution, and a seed gives
+the same text everywhere.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ from dlm_runtime import Bundle, CallbackPass, DenoiserInfo, EngineError, Policy
 
 MASK, VOCAB = 3, 20
 LOGITS = np.random.default_rng(0).normal(0, 1.5, VOCAB).astype(np.float32)
-LOGITS[MASK] = 50  # raw: nobody may draw it, however sure the denoiser is
+LOGITS[MASK] = 50  # the raw logit; the mask token must never be drawn, however likely it is
 
 
 def fixed(logits: np.ndarray, length: int = 512, top_token: int | None = None) -> Bundle:
-    """A bundle that says the same logits ``[V]`` of every row."""
+    """A bundle that gives every row the same logits ``[V]``."""
     masked = np.where(
         np.arange(len(logits)) == MASK, -np.inf, np.where(np.isfinite(logits), logits, 0)
     ).astype(np.float64)
@@ -44,7 +46,9 @@ def fixed(logits: np.ndarray, length: int = 512, top_token: int | None = None) -
 
 
 def cut(temperature: float, top_p: float, top_k: int) -> np.ndarray:
-    """The distribution ``[V]`` that tokens are drawn from, one token at a time from the best on."""
+    """The distribution ``[V]`` after ``top_p`` and ``top_k``. It is computed by adding one token at
+    a time, starting with the most likely.
+    """
     weights = np.exp(LOGITS.astype(np.float64) / temperature)
     weights[MASK] = 0
     probs, kept = weights / weights.sum(), np.zeros(VOCAB)
@@ -69,8 +73,8 @@ def cut(temperature: float, top_p: float, top_k: int) -> np.ndarray:
 def test_single_positions_are_drawn_from_the_softmax(
     temperature: float, top_p: float, top_k: int
 ) -> None:
-    """Chi-squared over 16 seeds of 512 positions, below what one of 10^5 right samplers would
-    exceed (Wilson and Hilferty).
+    """A chi-squared test over 16 seeds of 512 positions. Of 10^5 correct samplers, one would exceed
+    the limit (Wilson and Hilferty).
     """
     counts = np.zeros(VOCAB)
     with fixed(LOGITS) as bundle:
@@ -81,7 +85,7 @@ def test_single_positions_are_drawn_from_the_softmax(
     wanted = cut(temperature, top_p, top_k) * counts.sum()
     assert counts.sum() == 16 * 512
     assert (counts[wanted == 0] == 0).all()
-    is_common = wanted >= 5  # below, counts are no normal ones
+    is_common = wanted >= 5  # rarer tokens do not have normally distributed counts
     rare, seen = wanted[~is_common].sum(), counts[~is_common].sum()
     statistic = ((counts - wanted) ** 2 / np.maximum(wanted, 1e-9))[is_common].sum() + (
         (seen - rare) ** 2 / rare if rare else 0
@@ -93,8 +97,8 @@ def test_single_positions_are_drawn_from_the_softmax(
 
 
 def test_steps_positions_and_seeds_have_draws_of_their_own() -> None:
-    """Equal logits everywhere, a token a pass: neighbours, later passes and other seeds agree as
-    often as chance has it.
+    """The logits are equal everywhere, and each pass commits one token. Neighbouring positions,
+    later passes and other seeds must agree only as often as by chance.
     """
     with fixed(np.zeros(VOCAB, np.float32)) as bundle:
         fields: dict[str, Any] = {
@@ -107,7 +111,7 @@ def test_steps_positions_and_seeds_have_draws_of_their_own() -> None:
         one_by_one = bundle.generate(**fields, commit="sequential").tokens
     runs = np.array([*at_once, one_by_one, np.roll(at_once[0], 1)])
     equal = (runs[:, None] == runs[None]).mean(-1)[np.triu_indices(len(runs), 1)]
-    assert (equal < 0.12).all()  # 1/19, with five deviations of 400 draws
+    assert (equal < 0.12).all()  # 1/19, plus five standard deviations of 400 draws
 
 
 @settings(max_examples=150, deadline=None)
@@ -126,7 +130,7 @@ def test_native_draws_and_their_scores_are_the_references(
     rows: int, vocab: int, spread: float, score: str, score_of: str, seed: int, **fields: Any
 ) -> None:
     logits = np.random.default_rng(rows * vocab).normal(0, spread, (rows, vocab)).astype(np.float32)
-    logits[:, 4] = logits[:, 1]  # equal ones
+    logits[:, 4] = logits[:, 1]  # these two are equal
 
     def run(p: CallbackPass) -> None:
         own = torch.from_numpy(logits[p.score_rows])
@@ -174,8 +178,8 @@ def test_a_draw_of_one_token_is_the_best_one() -> None:
 @pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1e37, 1e45, 1e300])
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.999999}, {"top_k": 1000}])
 def test_draws_of_extreme_logits(temperature: float, fields: dict[str, Any]) -> None:
-    """Two tokens share the highest logit; others differ from it by more than the largest float, and
-    one is ruled out.
+    """Two tokens share the highest logit. The logits of others are lower by more than the largest
+    float, and one token is ruled out.
     """
     logits = np.full(VOCAB, -3.4e38, np.float32)
     logits[[1, 2]], logits[5] = 3.4e38, -np.inf
@@ -199,7 +203,7 @@ def test_draws_of_extreme_logits(temperature: float, fields: dict[str, Any]) -> 
 
 def test_guidance_leaves_ruled_out_tokens_ruled_out() -> None:
     logits = LOGITS.copy()
-    best = int(np.argsort(-logits)[1])  # after the mask token
+    best = int(np.argsort(-logits)[1])  # the best one is the mask token
     logits[best] = -np.inf
     with fixed(logits) as bundle:
         for fields in ({}, {"temperature": 0.5}, {"score": "entropy"}):
@@ -224,8 +228,8 @@ def test_candidates_outside_the_vocabulary_are_refused_before_they_are_looked_up
 
 
 def test_a_seed_gives_one_text_whatever_runs_it(dream_bundle: Path, dream_checkpoint: Path) -> None:
-    """ONNX Runtime on one and on two threads, torch under the callback engine; alone, and among
-    eight.
+    """The request runs on ONNX Runtime with one and with two threads, and on torch with the
+    callback engine. It runs alone, and in a batch of eight.
     """
     prompts = np.random.default_rng(1).integers(5, 60, (8, 7)).tolist()
     fields: dict[str, Any] = {

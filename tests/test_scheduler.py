@@ -1,4 +1,4 @@
-"""Requests of any kind share passes, from any thread, with the results of single runs."""
+"""Requests of any kind, from any thread, share passes and give the same results as single runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def same(one: Generation, other: Generation) -> bool:
 
 
 def wishes(count: int) -> list[dict[str, Any]]:
-    """Requests of different prompts, lengths, policies, seeds, blocks and constraints."""
+    """Strategy for requests with different prompts, lengths, policies, seeds, blocks and
+    constraints.
+    """
     draw = random.Random(4)
     kinds: list[dict[str, Any]] = [
         {"preset": "fast-dllm"},
@@ -86,7 +88,7 @@ def test_sixty_four_mixed_requests_come_to_what_each_comes_to_alone(demo: Bundle
 
         def submit(numbers: range) -> None:
             for number in numbers:
-                time.sleep(draw.random() / 200)  # arriving at random
+                time.sleep(draw.random() / 200)  # requests arrive at random times
                 jobs[number] = scheduler.submit(**wanted[number])
 
         threads = [
@@ -206,7 +208,7 @@ def test_cancelling_and_deadlines_end_within_a_pass(demo: Bundle) -> None:
         assert late.finish == "deadline"
         assert late.nfe < 400
         with pytest.raises(TimeoutError):
-            scheduler.submit(**long).result(0.001)  # and dropped, which cancels it
+            scheduler.submit(**long).result(0.001)  # dropping the job cancels it
         abandoned = scheduler.submit(**long)
     assert abandoned.result(0).finish == "cancelled"
     assert scheduler.stats.submitted == 4

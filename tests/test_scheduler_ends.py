@@ -1,4 +1,6 @@
-"""However a scheduler or a request ends, every wait returns and other canvases stay the same."""
+"""In whatever way a scheduler or a request ends, every waiting call returns, and the other canvases
+stay the same.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from denoisers import ArithmeticDenoiser
 import dlm_runtime
 from dlm_runtime import Bundle, ClosedError, DlmError, ForkError, Generation, Job
 
-WAIT_S = 30  # far more than any of these takes
+WAIT_S = 30  # far more than any of these tests needs
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def demo(demo_bundle: Path) -> Iterator[Bundle]:
 
 
 def wait_for(holds: Callable[[], bool]) -> None:
-    """Wait until something holds, and fail the test where it does not come to."""
+    """Wait until a condition holds. If it does not hold in time, the test fails."""
     end = time.monotonic() + WAIT_S
     while not holds():
         assert time.monotonic() < end, "waited in vain"
@@ -43,13 +45,13 @@ def wait_for(holds: Callable[[], bool]) -> None:
 
 
 def threads() -> int:
-    """Threads of this process, native ones included."""
+    """The number of threads of this process, including native ones."""
     return len(os.listdir("/proc/self/task"))
 
 
 def in_fork(body: Callable[[], object]) -> int:
-    """The exit code of a forked process that runs ``body``: 0 if it returns. A hang is killed and
-    is -14.
+    """Run ``body`` in a forked process and return its exit code. The code is 0 if ``body`` returns.
+    A process that hangs is killed, and the code is -14.
     """
     process = os.fork()
     if process == 0:
@@ -160,7 +162,7 @@ SWEEP = (
 
 @pytest.fixture(scope="module")
 def failing_new(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that, preloaded, fails one allocation of the native library."""
+    """Build a library that, when preloaded, makes one allocation of the native library fail."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ is not installed")
@@ -194,7 +196,7 @@ def test_an_allocation_that_fails_in_the_thread_ends_jobs_with_the_cause(failing
 
 
 def test_the_cause_reaches_jobs_submit_and_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that ends at once, over a library that says why."""
+    """The scheduler's thread ends at once. A mock of the native library gives the reason."""
 
     class Library:
         def __getattr__(self, name: str) -> Any:
@@ -212,7 +214,7 @@ def test_the_cause_reaches_jobs_submit_and_close(monkeypatch: pytest.MonkeyPatch
         scheduler = bundle.scheduler()
         job = scheduler.submit(tokens=[5], max_new_tokens=4)
         begin.set()
-        job.result(WAIT_S)  # the native scheduler is destroyed, so that the wait ends
+        job.result(WAIT_S)  # the native scheduler is destroyed, so waiting ends
         wait_for(lambda: not scheduler._runner._thread.is_alive())
         for action in (lambda: scheduler.submit(tokens=[5]), scheduler.close):
             with pytest.raises(dlm_runtime.EngineError, match="the device fell off the bus"):
@@ -221,9 +223,7 @@ def test_the_cause_reaches_jobs_submit_and_close(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_constraint_without_a_text_fails_its_own_job_alone() -> None:
-    """By one token it leads to two states, from one of which an end is never reached by what
-    follows.
-    """
+    """A token leads to two states. From one of them, no tokens lead to the end of a text."""
     denoiser = ArithmeticDenoiser(eos=0)
     try:
         lost = one_class(40, [0, 1, 2], [(0, 1), (0, 2), (1, 1), (2, 2)], [1, 0, 0])
@@ -312,7 +312,7 @@ def test_a_scheduler_that_is_collected_by_its_own_thread_does_not_wait_for_itsel
         found: tuple[int, float] = predict(*row)
         return found
 
-    denoiser.predict = predict_when_armed  # no pass before the job's callback is in place
+    denoiser.predict = predict_when_armed  # no pass runs before the job's callback is set
     before = threading.active_count()
     scheduler: Any = denoiser.bundle.scheduler()
     job: Any = scheduler.submit(tokens=[5], max_new_tokens=24, events=True)
@@ -320,7 +320,7 @@ def test_a_scheduler_that_is_collected_by_its_own_thread_does_not_wait_for_itsel
     job._step = lambda _: kept.clear()
     armed.set()
     del scheduler, job
-    # Threads of earlier tests may end meanwhile.
+    # Threads of earlier tests may end in the meantime.
     wait_for(lambda: gc.collect() >= 0 and threading.active_count() <= before)
 
 
@@ -438,7 +438,7 @@ def test_a_forked_process_that_exits_as_usual_does_not_hang(demo_bundle: Path) -
 
 
 class _Failing:
-    """Takes the steps of a job, and fails after some of them."""
+    """Receives the steps of a job, and fails after some of them."""
 
     def __init__(self, job: Job, steps: int) -> None:
         self._step, self._left = job._step, steps
@@ -535,7 +535,7 @@ def test_mixed_requests_that_fail_end_and_fork_leave_the_others_alone(
         if fate != "dropped":
             open_jobs.append((fate, which, job))
         del job
-        if number % (count // 4) == count // 4 - 1:  # in the middle of it
+        if number % (count // 4) == count // 4 - 1:  # in the middle of its work
             if number % 2:
                 scheduler.close()
                 with pytest.raises(ClosedError):

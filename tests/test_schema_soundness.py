@@ -1,5 +1,5 @@
-"""Schemas of all keywords, nested: a text that is accepted is valid to jsonschema, whether formats
-are assertions or annotations to it.
+"""Tests of schemas in which all keywords are combined and nested. jsonschema must accept every text
+that the constraint accepts, both if it checks formats and if it ignores them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from dlm_runtime.constraints.compiled import CompileLimits
 LIMITS = CompileLimits(seconds=1, memory_bytes=256 << 20, states=4000)
 WANTED = os.environ.get("DLM_SCHEMA_EXAMPLES")
 EXAMPLES = int(WANTED or 60)
-# jsonschema has defects that a search finds once in some thousand examples: in draft 2019-09, a schema
-# of additionalProperties in an anyOf does not count for unevaluatedProperties. So that such a find
-# does not fail an unrelated change, the examples are the same in each run, unless a number is asked for.
+# A search finds defects of jsonschema about once in a thousand examples. For instance, in draft
+# 2019-09, it ignores additionalProperties in an anyOf when it evaluates unevaluatedProperties. Such
+# a find must not make an unrelated change fail. So every run has the same examples, unless a number
+# of examples is passed.
 
 
 def judged_invalid(found: Any, text: str) -> str:
-    """Who says that a text is invalid; "" if no one does."""
+    """The name of a validator that rejects the text, or "" if none does."""
     value = json.loads(text)
     kind = validator_for(found)
     for name, checker in (("annotations", None), ("assertions", kind.FORMAT_CHECKER)):
@@ -39,9 +40,9 @@ def judged_invalid(found: Any, text: str) -> str:
             if not validator.is_valid(value):
                 return f"formats are {name}"
         except (RecursionError, TypeError, Unresolvable):
-            # jsonschema does not end for some schemas that refer to themselves, and fails for
-            # additionalItems beside items that are a boolean. It also resolves a missing reference in
-            # an `if` without `then` and `else`, which asserts nothing.
+            # jsonschema does not end for some recursive schemas. It fails for additionalItems if
+            # items is a boolean. It also resolves a missing reference in an `if` without `then` and
+            # `else`, which has no effect.
             return ""
     return ""
 

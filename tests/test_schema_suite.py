@@ -1,7 +1,8 @@
-"""The official test suite of JSON Schema: what it calls invalid is never accepted.
+"""Runs the official test suite of JSON Schema. A constraint must never accept a value that the
+suite calls invalid.
 
-$DLM_JSON_SCHEMA_SUITE is a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite. Without
-it, the copy in the source distribution of PyPI's jsonschema is used.
+$DLM_JSON_SCHEMA_SUITE is a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite. If it is
+not set, the copy in the source distribution of jsonschema on PyPI is used.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cases(suite: Path, draft: str) -> Iterator[tuple[str, Any, list[dict[str, Any]]]]:
-    """A name, a schema that names its draft, and instances."""
+    """Yield the cases of the suite: a name, a schema that names its draft, and instances."""
     for file in sorted((suite / "tests" / draft).glob("*.json")):
         for case in json.loads(file.read_text(encoding="utf-8")):
             found = case["schema"]
@@ -84,11 +85,11 @@ def compact(instance: Any) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-# Signs of a schema's rejection, and the reason in docs/guides/constraints.md.
+# For each sign of a schema's rejection: the reason in docs/guides/constraints.md.
 REJECTIONS = {
     "other documents are never retrieved": "other document",
     "contains NUL": "NUL",
-    "no value is valid by it": "type",  # of the types that its keywords speak of
+    "no value is valid by it": "type",  # of the types to which its keywords apply
     "leads to different schemas": "dynamic reference",
     "within a negation": "negation",
     "of more than 1 is not supported without properties": "minProperties",
@@ -100,7 +101,7 @@ def why_rejected(message: str) -> str:
 
 
 def names_in(value: Any) -> set[str]:
-    """The names of properties in a value, at any depth."""
+    """The names of all properties in a value, at any depth."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return set(value if isinstance(value, dict) else ()).union(*map(names_in, inner))
 
@@ -111,7 +112,7 @@ def type_of(instance: Any) -> str:
 
 
 def why_left_out(keyword: str, found: Any, instance: Any) -> str:
-    """The reason why a valid instance is not generated."""
+    """The reason why the constraint does not generate a valid instance."""
     if isinstance(found, dict):
         if "uniqueItems" in found and isinstance(instance, list):
             return "uniqueItems"
@@ -160,7 +161,7 @@ def test_no_text_is_accepted_or_drawn_that_is_invalid(suite: Path, draft: str) -
             try:
                 is_valid = validator.is_valid(json.loads(text))
             except re.error:
-                break  # Python's re does not read this pattern of ECMA-262
+                break  # this pattern of ECMA-262 is not valid in Python's re
             if not is_valid:
                 wrong.append(f"{name}: {text}")
     print(draft, dict(counts), "valid and not generated, by keyword:")

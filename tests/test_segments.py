@@ -1,4 +1,6 @@
-"""Requests as segments of one row of tokens see only their own rows, as the graph's input says."""
+"""Several requests can be segments of one row of tokens. Each then sees only its own tokens, as an
+input of the graph says.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from engine_bundles import read_manifest
 
 import dlm_runtime
 
-TOLERANCE = 1e-4  # of logits: products over other numbers of rows are summed in another order
+TOLERANCE = 1e-4  # of logits; products with other numbers of rows are added in another order
 
 
 def session(bundle: Path) -> onnxruntime.InferenceSession:
-    """Without this project's kernels: by the definitions that the graph carries."""
+    """A session that computes by the definitions in the graph, without this project's kernels."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     return onnxruntime.InferenceSession(
@@ -26,7 +28,7 @@ def session(bundle: Path) -> onnxruntime.InferenceSession:
 
 
 class Graph:
-    """Passes of a bundle's graph, one request or several in a row."""
+    """Runs passes of a bundle's graph, with one request or with several requests in a row."""
 
     def __init__(self, bundle: Path) -> None:
         self.session = session(bundle)
@@ -49,7 +51,9 @@ class Graph:
         return dict(zip(names, self.session.run(names, feeds | past | more), strict=True))
 
     def past(self, of: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """The outputs of a pass as inputs of another one, or no rows."""
+        """Turns the outputs of a pass into the inputs of the next one. Without a pass, there are no
+        rows.
+        """
         found = {}
         for layer in self.layers:
             for kind in ("key", "value"):
@@ -66,7 +70,8 @@ def bundle(request: pytest.FixtureRequest) -> Path:
 
 def test_the_definition_lets_a_request_see_its_own_rows_alone(bundle: Path) -> None:
     graph, rng = Graph(bundle), np.random.default_rng(1)
-    # In blocks of 16 only whole blocks are cached. The three differ in cached and new tokens.
+    # With blocks of 16, only whole blocks are cached. The three requests differ in their numbers of
+    # cached and new tokens.
     parts = [
         {"cached": 16, "first": 16, "tokens": rng.integers(2, 150, 16).tolist()},
         {"cached": 0, "first": 0, "tokens": rng.integers(2, 150, 5).tolist()},
@@ -77,7 +82,8 @@ def test_the_definition_lets_a_request_see_its_own_rows_alone(bundle: Path) -> N
         before = {"first": 0, "tokens": rng.integers(2, 150, part["cached"]).tolist()}
         pasts.append(graph.past(graph.run([before], graph.past()) if part["cached"] else None))
         alone.append(graph.run([part], pasts[-1]))
-    noise = rng.choice([1e30, np.inf, np.nan], 100).astype(np.float32)  # in rows of no request
+    # In rows that belong to no request.
+    noise = rng.choice([1e30, np.inf, np.nan], 100).astype(np.float32)
     starts = [21, 0, 40]
     arena = {}
     for name, empty in graph.past().items():
@@ -126,6 +132,6 @@ def test_a_batch_of_any_lengths_shares_its_passes(
                     (out.tokens, out.nfe, out.passes) for out in alone
                 ]
             assert stats.shares == sum(out.nfe for out in alone)
-            # By the definitions every request's scores would be over the rows of all: there they
-            # take turns.
+            # By the definitions, the scores of each request would cover the rows of all requests.
+            # So there the requests take turns.
             assert stats.passes < stats.shares if not kernels else stats.passes == stats.shares

@@ -1,4 +1,6 @@
-"""The losses of single layers estimated in one sweep, against the exact sweep and the denoiser."""
+"""Compares the losses of single layers that one sweep estimates with those of the exact sweep and
+of the whole denoiser.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def test_directions_have_the_fisher_information_as_their_covariance() -> None:
     for found, p in zip(torch.einsum("dnri,dnrj->rij", drawn, drawn) / count, probs, strict=True):
         assert (
             found - (p.diag() - torch.outer(p, p))
-        ).abs().max() < 0.01  # of 20,000 draws, entries up to 0.21
+        ).abs().max() < 0.01  # for 20,000 draws and entries up to 0.21
 
 
 @pytest.mark.parametrize("family", ["llada_checkpoint", "dream_checkpoint"])
@@ -72,7 +74,7 @@ def test_gradients_by_layer_are_those_of_the_whole_denoiser(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """With known directions, each estimate is what autograd through all layers gives for it."""
+    """If the directions are known, each estimate equals that of autograd through all layers."""
 
     def known(probs: Tensor, draws: int, _: torch.Generator) -> Iterator[Tensor]:
         for draw in range(draws):
@@ -121,7 +123,7 @@ def test_gradients_by_layer_are_those_of_the_whole_denoiser(
                         expected[layer]
                         + np.eye(2)[part] * float((gradient * added[layer][1]).sum()) ** 2 / 2
                     )
-    assert found.pop("head")[0] > 0  # exact, and no estimate
+    assert found.pop("head")[0] > 0  # this value is exact and not an estimate
     for layer, (kl, frontier_kl) in found.items():
         assert kl == pytest.approx(expected[layer].sum() / counts.sum(), rel=2e-3), layer
         assert frontier_kl == pytest.approx(expected[layer][0] / counts[0], rel=2e-3), layer
@@ -131,7 +133,7 @@ def test_gradients_by_layer_are_those_of_the_whole_denoiser(
 
 @dataclass
 class Blended(Quantisation):
-    """Weights between full precision (``share`` 0) and quantised (1)."""
+    """Weights between full precision (``share`` 0) and quantised (``share`` 1)."""
 
     share: float = 1.0
 
@@ -152,8 +154,8 @@ def test_the_estimate_tends_to_the_exact_loss_as_errors_become_small(
     done = Blended(plain.recipe, plain.formats, plain.parameters, share=0.1)
     found, exact = _losses(source, done, states), _losses(source, done, states, exact=True)
     ratios = np.array([found[layer][0] / exact[layer][0] for layer in exact])
-    # 8 canvases of 2 x 48 draws: a standard error of sqrt(2 / 768), 5%, and more where few
-    # positions count.
+    # 8 canvases of 2 x 48 draws have a standard error of sqrt(2 / 768), which is 5%. It is larger
+    # for canvases with few positions.
     assert np.abs(ratios - 1).max() < 0.25, ratios
     assert abs(ratios.mean() - 1) < 0.07, ratios
 
@@ -175,7 +177,7 @@ def test_a_tied_table_loses_where_it_is_looked_up_as_well(tmp_path: Path) -> Non
     (found,), (exact,) = (
         _losses(source, done, states, exact=is_exact).values() for is_exact in (False, True)
     )
-    # The estimate takes both places for independent; the exact sweep runs them together.
+    # The estimate treats both places as independent. The exact sweep quantises them together.
     assert 0.6 < found[0] / exact[0] < 1.6
     untied = {**config, "tie_word_embeddings": False}
     assert search.searched(source.network).keys() - search.searched(
@@ -184,7 +186,9 @@ def test_a_tied_table_loses_where_it_is_looked_up_as_well(tmp_path: Path) -> Non
 
 
 def test_the_estimate_ranks_the_demos_layers_as_the_exact_sweep_does(tmp_path: Path) -> None:
-    """On commands without their answers: 0.968 (int8) when this was written."""
+    """The states are commands without their answers. The correlation was 0.968 (int8) when this
+    test was written.
+    """
     source = open_source(DEMO_CHECKPOINT)
     options = samples.CalibrationOptions(samples=4)
     data = samples.load_data(
@@ -196,7 +200,8 @@ def test_the_estimate_ranks_the_demos_layers_as_the_exact_sweep_does(tmp_path: P
         canvas = np.where(is_prompt, sample.tokens, source.network.mask_token_id)
         states.append(State(canvas, "random", 1.0, sample.prompt_length))
     done = _quantised(source, "int8")
-    # Half the blocks: the exact sweep takes a run for each of these 21 layers.
+    # Half of the blocks are enough, because the exact sweep needs a run for each of these 21
+    # layers.
     done.formats = {
         layer: name
         for layer, name in done.formats.items()

@@ -1,7 +1,8 @@
-"""Signals end a run within a pass, and a command ends by the signal and leaves no staged files.
+"""A signal ends a run within one pass. A command then ends by this signal and leaves no staged
+files.
 
-In one process a C function makes the passes. It counts them and raises a signal in one of them. No
-Python runs between passes except the code that the runtime itself calls.
+In one process, a C function runs the passes. It counts them, and raises a signal in one of them.
+Between the passes, no Python code runs except the code that the runtime itself calls.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ dlm_status run(void *user, const dlm_pass *pass) {
   return DLM_OK;
 }
 """
-REQUEST: dict[str, Any] = {"max_new_tokens": 40, "block_length": 8}  # one token a pass
-CALLS: dict[str, tuple[int, Callable[[Bundle], object]]] = {  # passes, and the call that makes them
+REQUEST: dict[str, Any] = {"max_new_tokens": 40, "block_length": 8}  # each pass commits one token
+# The number of passes, and the call that makes them.
+CALLS: dict[str, tuple[int, Callable[[Bundle], object]]] = {
     "generate": (40, lambda bundle: bundle.generate(tokens=[5], **REQUEST)),
     "generate over a cache": (
         40,
@@ -60,7 +62,7 @@ CALLS: dict[str, tuple[int, Callable[[Bundle], object]]] = {  # passes, and the 
 
 
 class Native:
-    """A bundle whose passes ``PASSES`` makes."""
+    """A bundle whose passes are computed by the C function ``PASSES``."""
 
     def __init__(self, library: Path) -> None:
         self.library = C.CDLL(str(library))
@@ -75,8 +77,8 @@ class Native:
         self.bundle = Bundle(Handle(handle, Policy(), self.library))
 
     def passes_of(self, call: Callable[[Bundle], object], at: int = 0) -> int:
-        """Passes made by a call whose pass number ``at`` brings the signal; what the call raises is
-        left to ``made``.
+        """The number of passes that a call made, if a signal is raised in pass number ``at``.
+        ``made`` handles the exception of the call.
         """
         self.start(at)
         call(self.bundle)
@@ -98,7 +100,8 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Native]:
     folder = tmp_path_factory.mktemp("passes")
     (folder / "passes.c").write_text(PASSES)
     library = folder / "passes.so"
-    strict = [flag for flag in STRICT if flag != "-std=c99"]  # which has no raise
+    # C99 does not declare SIGUSR1
+    strict = [flag for flag in STRICT if flag != "-std=c99"]
     succeed(
         tool("gcc"),
         *strict,
@@ -117,7 +120,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Native]:
 
 @pytest.fixture
 def on_signal() -> Iterator[Callable[[Callable[[], object]], None]]:
-    """Sets what is done when the signal comes."""
+    """Set the function that runs when the signal arrives."""
     before = signal.getsignal(signal.SIGUSR1)
     yield lambda action: signal.signal(signal.SIGUSR1, lambda *_: action()) and None
     signal.signal(signal.SIGUSR1, before)
@@ -184,7 +187,9 @@ def test_a_session_that_a_signal_ended_serves_other_threads(
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT as a terminal's program has it: a job in the background is started to ignore it."""
+    """Restore the normal handling of SIGINT, because a job in the background is started with SIGINT
+    ignored.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -220,7 +225,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def endless(checkpoint: Path) -> Path:
-    """A bundle whose canvas is so long that filling it a token a pass takes many minutes."""
+    """A bundle with a canvas so long that filling it with one token per pass takes many minutes."""
     build(checkpoint, checkpoint.parent / "bundle", BuildOptions(check_parity=False))
     return checkpoint.parent / "bundle"
 
@@ -240,7 +245,9 @@ def _wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> No
 
 
 def _is_computing(process: subprocess.Popen[str], mapped: str = "libonnxruntime") -> None:
-    """Waits until a file was loaded, and then for as much work as only what follows can be."""
+    """Wait until a file has been loaded, and then until the process has used so much time that it
+    must be in the next stage.
+    """
     _wait_until(lambda: mapped in Path(f"/proc/{process.pid}/maps").read_text(), process)
     loaded = _cpu_seconds(process.pid)
     _wait_until(lambda: _cpu_seconds(process.pid) > loaded + 0.5, process)
@@ -251,8 +258,8 @@ def _ended_by(
     arguments: tuple[object, ...],
     is_inside: Callable[[subprocess.Popen[str]], None],
 ) -> str:
-    """Runs a command, sends it a signal once it is inside its work, and sees it die by that; what
-    it printed on stdout.
+    """Run a command and send it a signal while it works. The command must end by this signal.
+    Returns its standard output.
     """
     command = [sys.executable, "-m", "dlm_export.cli", *map(str, arguments)]
     started = subprocess.Popen(
@@ -262,7 +269,7 @@ def _ended_by(
         text=True,
         preexec_fn=lambda: (
             signal.signal(number, signal.SIG_DFL) and None
-        ),  # this run of the tests may be one that ignores it
+        ),  # these tests may run with this signal ignored
     )
     with started as process:
         try:
@@ -338,7 +345,7 @@ def test_a_build_that_a_signal_ends_leaves_nothing_behind(checkpoint: Path, tmp_
 
 
 def test_a_command_goes_on_that_was_started_to_ignore_a_signal(endless: Path) -> None:
-    """As ``nohup`` starts it."""
+    """``nohup`` starts commands like this."""
     command = [
         sys.executable,
         "-m",

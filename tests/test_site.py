@@ -1,5 +1,5 @@
-"""The documentation site: it builds without a warning, has every page, function and option, and
-loads nothing from another host.
+"""Tests of the documentation site. It builds without a warning, has every page, function and
+option, and loads nothing from another host.
 """
 
 from __future__ import annotations

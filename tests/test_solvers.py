@@ -1,4 +1,6 @@
-"""Smoothing, AWQ, GPTQ and rotation keep the function, and lose less after quantisation."""
+"""Smoothing, AWQ, GPTQ and rotation do not change the function of the network, and reduce the loss
+from quantisation.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ def gptq(
 
 
 def _correlated(rows: int, channels: int, seed: int = 0) -> np.ndarray:
-    """Inputs ``[rows, channels]`` from a few shared directions and a little of each channel's own,
-    as activations are.
+    """Inputs ``[rows, channels]`` like activations: a mix of a few directions that all channels
+    share, and a little noise in each channel.
     """
     rng = np.random.default_rng(seed)
     shared = rng.standard_normal((rows, max(channels // 8, 1))) @ rng.standard_normal(
@@ -145,8 +147,8 @@ def test_awq_on_inputs_of_zeros_changes_nothing() -> None:
 def _gptq_by_elimination(
     w: np.ndarray, hessian: np.ndarray, group_size: int, format: str, *, is_signed: bool
 ) -> np.ndarray:
-    """OBQ's own recurrence, rows in order: an inverse that shrinks by one row at a time, in
-    float64, no batches.
+    """The recurrence of OBQ, in float64 and without batches. Rows are processed in order, and the
+    inverse shrinks by one row each time.
     """
     low, high, levels = (
         (-8, 7, (7, 7.5, 8, 8.5, 9, 9.5)) if format == "int4" else (-127, 127, (127,))
@@ -157,7 +159,7 @@ def _gptq_by_elimination(
         inverses.append((inverse - np.outer(inverse[:, 0], inverse[0]) / inverse[0, 0])[1:, 1:])
     counts = 1 / np.array(
         [[inverse[0, 0]] for inverse in inverses]
-    )  # of a row's squared error in the whole
+    )  # of the squared error of a row over the whole matrix
     left, out = w.astype(np.float64), np.zeros(w.shape)
     for i, inverse in enumerate(inverses):
         if i % group_size == 0:
@@ -198,7 +200,7 @@ def test_gptq_equals_the_recurrence_it_reorders(
     ours = gptq(w, gram, format=format, group_size=group_size, is_signed=is_signed).dequantise()
     damped = gram.astype(np.float64) + 0.01 * np.mean(np.diag(gram)) * np.eye(rows)
     expected = _gptq_by_elimination(w, damped, group_size or rows, format, is_signed=is_signed)
-    # In fp32, a value half way between two codes can be rounded either way. This changes the later
+    # In fp32, a value halfway between two codes can be rounded either way. This changes the later
     # rows of its column.
     assert (np.abs(ours - expected).max(axis=0) < 1e-4).mean() >= 0.8
 
@@ -279,7 +281,7 @@ def test_a_gram_matrix_sums_weighted_outer_products_in_any_portions(
     gram.add(x[cut:], weight[cut:])
     unit = x.double() / x.double().square().mean(1, keepdim=True).sqrt().clamp_min(
         1e-9
-    )  # a vector's length does not count
+    )  # the length of a vector does not matter
     exact = (unit * weight[:, None].double()).T @ unit
     assert (gram.matrix.triu() - exact.triu()).abs().max() <= 1e-5 * exact.abs().max()
 

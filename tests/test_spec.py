@@ -1,4 +1,6 @@
-"""A network's description gives the shapes that torch builds, and survives the manifest."""
+"""The description of a network gives the shapes that torch builds. Writing it to a manifest and
+reading it back does not change it.
+"""
 
 from __future__ import annotations
 
@@ -133,8 +135,8 @@ def test_layers_of_a_site_read_one_input_and_fold_into_parameters_that_exist(
 def test_every_described_network_runs_and_its_cache_is_exact(
     network: NetworkSpec, seed: int
 ) -> None:
-    """Rows over a cache equal those of the whole canvas, of which it was taken; it ends where a
-    block does.
+    """With a cache, rows equal those of a pass over the whole canvas. The cache comes from that
+    pass and ends at the end of a block.
     """
     torch.manual_seed(seed)
     denoiser = Denoiser(network).eval()
@@ -190,8 +192,8 @@ def test_blocks_of_no_tokens_are_refused() -> None:
 
 
 def test_experts_are_described_and_counted() -> None:
-    """8 of 64 experts: a token's work is that of 8, a few tokens read a few experts, and no recipe
-    reaches the router.
+    """Each token uses 8 of 64 experts, so the work of a token is that of 8 experts, and a few
+    tokens read only a few experts. No recipe quantises the router.
     """
     layer = replace(make_network().layers[0], mlp=ExpertsSpec(64, 8, 16, shared_size=32))
     network = make_network(layers=(layer,))
@@ -228,8 +230,8 @@ def test_mixtures_that_cannot_be_are_refused() -> None:
 
 @torch.no_grad()
 def test_the_bias_chooses_experts_within_the_best_groups_and_leaves_the_weights() -> None:
-    """By hand, as DeepSeek-V3 has it: two of three groups by their two best, then three experts, by
-    biased scores.
+    """This is computed by hand as in DeepSeek-V3. By biased scores, two of three groups are chosen
+    by their two best experts, and then three experts are chosen.
     """
     spec = ExpertsSpec(
         6, 3, 4, router=RouterSpec("sigmoid", "choice", scale=2.5, groups=3, active_groups=2)
@@ -241,7 +243,7 @@ def test_the_bias_chooses_experts_within_the_best_groups_and_leaves_the_weights(
     chosen, weights = router(torch.ones(1, 1, 1))
     scores = (
         products.sigmoid()
-    )  # groups: 1.61, 2.77, 0.86 with the bias: the last one is out, its 0.82 too
+    )  # the groups have 1.61, 2.77 and 0.86 with the bias, so the last one is out, and its 0.82 too
     assert chosen.flatten().tolist() == [3, 0, 1]
     kept = scores[[3, 0, 1]]
     torch.testing.assert_close(weights.flatten(), 2.5 * kept / kept.sum())

@@ -1,4 +1,5 @@
-"""Special tokens spelt in a request are ordinary text unless they are allowed.
+"""The text of a special token in a request is ordinary text, unless the request allows special
+tokens.
 
 This holds in Python and in compiled text files.
 """
@@ -28,7 +29,8 @@ from dlm_runtime.text.tokenizer import Tokenizer
 
 SPECIAL = ("<|end|>", "<|user|>", "<pad>", "<sep>")
 TURNS = "{% for m in messages %}<|user|>{{ m.content }}<|end|>\n{% endfor %}<|user|>"
-# Parts are put together by the template, so that two of them could spell a token that neither does.
+# The template joins these parts. Two parts together can spell a special token that neither of them
+# spells.
 PARTS = (
     "{% for m in messages %}<|user|>{% if m.content is string %}{{ m.content | trim }}{% else %}{% for part in m.content %}"
     "{{ part.text }}{% endfor %}{% endif %}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|end|>"
@@ -58,7 +60,7 @@ TEXTS = st.lists(
 
 
 class Both:
-    """A tokenizer as the library runs it, in its process and compiled."""
+    """A tokenizer in both forms: as the library runs it in its process, and compiled."""
 
     def __init__(self, data: str, template: str) -> None:
         self.library = tokenizers.Tokenizer.from_str(data)
@@ -98,7 +100,8 @@ def test_plain_text_has_no_special_token_and_decodes_to_itself(both: Both, text:
     assert both.python.decode(ids) == both.native.decode(ids)
     if both.library.normalizer is None:
         assert both.python.decode(ids) == text
-    around = both.spelled(both.python.encode(""))  # what the tokenizer itself puts around a prompt
+    # The tokens that the tokenizer itself adds to a prompt.
+    around = both.spelled(both.python.encode(""))
     assert both.spelled(both.python.encode(text)) == around
     assert both.python.encode(text) == both.native.encode(text, is_prompt=True)
     allowed = both.python.encode_plain(text, special_tokens=True)
@@ -184,7 +187,7 @@ def test_a_text_with_no_other_spelling_is_refused() -> None:
 
 
 def test_the_unknown_token_is_ordinary_text_if_a_message_spells_it() -> None:
-    """Gemma's unknown token is special, and its letters have ordinary tokens."""
+    """Gemma's unknown token is special, and ordinary tokens exist for its letters."""
     made = tokenizers.Tokenizer(
         tokenizers.models.BPE(
             {"<unk>": 0, "<": 1, "u": 2, "n": 3, "k": 4, ">": 5, "a": 6}, [], unk_token="<unk>"
@@ -252,7 +255,7 @@ def test_a_prompt_cannot_end_or_mask_its_answer(demo: Bundle, spelled: str) -> N
 def _given(
     bundle: Bundle, prompt: str | None = None, chat: Any = None, **options: Any
 ) -> list[int]:
-    """The ids that a request gives the denoiser."""
+    """The ids that the denoiser gets for a request."""
     return bundle._request("generate", (prompt, None, chat), Options.of(options)).given
 
 

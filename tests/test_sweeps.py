@@ -1,4 +1,6 @@
-"""Calibration by layers gives the codes of the whole denoiser, within memory, and can be resumed."""
+"""Calibration layer by layer gives the same codes as calibration of the whole denoiser. It stays
+within its memory and can be resumed.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def _states(source: Source) -> list[State]:
 
 @torch.no_grad()
 def _whole(source: Source, states: list[State], formats: dict[str, str]) -> dict[str, Any]:
-    """Codes by GPTQ from one look at all layers of a denoiser that is held whole."""
+    """The codes of GPTQ if all layers of a denoiser are in memory at once."""
     c = source.network
     denoiser = families.load(source.parameters, c)
     grams: dict[str, gptq.Gram] = {}

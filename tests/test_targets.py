@@ -1,5 +1,5 @@
-"""The table of devices: the precisions of each, errors and their reasons, and where engines come
-from.
+"""Tests of the table of devices: the precisions of each device, errors and their reasons, and the
+sources of engines.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dlm_runtime.abi import native as _native
 
 GPUS = [name for name, target in targets.TARGETS.items() if target.sm is not None]
 
-# ENGINES.md, "Precision by device": SM, INT8 and INT4, FP8, NVFP4, whether TensorRT-RTX builds it
-# ahead of time.
+# For each device, as in ENGINES.md, "Precision by device": SM, INT8 and INT4, FP8, NVFP4, and
+# whether TensorRT-RTX can build its engines ahead of time.
 DEVICES = {
     "orin-nano": (87, True, False, False, False),
     "orin-nx": (87, True, False, False, False),
@@ -40,7 +40,8 @@ DEVICES = {
     "rtx5090": (120, True, True, True, True),
     "rtx-pro-6000": (120, True, True, True, True),
     "gb10": (121, True, True, True, True),
-    # Devices without a row in the table. INT4 and bf16 fail to compile for SM 7.5 in TensorRT-RTX 1.7.
+    # Devices that are not in the table. With TensorRT-RTX 1.7, INT4 and bf16 do not compile for SM
+    # 7.5.
     "sm75": (75, False, False, False, True),
     "sm80": (80, True, False, False, True),
     "sm86": (86, True, False, False, True),
@@ -267,7 +268,7 @@ def test_every_named_gpu_has_figures_with_sources(name: str) -> None:
     assert 50e9 < target.bandwidth_bytes_per_s < 20e12
     assert target.tensorrt
     assert (target.jetpack is not None) == (target.memory_is_shared and name != "gb10")
-    # A rate in the wrong unit, or for a precision that the device has not got.
+    # This finds a rate in the wrong unit, or for a precision that the device does not have.
     assert all(1e12 < rate < 1e17 for rate in target.rates.values())
     assert set(target.rates) <= {"fp16", "int8", "int4", "fp8", "nvfp4"}
     for number in ("fp8", "nvfp4"):
@@ -277,8 +278,8 @@ def test_every_named_gpu_has_figures_with_sources(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "rate", "figure"),
     [
-        ("rtx4090", "fp16", 165.2e12),  # with fp32 accumulation, not 330.3
-        ("l4", "int8", 242.5e12),  # dense, not 485
+        ("rtx4090", "fp16", 165.2e12),  # with fp32 accumulation; the other published value is 330.3
+        ("l4", "int8", 242.5e12),  # for dense matrices; the other published value is 485
         ("h100", "fp8", 1978.9e12),
         ("h200", "fp8", 1979e12),
         ("b200", "nvfp4", 9e15),
@@ -354,7 +355,7 @@ def test_standard_tensorrt_builds_for_the_gpu_at_hand_only(monkeypatch: pytest.M
     _finds(monkeypatch, "tensorrt", sm=90)
     assert machine.engine_here(find("h100")) == (True, "by TensorRT, for this machine's GPU")
     assert not machine.engine_here(find("b200"))[0]
-    _finds(monkeypatch, "tensorrt", sm=101)  # CUDA 12's name for Thor
+    _finds(monkeypatch, "tensorrt", sm=101)  # the number that CUDA 12 has for Thor
     assert machine.engine_here(find("thor"))[0]
     _finds(monkeypatch, "tensorrt", sm=None)
     assert not machine.engine_here(find("h100"))[0]
@@ -376,7 +377,7 @@ def test_asking_what_can_be_built_imports_no_engine() -> None:
 def test_the_gpu_at_hand_is_asked_through_libcuda(
     failing: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver of SM 12.1, whose calls fail in turn."""
+    """The mock is a driver for SM 12.1. Each of its calls fails once."""
 
     class Driver:
         def cuInit(self, flags: int) -> int:

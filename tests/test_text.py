@@ -1,4 +1,6 @@
-"""Compiled text files equal tokenizers and Jinja, or are rejected with the reason."""
+"""Compiled text files give the same results as tokenizers and Jinja. Otherwise they are rejected
+with the reason.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ CHATML = (
     "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|system|>Be kind.\n{% endif %}"
     "<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# As instructions are set for a denoiser whose template knows pairs of messages alone.
+# A chat template that only accepts pairs of messages, as instructions for a denoiser may be
+# written.
 PAIRS = (
     "{% if messages[0].role == 'system' %}{% set first = '[S]' + messages[0].content | trim + '[/S]' %}"
     "{% set rest = messages[1:] %}"
@@ -46,7 +49,7 @@ PAIRS = (
 
 
 class Pair:
-    """A tokenizer in both forms."""
+    """A tokenizer in both forms: as a library and compiled."""
 
     def __init__(self, data: str, template: str | None = None) -> None:
         self.oracle = Oracle(data.encode(), template, {"bos_token": "<s>", "eos_token": "</s>"})
@@ -139,7 +142,7 @@ def test_text_that_is_no_utf8_is_refused_by_its_place(pairs: Callable[[str], Pai
 
 
 def cut(splits: Splits, text: str) -> list[str]:
-    """The native library's first split, written in Python."""
+    """The first split of the native library, written in Python."""
     table, pieces, at, done = splits.tables[0], [], 0, 0
     columns = [*(int(splits.classes[ord(letter)]) for letter in text), splits.count]
     while at < len(text):
@@ -282,7 +285,7 @@ def test_what_is_not_compiled_is_told_by_name(reason: str) -> None:
 
 
 def test_a_form_that_is_not_equal_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A merge less than the tokenizer has."""
+    """The compiled form has one merge less than the tokenizer."""
     from dlm_export.text import compiled
 
     read = compiled.read_tables
@@ -508,7 +511,7 @@ def demo(demo_bundle: Path) -> Iterator[Bundle]:
 
 
 class Run:
-    """What ``dlm_session_generate`` gave for a prompt or a chat."""
+    """The result of ``dlm_session_generate`` for a prompt or a chat."""
 
     def __init__(
         self,

@@ -1,4 +1,6 @@
-"""Embedding tables: one table for a tied head, lookup in its format, and the checkpoint's own type."""
+"""Tests of embedding tables: a tied head uses the same table, rows are looked up in the table's
+format, and the type can be that of the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ VOCABULARY, HIDDEN = 100, 48
 
 
 def table_of(group_size: int, seed: int) -> QuantisedWeight:
-    """A head ``[HIDDEN, VOCABULARY]``; ``group_size`` 0: INT8."""
+    """The table of a head ``[HIDDEN, VOCABULARY]``. A ``group_size`` of 0 means INT8."""
     w = np.random.default_rng(seed).normal(size=(HIDDEN, VOCABULARY)).astype(np.float32)
     if group_size == 0:
         return quantise_weight(w, "int8")
@@ -55,7 +57,7 @@ def table_of(group_size: int, seed: int) -> QuantisedWeight:
 
 
 def lookup_model(weight: QuantisedWeight) -> bytes:
-    """A model that looks up rows of a table; its one input is ``ids`` ``[B, T]``."""
+    """A model that looks up rows of a table. Its only input is ``ids`` ``[B, T]``."""
     ids = ir.Value(name="ids", shape=ir.Shape(["B", "T"]), type=ir.TensorType(ir.DataType.INT64))
     if weight.group_size is None:
         name, attributes = "Int8Embedding", {}
@@ -135,7 +137,9 @@ TABLES = {
     "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 HEAD_TOLERANCE = 2e-6
-"""Of a sum of a few hundred fp32 products in another order, as a part of the sum of their sizes."""
+"""A few hundred fp32 products are added in another order. The tolerance is relative to the sum of
+their magnitudes.
+"""
 
 
 def head_model(table: np.ndarray, scales: np.ndarray | None) -> bytes:
@@ -233,7 +237,8 @@ RECIPES = {
         ("fp8", "BFLOAT16", ["Bf16TiedHead", "Gather"]),
         ("nvfp4-weight", "BFLOAT16", ["Bf16TiedHead", "Gather"]),
         ("int8", "UINT8", ["Int8Embedding", "Int8Linear"]),
-        ("int4-rtn", "UINT8", ["Int8Embedding", "Int8Linear"]),  # int4 recipes hold it in INT8
+        # int4 recipes store the table in INT8
+        ("int4-rtn", "UINT8", ["Int8Embedding", "Int8Linear"]),
         ("head in int4", "UINT8", ["Int4Embedding", "Int4Linear"]),
         ("head in fp8", "UINT8", ["Fp8TiedHead", "Gather"]),
     ],
@@ -241,8 +246,8 @@ RECIPES = {
 def test_a_tied_bundle_holds_its_table_once_with_parity(
     tied_checkpoint: Path, tmp_path: Path, precision: str, stored: str, users: list[str]
 ) -> None:
-    """The build itself compares every layer, or whole canvases in fp32, with torch, and fails if
-    they differ.
+    """The build compares every layer with torch, or whole canvases in fp32, and fails if they
+    differ.
     """
     recipe = precision
     if precision in RECIPES:
@@ -318,8 +323,8 @@ def test_opening_a_tied_bundle_makes_no_copy_of_its_table(
         capture_output=True,
         text=True,
     ).stdout
-    # Opening takes 10 MiB whatever the table is; the smallest copy, of INT8 codes, would be 15 MiB
-    # more, one in fp32 59 MiB.
+    # Opening takes 10 MiB for any size of the table. The smallest possible copy, of INT8 codes,
+    # would take another 15 MiB, and a copy in fp32 59 MiB.
     assert int(out) < (10 << 20) + rows * hidden // 2
 
 
@@ -340,7 +345,7 @@ def test_rotary_tables_are_stored_once_for_all_layers_and_as_long_as_the_canvas(
             assert sorted(rotary) == ["rotary.0.cos", "rotary.0.sin"]
             assert {value.shape[0] for value in rotary.values()} == {256}  # type: ignore[index]
             readers = [node for node in graph if rotary["rotary.0.cos"] in node.inputs]
-            assert len(readers) == (3 if name == "cpu" else 6)  # queries and keys by themselves
+            assert len(readers) == (3 if name == "cpu" else 6)  # queries and keys are separate
 
 
 def test_an_untied_table_is_stored_as_in_the_checkpoint(tmp_path: Path) -> None:
@@ -384,7 +389,7 @@ def test_a_quantised_tied_bundle_generates_the_same_with_every_kernel(
 def test_auto_chooses_the_format_of_a_tied_table(
     tied_checkpoint: Path, tmp_path: Path, table: str
 ) -> None:
-    """With a budget that every format keeps, the smallest is taken; the build then judges it."""
+    """All formats keep the budget, so the smallest is chosen. The build then judges it."""
     quantise = replace(
         SMALL, budgets=Budgets(max_ce_increase=10.0), auto=AutoOptions(formats=(table,))
     )
@@ -445,7 +450,7 @@ def test_an_engine_of_a_tied_denoiser_holds_the_table_once(tmp_path: Path) -> No
         folder = gpu_bundle("fp16", "rtx5090", source=source, engines=True)
         (file,) = (folder / "engines").iterdir()
         sizes.append(file.stat().st_size)
-    more = 2 * 40_000 * hidden  # of one table in fp16; a second copy would double it
+    more = 2 * 40_000 * hidden  # the size of one table in fp16; a second copy would double it
     assert 0.95 * more < sizes[1] - sizes[0] < 1.1 * more
 
 
@@ -471,12 +476,14 @@ def test_onnxruntime_on_a_gpu_multiplies_by_the_table_as_it_is_stored(
         )[0]
         for name in ("denoiser.onnx", "device.onnx")
     )
-    # The CPU's Gemm adds up in fp16 what its MatMul adds up in fp32.
+    # The CPU's Gemm adds in fp16, and its MatMul adds in fp32.
     np.testing.assert_allclose(device, judged, atol=0.01 * np.abs(judged).max())
 
 
 def untied_twin(tied: Path, folder: Path) -> Path:
-    """The same denoiser with the table stored twice: once to look tokens up in, once as the head."""
+    """The same denoiser with the table stored twice: once for looking up tokens, and once as the
+    head.
+    """
     config = json.loads((tied / "config.json").read_text()) | {"tie_word_embeddings": False}
     tensors = load_file(tied / "model.safetensors")
     (table,) = [name for name in tensors if name.endswith("embed_tokens.weight")]
@@ -488,10 +495,10 @@ def untied_twin(tied: Path, folder: Path) -> Path:
 
 
 def judged_increase(checkpoint: Path, folder: Path, precision: str) -> float:
-    """How much the loss grows by quantising, in nats a masked position.
+    """How much quantising increases the loss, in nats per masked position.
 
-    The loss is that on text drawn from the denoiser in full precision: its mean increase is the
-    divergence between the two, which needs no drawing.
+    The text is drawn from the denoiser in full precision. The mean increase of the loss on this
+    text is the divergence between the two denoisers, which can be computed without drawing.
     """
     options = BuildOptions(precision=precision, check_parity=False, quantise=SMALL)
     build_bundle(checkpoint, folder, options)
@@ -511,7 +518,7 @@ def judged_increase(checkpoint: Path, folder: Path, precision: str) -> float:
     return float(np.concatenate(found).mean())
 
 
-# Formats in which the table is quantised, and such as leave it alone.
+# Formats in which the table is quantised, and formats that leave the table unchanged.
 @pytest.mark.parametrize(
     ("family", "precision"),
     [
@@ -526,12 +533,14 @@ def judged_increase(checkpoint: Path, folder: Path, precision: str) -> float:
 def test_sharing_a_table_costs_as_much_as_rounding_its_rows_once(
     family: Callable[..., dict[str, Any]], precision: str, tmp_path: Path
 ) -> None:
-    """A tied table rounds what is looked up as well, where an untied one looks up exact rows.
+    """In a tied table, the rows that are looked up are rounded as well. An untied table looks up
+    exact rows.
 
-    The looked-up rows are one more operand with an error of the same relative size. They enter
+    The rounded rows are one more operand with an error of the same relative size. They enter
     everything that follows, so here they cost up to 0.9 times as much as all other roundings
-    together. A loss grows with the square of an error: rows that were twice as coarse as the head's
-    format would cost four times as much, and exceed the limit of 1.5 times.
+    together. A loss grows with the square of the error. If the rows were rounded twice as coarsely
+    as the format of the head, they would cost four times as much, and exceed the limit of 1.5
+    times.
     """
     recipe = precision
     if precision == "head in int4":

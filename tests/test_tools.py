@@ -1,5 +1,5 @@
-"""Tools: what the template is told of them, what a text has to be, and which calls are read out of
-it.
+"""Tests of tools: what the chat template receives, which texts are allowed, and which calls are
+read from a text.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ WEATHER = {
     },
 }
 STOP = {"type": "function", "function": {"name": "stop"}}
-# As Hermes' and Qwen's are: tools in the system message, calls between marks, results as messages
-# of their own.
+# A template like those of Hermes and Qwen: tools are in the system message, calls are between
+# marks, and results are separate messages.
 TEMPLATE = """{%- if tools %}
 {{- '<|user|>' }}
 {%- if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}
@@ -80,7 +80,7 @@ def tools(choice: str = "required", form: str = "object", *, is_parallel: bool =
 
 
 def _accepts(given: Tools, text: str) -> bool:
-    """Whether the automaton of the calls ends with a text."""
+    """Whether the automaton of the calls accepts a text."""
     return byte_automaton(Content("tree", json.dumps(given.tree()))).matches(text)
 
 

@@ -1,7 +1,9 @@
-"""Denoisers on Llama's, Qwen2's and Qwen3's trunks, by blocks and whole: SDAR, Fast-dLLM v2, A2D.
+"""Tests of denoisers that have the layers of Llama, Qwen2 or Qwen3, block by block and as a whole:
+SDAR, Fast-dLLM v2, A2D.
 
-Logits are compared with transformers' own class of the trunk under a mask written here: nothing of
-ours stands on that side. ``test_capture`` does the same through ``capture``.
+Logits are compared with those of the corresponding transformers class, under a mask that is
+computed here. The other side of the comparison uses none of this project's code. ``test_capture``
+does the same through ``capture``.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.sources import open_source
 
-MASK = 150  # of every layout's tokens
-# Layout -> config.json, the class of its trunk, what the user says, and the block of its attention.
+MASK = 150  # the mask token of every layout
+# For each layout: config.json, the class of its trunk, the options that the user passes, and the
+# block length of its attention.
 LAYOUTS: dict[str, tuple[dict[str, Any], str, Overrides, int | None]] = {
     "SDAR": (sdar_config(), "Qwen3ForCausalLM", Overrides(), 4),
     "SDAR, tied, blocks of 64": (
@@ -165,7 +168,7 @@ def test_what_inspect_tells_of_a_block_network(tmp_path: Path) -> None:
 
 
 def test_inspect_needs_the_headers_alone(tmp_path: Path) -> None:
-    """Torch takes longer to import than all that is read here."""
+    """If torch was imported, this would take longer than everything that is read here."""
     path = write_checkpoint(tmp_path, sdar_config(), shards=3)
     script = f"import sys; from dlm_export.cli import main; main(['inspect', {str(path)!r}], standalone_mode=False)\n"
     command = [

@@ -1,4 +1,6 @@
-"""``--tune`` times products as the runtime computes them, and auto takes the fastest."""
+"""``--tune`` times matrix products in the same way as the runtime computes them, and auto takes the
+fastest.
+"""
 
 from __future__ import annotations
 

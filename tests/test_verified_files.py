@@ -1,8 +1,9 @@
-"""Records of verified files: an unchanged large file is not hashed again, and damage never passes.
+"""Tests of the records of verified files. A large file that has not changed is not hashed again,
+and a damaged file is always rejected.
 
-A forged record says that a damaged file has the manifest's hash. The bundle opens with it, which
-shows that the record was used. Everything that makes a record untrustworthy must make the bundle
-fail again.
+To see whether a record is used, the tests forge one. It says that a damaged file has the hash in
+the manifest. If the bundle then opens, the record was used. Every reason not to trust the record
+must make opening fail again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ is_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give file
 
 @pytest.fixture
 def bundle(llada_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A bundle with a large file, and a separate cache folder for records."""
+    """A bundle with a large file, and a separate cache folder for the records."""
     copied = Path(shutil.copytree(llada_bundle, tmp_path / "bundle"))
     add_large_file(copied)
     (tmp_path / "cache").mkdir(mode=0o700)
@@ -54,7 +55,7 @@ def add_large_file(bundle: Path) -> None:
 
 @pytest.fixture
 def recorded(bundle: Path, tmp_path: Path) -> Path:
-    """The bundle, opened when its large file was old enough to be recorded."""
+    """The bundle, after it was opened when its large file was old enough to be recorded."""
     kind = subprocess.run(
         ["stat", "-f", "-c", "%T", str(tmp_path)], check=True, capture_output=True, text=True
     ).stdout.strip()
@@ -86,13 +87,13 @@ def folder_of(bundle: Path) -> Path:
 
 
 def record_of(bundle: Path) -> Path:
-    """Where verified_files.cc keeps the record of the large file."""
+    """The path at which verified_files.cc stores the record of the large file."""
     found = (bundle / LARGE).stat()
     return folder_of(bundle) / f"{(found.st_dev + found.st_ino) & 0xFFFF:04x}"
 
 
 def record_text(bundle: Path) -> str:
-    """The record for the file's present state and the manifest's hash."""
+    """The text of the record for the current state of the file and the hash in the manifest."""
     found = (bundle / LARGE).stat()
     modified, changed = (divmod(ns, 10**9) for ns in (found.st_mtime_ns, found.st_ctime_ns))
     manifest = json.loads((bundle / "manifest.json").read_text())
@@ -110,7 +111,7 @@ def damage(bundle: Path) -> None:
 
 
 def forge(bundle: Path) -> Path:
-    """Damage the large file, and record it as right."""
+    """Damage the large file, and write a record that says that it is right."""
     damage(bundle)
     folder_of(bundle).mkdir(mode=0o700, exist_ok=True)
     record = record_of(bundle)
@@ -150,7 +151,8 @@ def test_a_moved_bundle_keeps_its_record(recorded: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("engine", ["none", "onnxruntime"])
 def test_a_file_that_just_changed_is_not_recorded(bundle: Path, engine: str) -> None:
-    for _ in range(10):  # on a machine that stops for a while the file may grow old meanwhile
+    # If the machine stops for a while, the file may become old enough meanwhile.
+    for _ in range(10):
         (bundle / LARGE).touch()
         dlm_runtime.open(bundle, engine=engine, threads=1).close()
         if time.time() - (bundle / LARGE).stat().st_ctime < SETTLED_S:
@@ -224,7 +226,7 @@ def test_a_file_whose_time_was_set_back_is_refused(recorded: Path) -> None:
 
 def test_a_file_written_through_a_hard_link_is_refused(recorded: Path, tmp_path: Path) -> None:
     (tmp_path / "link").hardlink_to(recorded / LARGE)
-    open_bundle(recorded)  # a new link changes the file's time too
+    open_bundle(recorded)  # a new link also changes the time of the file
     with (tmp_path / "link").open("r+b") as file:
         file.write(b"!")
     assert is_refused(recorded)
@@ -239,11 +241,11 @@ def test_a_file_written_through_a_mapping_is_refused(recorded: Path) -> None:
 def test_a_page_that_was_dirty_before_the_record_is_not_written_unseen(
     recorded: Path,
 ) -> None:
-    """A page stays writable without an update of the file's time until it is flushed, so the file
+    """Until it is flushed, a page stays writable without an update of the file's time. So the file
     is flushed before it is recorded.
     """
     with (recorded / LARGE).open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
-        mapped[OFFSET] = 0x5A  # what it is: the hash stays right
+        mapped[OFFSET] = 0x5A  # the byte that is already there, so the hash stays right
         time.sleep(SETTLED_S)
         open_bundle(recorded)
         assert record_of(recorded).read_text() == record_text(recorded)
@@ -322,7 +324,7 @@ def _folder(record: Path) -> None:
 
 
 def _make_in_the_future(record: Path) -> None:
-    """As it is after the clock was set back."""
+    """Set the file's time to the future, as if the clock was set back afterwards."""
     ahead = time.time() + 3600
     os.utime(record, (ahead, ahead))
 
@@ -427,7 +429,7 @@ def test_a_bundle_opens_without_a_place_for_records(
     bundle: Path, tmp_path: Path, variables: dict[str, str]
 ) -> None:
     time.sleep(SETTLED_S)
-    (tmp_path / "relative").mkdir(mode=0o700)  # a relative path is not followed
+    (tmp_path / "relative").mkdir(mode=0o700)  # records are not stored under a relative path
     kept = {name: value for name, value in os.environ.items() if "HOME" not in name}
     for _ in range(2):
         done = subprocess.run(

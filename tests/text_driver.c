@@ -1,6 +1,6 @@
-/* Walks the calls for text of dlm_runtime.h down their error paths and through their promises:
- * text_driver BUNDLE BUNDLE is the demo's, which has a tokenizer and a chat template. Prints "N
- * passed, N failed"; the exit status is 1 if one failed. */
+/* Tests the functions for text of dlm_runtime.h, including all errors: text_driver BUNDLE
+ * BUNDLE must be the demo's, which has a tokenizer and a chat template. Prints "N passed, N
+ * failed", and exits with 1 if a claim failed. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -151,14 +151,15 @@ static void test_generating(dlm_bundle* bundle) {
         strcmp(result->text, told.text) == 0);
   CLAIM(told.pieces > 1 && told.steps == result->stats->nfe && result->prompt_tokens > 0 &&
         result->is_text_decided == 1);
-  CLAIM(told.inner == DLM_INVALID_ARGUMENT); /* a callback may not use the session that called it */
+  CLAIM(told.inner ==
+        DLM_INVALID_ARGUMENT); /* a callback must not use the session that called it */
   strcpy(whole, result->text);
   const dlm_message message = {"user", PROMPT, strlen(PROMPT)};
   dlm_request chat = prompt_of("", NULL);
   chat.prompt = NULL, chat.max_new_tokens = 48, chat.messages = &message, chat.message_count = 1;
   CLAIM(dlm_session_generate(session, &chat, &result) == DLM_OK &&
         strcmp(result->text, whole) == 0);
-  chat.prompt = PROMPT; /* beside the messages */
+  chat.prompt = PROMPT; /* in addition to the messages */
   CLAIM(dlm_session_generate(session, &chat, &result) == DLM_INVALID_ARGUMENT && result == NULL);
   CLAIM(strstr(dlm_session_last_error(session), "set one") != NULL);
   /* Stop strings: the text ends before the first of them, and no further pass is made. */
@@ -185,7 +186,7 @@ static void test_generating(dlm_bundle* bundle) {
   CLAIM(dlm_session_generate(session, &request, &result) == DLM_INVALID_ARGUMENT);
   request.stop_strings = none;
   CLAIM(dlm_session_generate(session, &request, &result) == DLM_INVALID_ARGUMENT);
-  /* The same through a scheduler. */
+  /* The same with a scheduler. */
   dlm_scheduler* scheduler = NULL;
   dlm_job* job = NULL;
   CLAIM(dlm_scheduler_create(bundle, NULL, WHY, &scheduler) == DLM_OK);
@@ -211,14 +212,14 @@ static void test_generating(dlm_bundle* bundle) {
   strcpy(whole, result->text);
   request.max_new_tokens = dlm_bundle_describe(bundle)->denoiser->max_new_tokens;
   CLAIM(dlm_session_generate(session, &request, &result) == DLM_OK);
-  CLAIM(strcmp(result->text, whole) == 0); /* the length is the bundle's own */
+  CLAIM(strcmp(result->text, whole) == 0); /* the length is the default of the bundle */
   request.text_start = 1 << 20;
   CLAIM(dlm_session_generate(session, &request, &result) == DLM_INVALID_ARGUMENT);
   request.text_start = -1;
   request.max_new_tokens = 0;
   CLAIM(dlm_session_generate(session, &request, &result) == DLM_OK &&
         result->stats->nfe == 0);           /* 0 stays 0 */
-  CLAIM(strcmp(result->text, PROMPT) == 0); /* the whole canvas is the text */
+  CLAIM(strcmp(result->text, PROMPT) == 0); /* the text is the whole canvas */
   request.max_new_tokens = -2;
   CLAIM(dlm_session_generate(session, &request, &result) == DLM_INVALID_ARGUMENT);
   CLAIM(strstr(dlm_session_last_error(session), "is negative") != NULL);
@@ -249,7 +250,8 @@ int main(int argc, char** argv) {
   const dlm_text* text = NULL;
   if (argc != 2 || dlm_bundle_open(argv[1], NULL, WHY, &bundle) != DLM_OK)
     return fprintf(stderr, "%s\n", why), 2;
-  test_threads_share_a_text(bundle); /* first: each of them may be the one that reads the file */
+  test_threads_share_a_text(
+      bundle); /* must be first, so that any of the threads may be the one that reads the file */
   CLAIM(dlm_bundle_text(bundle, WHY, &text) == DLM_OK);
   test_null_is_refused_by_name(bundle, text);
   test_short_buffers_are_filled_and_the_rest_is_told(text);

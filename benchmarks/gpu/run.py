@@ -4,13 +4,14 @@
     python benchmarks/gpu/run.py --layers 8 --precision fp16 --json gpu.json
     python benchmarks/gpu/run.py --device cpu --tiny --json rehearsal.json                # no GPU: the same steps on a CPU
 
-This project's loop uses ONNX Runtime's CUDA provider. Install this project with its export extra,
-and PyTorch for CUDA. --wheel replaces the installed ONNX Runtime with a file's, without its
-dependencies, and uses the NVIDIA libraries of PyTorch. Weights are random, so a loop commits a fixed
-number of tokens a pass and never stops early. Each contestant runs in its own process. The time of
-a generation is the median of its rounds, after one warm-up. Memory is the process's memory on the
-GPU (nvidia-smi) or, on a CPU, its largest resident set. "equal" is the share of new tokens that
-equal those of eager PyTorch.
+This project's loop uses the CUDA provider of ONNX Runtime. Install this project with its export
+extra, and PyTorch for CUDA. --wheel replaces the installed ONNX Runtime with a wheel file, without
+its dependencies. It then uses the NVIDIA libraries of PyTorch.
+
+Weights are random, so a loop commits a fixed number of tokens per pass and never stops early. Each
+contestant runs in a separate process. The time of a generation is the median of its rounds, after
+one warm-up. Memory is the process's memory on the GPU (nvidia-smi) or, on a CPU, its largest
+resident set. "equal" is the share of new tokens that equal those of eager PyTorch.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ TINY = {
 NATIVE = "native"
 TORCH = ("torch-eager", "torch-compile", "torch-cudagraphs")
 Generate = Callable[[list[int], int, dict[str, Any]], tuple[list[int], int]]
-"""Tokens given, tokens to fill and a policy's fields -> the canvas, and the passes made."""
+"""Takes the given tokens, the number of tokens to fill and the fields of a policy. Returns the
+canvas and the number of passes.
+"""
 
 
 # ---- A contestant, in its own process ----
@@ -63,7 +66,7 @@ def native(options: argparse.Namespace) -> tuple[Generate, str]:
 
 
 def in_torch(options: argparse.Namespace) -> tuple[Generate, str]:
-    """The reference loop: eager, or its body compiled, without and with CUDA graphs."""
+    """The reference loop: eager, or with a compiled body, with or without CUDA graphs."""
     import torch
 
     from dlm_export import families
@@ -84,7 +87,8 @@ def in_torch(options: argparse.Namespace) -> tuple[Generate, str]:
         compiled = torch.compile(denoiser.hidden, dynamic=False, mode=mode)
 
         def hidden(*arguments: Any) -> Any:
-            # A replayed graph overwrites the results of the last one, and the loop keeps some.
+            # When a CUDA graph is replayed, it overwrites the results of the last replay. The loop
+            # keeps some of these results.
             torch.compiler.cudagraph_mark_step_begin()
             features, presents = compiled(*arguments)
             return features.clone(), [(keys.clone(), values.clone()) for keys, values in presents]
@@ -99,8 +103,8 @@ def in_torch(options: argparse.Namespace) -> tuple[Generate, str]:
 
 
 def memory_bytes(device: str) -> int | None:
-    """The memory of this process: on the GPU, if the driver reports it, or its largest resident
-    set.
+    """The memory of this process: on the GPU if the driver reports it, otherwise its largest
+    resident set.
     """
     if device == "cpu":
         status = Path("/proc/self/status").read_text()
@@ -110,14 +114,14 @@ def memory_bytes(device: str) -> int | None:
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     told = subprocess.run(query, check=True, capture_output=True, text=True).stdout
     held = dict(line.split(", ") for line in told.splitlines() if line.split(", ")[-1].isdigit())
-    # In a container the driver can know this process by another id. If only one process uses the
-    # GPU, it is this one.
+    # In a container, the driver may know this process by another id. If only one process uses the
+    # GPU, it must be this one.
     own = held.get(str(os.getpid())) or (next(iter(held.values())) if len(held) == 1 else None)
     return None if own is None else int(own) << 20
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """One contestant's figures, for each loop."""
+    """The figures of one contestant, for each loop."""
     generate, engine = (native if options.contestant == NATIVE else in_torch)(options)
     given, loops = [5 + 7 * i % 97 for i in range(options.prompt)], {}
     for cache in ("none", "dual"):
@@ -165,7 +169,7 @@ def install(wheel: Path) -> None:
 
 
 def prepare(options: argparse.Namespace, work: Path) -> tuple[Path, Path]:
-    """The checkpoint and its bundle. Files of an earlier run are used again."""
+    """The checkpoint and its bundle. Files that an earlier run wrote are used again."""
     import real_size
 
     checkpoint, bundle = work / "checkpoint", work / f"bundle-{options.precision}"
@@ -197,7 +201,9 @@ def prepare(options: argparse.Namespace, work: Path) -> tuple[Path, Path]:
 
 
 def compare(options: argparse.Namespace, checkpoint: Path, bundle: Path) -> list[dict[str, Any]]:
-    """A row for each contestant and loop. If one fails, its row has the reason instead of figures."""
+    """A row for each contestant and loop. If a contestant fails, its row has the reason instead of
+    figures.
+    """
     rows, eager = [], {}
     for contestant in options.contestants:
         command = [

@@ -1,6 +1,7 @@
-"""Read and write the demos in the layouts of a released LLaDA and SDAR.
+"""Reads and writes the demo networks in the file layouts of the released LLaDA and SDAR.
 
-The files are ``config.json``, ``generation_config.json`` and ``model.safetensors`` (bf16).
+A checkpoint consists of ``config.json``, ``generation_config.json`` and ``model.safetensors``
+(bf16).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dlm_export.network.spec import NetworkSpec
 
 
 def llada_config(c: NetworkSpec) -> dict[str, object]:
-    """The ``config.json`` of a released LLaDA."""
+    """The content of ``config.json`` as in a released LLaDA."""
     layer = c.layers[0]
     assert layer.attention.rope is not None
     return {
@@ -51,7 +52,7 @@ def llada_config(c: NetworkSpec) -> dict[str, object]:
 
 
 def sdar_config(c: NetworkSpec) -> dict[str, object]:
-    """The ``config.json`` of a released SDAR."""
+    """The content of ``config.json`` as in a released SDAR."""
     layer = c.layers[0]
     assert layer.attention.rope is not None
     return {
@@ -86,11 +87,11 @@ LAYOUTS = {
         {"max_new_tokens": 192, "json_layout": "lines", "call_format": "lines"},
     ),
 }
-"""Names of weights, config.json and generation_config.json."""
+"""For each family: the names of its weights, its config.json and its generation_config.json."""
 
 
 def save_checkpoint(folder: Path, network: NetworkSpec, parameters: dict[str, Tensor]) -> None:
-    """Write the files in the family's layout. Each file appears complete or not at all."""
+    """Write a checkpoint in the layout of its family. Each file appears complete or not at all."""
     layout, config_of, generation = LAYOUTS[network.family]
     config = {"architectures": [network.architecture], "model_type": network.family} | config_of(
         network
@@ -114,7 +115,7 @@ def save_checkpoint(folder: Path, network: NetworkSpec, parameters: dict[str, Te
 
 
 def load_checkpoint(folder: Path) -> Denoiser:
-    """Load the denoiser in ``folder``, with its bf16 weights widened to fp32."""
+    """Load the denoiser in ``folder``. Its bf16 weights are converted to fp32."""
     checkpoint = Checkpoint(folder)
     network = families.read_network(checkpoint, Overrides())
     return families.load(families.open_weights(checkpoint, network), network)

@@ -1,11 +1,15 @@
-"""Run a demo's held-out commands, free and constrained to the union of its calls' schemas.
+"""Run a demo's held-out commands with and without a constraint. The constraint allows only calls
+that are valid by the schemas of the functions.
 
     python examples/demo/constrained.py build/demo
-    python examples/demo/constrained.py build/several --data examples/demo/heldout-several.jsonl --new-tokens 192
-    python examples/demo/constrained.py build/several --data examples/demo/heldout-several.jsonl --count 100 --defaults
+    python examples/demo/constrained.py build/several --data examples/demo/heldout-several.jsonl
+        --new-tokens 192
+    python examples/demo/constrained.py build/several --data examples/demo/heldout-several.jsonl
+        --count 100 --defaults
 
-Prints how many answers are valid and exact, and their passes. The second demo writes one call per
-line. Its bundle records this (json_layout), and the constraint follows it.
+Prints how many answers are valid, how many are exactly right, and how many passes they took. The
+second demo writes one call per line. Its bundle records this layout (json_layout), and the
+constraint uses it.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 
 def commands(data: Path) -> list[tuple[str, str]]:
-    """The held-out prompts and their answers: a call, or a list of calls."""
+    """The held-out commands and their right answers. An answer is a call or a list of calls."""
     rows = map(json.loads, data.read_text(encoding="utf-8").splitlines())
     return [(row["prompt"], row["completion"]) for row in rows]
 
@@ -48,8 +52,8 @@ def answer_schema(answers: Sequence[Any]) -> dict[str, Any]:
 
 
 def call_schema(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A JSON Schema of calls. The calls of each name have the arguments of its examples, in their
-    order.
+    """A JSON Schema of calls. A call of a function may have the arguments that occur in its
+    examples, in the order in which they occur there.
     """
     by_name = defaultdict[str, list[dict[str, Any]]](list)
     for call in calls:
@@ -124,12 +128,12 @@ def main(bundle: Path, data: Path, count: int | None, new_tokens: int, defaults:
 def compare(
     bundle: Bundle, pairs: Sequence[tuple[str, str]], schema: dict[str, Any], new_tokens: int
 ) -> Iterator[str]:
-    """Run the commands with each loop of the bundle. Prints one line for each."""
+    """Run the commands with each preset of the bundle. Yields a line to print for each preset."""
     from jsonschema import Draft202012Validator
     from referencing import Registry
 
-    # This registry retrieves nothing. By default, jsonschema opens the URLs that a schema refers
-    # to.
+    # This registry retrieves nothing. Without it, jsonschema would open the URLs to which a schema
+    # refers.
     validator, constraint = (
         Draft202012Validator(schema, registry=Registry()),
         bundle.constraint(schema=schema),
@@ -153,7 +157,9 @@ def compare(
 def by_default(
     bundle: Bundle, pairs: Sequence[tuple[str, str]], schema: dict[str, Any]
 ) -> Iterator[str]:
-    """Count the right answers with a constraint and no other option. Prints one line for each kind."""
+    """Count the right answers with a constraint and no other option. Yields a line to print for
+    each kind of constraint.
+    """
     tools = tools_of(schema)
     kinds: dict[str, dict[str, Any]] = {
         "free": {},
@@ -173,7 +179,7 @@ def by_default(
 
 
 def tools_of(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """The functions of an answer's schema, as tools."""
+    """The functions in the schema of an answer, as tools."""
     branches = [branch["properties"] for branch in schema.get("items", schema)["oneOf"]]
     described = [
         {"name": branch["name"]["const"], "parameters": branch["arguments"]} for branch in branches
@@ -182,7 +188,7 @@ def tools_of(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_answer(out: Generation, answer: str) -> bool:
-    """Compare the calls of a result with an answer of the data."""
+    """True if the calls of a result equal those of an answer in the data."""
     wanted = json.loads(answer)
     calls = [{"name": call.name, "arguments": call.arguments} for call in out.tool_calls]
     return same_call(

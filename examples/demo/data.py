@@ -1,17 +1,18 @@
-"""Generate spoken-style commands and the JSON calls that they ask for, from a seed.
+"""Generates commands as people speak them, and the JSON call that each command asks for. The
+commands depend only on a seed.
 
-A command starts as a template of ``functions.py``, whose slots are filled by the samplers of
-``values.py``. Two things are held out of training:
+A command is made from a template of ``functions.py``. The samplers of ``values.py`` fill its slots.
+Two things are held out of training:
 
-- templates: each function lists some in ``held_out``, and training commands never use them;
-- values: an open value (a name, an item, a phrase) is held out if ``is_held_out(value)``.
+- Templates. Each function lists some templates in ``held_out``, which training commands never use.
+- Values. An open value, such as a name, an item or a phrase, is held out if ``is_held_out(value)``.
 
-Label rules, so that every command has exactly one right call:
+The following label rules ensure that every command has exactly one right call:
 
-- free text is copied verbatim; places, items, objects and points drop a leading ``the``;
-- ``seven`` is 07:00; ``seven pm``, ``in the afternoon`` and ``in the evening`` add twelve hours;
-  ``twelve`` alone is 12:00, ``noon`` 12:00, ``midnight`` 00:00;
-- arguments that a command does not mention are left out; keys follow the order in ``FUNCTIONS``.
+- Free text is copied verbatim. Places, items, objects and points lose a leading ``the``.
+- ``seven`` is 07:00. ``seven pm``, ``in the afternoon`` and ``in the evening`` add twelve hours.
+  ``twelve`` alone and ``noon`` are 12:00, and ``midnight`` is 00:00.
+- Arguments that a command does not mention are left out. Keys have the order of ``FUNCTIONS``.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ _SLOT = re.compile(r"\{(\w+)(?:=(\w+))?\}")
 
 @dataclass(frozen=True)
 class Example:
-    """One command, its call as compact JSON, and where it came from."""
+    """One command, its call as compact JSON, and the function, template and values from which it
+    was made.
+    """
 
     prompt: str
     completion: str
     function: str
     template: str
     values: tuple[str, ...]
-    """The open values said, lists taken apart."""
+    """The open values in the command. The items of a list are separate entries."""
 
 
 def slots(template: str) -> list[tuple[str, str]]:
@@ -56,18 +59,21 @@ IMPERATIVE = re.compile(
     "vacuum|mop|dust|lock|unlock|send|tell|text|message|let|write|drive|roll|rotate|pick|take|grab|place|patrol|watch|check|"
     "guard|do|run|slow|speed up|limit|search|look|google|find) "
 )
-CARRIER_SHARE = 0.2  # of the training commands that begin with a verb: "i need to set a timer"
+# Share of the training commands starting with a verb that get a carrier: "i need to set a timer".
+CARRIER_SHARE = 0.2
 
 
 def has_carrier_held_out(function: Function) -> bool:
-    """Return True if a held-out template asks with ``i need to ...``. Such a function is never
-    trained on with these words.
+    """Return True if a held-out template of the function starts with ``i need to ...``. These words
+    are then never used in training commands for this function.
     """
     return any(re.match(r"i \(.*?\) to ", template) for template in function.held_out)
 
 
 def _resolve(template: str, rng: random.Random) -> str:
-    """Choose every alternative, and keep every optional part half the time, innermost first."""
+    """Choose one of the alternatives everywhere, and keep each optional part with probability 1/2.
+    Inner parts are resolved first.
+    """
 
     def decide(match: re.Match[str]) -> str:
         if match[1] is not None:
@@ -80,7 +86,7 @@ def _resolve(template: str, rng: random.Random) -> str:
 
 
 def _say(literal: str, rng: random.Random) -> str:
-    """Sometimes put a filler before a word of a template's own text."""
+    """Sometimes put a filler word before a word of the template's literal text."""
     return re.sub(
         r"(?<= )(?=\w)",
         lambda _: f"{rng.choice(words.FILLERS)} " if rng.random() < 0.015 else "",
@@ -91,10 +97,10 @@ def _say(literal: str, rng: random.Random) -> str:
 def fill(
     template: str, rng: random.Random, sample: Callable[[str], tuple[str, Any]]
 ) -> tuple[str, dict[str, Any], list[str]]:
-    """Choose a template's parts and fill its slots with ``sample``, which gets a slot's kind.
+    """Resolve a template and fill its slots. ``sample`` returns a value for a kind of slot.
 
-    Returns the words, the value of every argument, and the open values among them; lists count item
-    by item.
+    Returns the words, the value of every argument, and the open values among them. The items of a
+    list are separate open values.
     """
     text, arguments, values = "", {}, []
     resolved, end = _resolve(template, rng), 0
@@ -110,8 +116,8 @@ def fill(
 
 
 def with_carrier(text: str, function: Function, rng: random.Random) -> str:
-    """Sometimes put ``i need to`` before a training command that begins with a verb, unless a
-    held-out template uses it.
+    """Sometimes put ``i need to`` before a training command that begins with a verb. This is not
+    done for functions with a held-out template that uses these words.
     """
     if (
         not has_carrier_held_out(function)
@@ -123,7 +129,7 @@ def with_carrier(text: str, function: Function, rng: random.Random) -> str:
 
 
 def with_manners(text: str, rng: random.Random) -> str:
-    """Sometimes add an opening before a command, sometimes a closing after it."""
+    """Sometimes add an opening before a command, and sometimes a closing after it."""
     if rng.random() < 0.35:
         text = f"{rng.choice(words.OPENINGS)}{rng.choice((',', '', ''))} {text}"
     if rng.random() < 0.2:
@@ -145,7 +151,7 @@ def compact(value: Any) -> str:
 
 
 def make_example(function: Function, template: str, rng: random.Random, side: Side) -> Example:
-    """Fill one template. ``side`` decides where open values come from."""
+    """Fill one template. ``side`` decides from where open values are taken."""
     text, arguments, values = fill(template, rng, lambda kind: KINDS[kind](rng, side))
     if side is Side.TRAINING:
         text = with_carrier(text, function, rng)
@@ -156,7 +162,7 @@ def make_example(function: Function, template: str, rng: random.Random, side: Si
 
 
 def training_examples(seed: int) -> Iterator[Example]:
-    """An endless stream of training commands with training templates and training values only."""
+    """Yield training commands without end. They only use training templates and training values."""
     rng = random.Random(seed)
     while True:
         function = rng.choice(FUNCTIONS)
@@ -165,10 +171,10 @@ def training_examples(seed: int) -> Iterator[Example]:
 
 
 def held_out_examples(seed: int, count: int) -> list[tuple[str, Example]]:
-    """Generate ``count`` different held-out commands, labelled by their unseen part: ``template``,
-    ``value`` or ``both``.
+    """Generate ``count`` different held-out commands. The label of each says which part of it is
+    not in training: ``template``, ``value`` or ``both``.
 
-    The three kinds take turns. A command counts as ``value`` or ``both`` only if it says an open
+    The three kinds take turns. A command can only be ``value`` or ``both`` if it contains an open
     value.
     """
     rng = random.Random(seed)
@@ -188,7 +194,7 @@ def held_out_examples(seed: int, count: int) -> list[tuple[str, Example]]:
 
 
 def write_lines(path: Path, drawn: Iterable[tuple[str, str, str]]) -> None:
-    """Write commands, their answers and their unseen parts, one JSON object a line."""
+    """Write commands, their answers and their labels, one JSON object per line."""
     keys = ("prompt", "completion", "unseen")
     path.write_text(
         "".join(json.dumps(dict(zip(keys, line, strict=True))) + "\n" for line in drawn)

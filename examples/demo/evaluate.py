@@ -1,4 +1,5 @@
-"""Measure a demo's calls on held-out commands: exact match, NFE, tokens, thresholds and loss.
+"""Measures a demo on held-out commands: exact match, NFE, tokens, the effect of thresholds and
+effort levels, and the loss.
 
 The demo runs in the native runtime or in torch.
 """
@@ -42,11 +43,11 @@ def loss_at(
     ratio: float,
     seed: int = 0,
 ) -> float:
-    """Mean cross-entropy in nats of the hidden tokens of calls, with ``ratio`` of the first block
-    hidden at random.
+    """Mean cross-entropy in nats of the hidden tokens of calls.
 
-    ``pairs`` are commands and calls. The canvas has two blocks. The second is wholly hidden and not
-    counted, so ratio 1 is the state in which decoding starts.
+    ``pairs`` are commands and their calls. The canvas of a call has two blocks. In the first block,
+    a share ``ratio`` of the tokens is hidden at random. The second block is completely hidden and
+    does not count. With a ratio of 1, the canvas is therefore the one with which decoding starts.
     """
     c, eos = denoiser.network, denoiser.network.eos_token_ids[0]
     generator = torch.Generator().manual_seed(seed)
@@ -68,8 +69,8 @@ def loss_at(
 
 
 def same_call(first: str | None, second: str) -> bool:
-    """Return True if both texts parse as JSON to equal values. Calls of a list must be in the same
-    order, and ``true`` is not a number.
+    """Return True if both texts are JSON with equal values. The calls of a list must be in the same
+    order, and ``true`` does not equal 1.
     """
     try:
         one, other = (
@@ -82,15 +83,15 @@ def same_call(first: str | None, second: str) -> bool:
 
 @dataclass(frozen=True)
 class Answer:
-    """A command's calls as text, and the passes that they took."""
+    """The calls that answer a command, as text, and the number of passes that they took."""
 
     text: str
     nfe: int
 
 
 class TorchBundle:
-    """A checkpoint that answers like a bundle, with the reference loop in torch. It needs no build,
-    and is slow.
+    """Answers commands like a bundle, but runs a checkpoint with the reference loop in torch. It
+    needs no build, but is slow.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -103,7 +104,7 @@ class TorchBundle:
         ]
 
     def generate(self, *, prompt: str, max_new_tokens: int, preset: str, **policy: Any) -> Answer:
-        """Like ``Bundle.generate``, with the preset given by its name."""
+        """Like ``Bundle.generate``, for a preset that is passed by name."""
         tokens = self.tokenizer.encode(prompt)
         fields = PRESETS[preset].with_fields(policy)
         out = reference.generate(self.denoiser, tokens, fields, max_new_tokens)
@@ -118,11 +119,11 @@ def evaluate(
     max_new_tokens: int | None = None,
     **policy: Any,
 ) -> dict[str, Any]:
-    """Answer every command with at most ``max_new_tokens`` tokens (None: the number that the bundle
-    or checkpoint names).
+    """Answer every command with at most ``max_new_tokens`` tokens. If None, the default number of
+    the bundle or checkpoint.
 
-    Returns the right answers by split and by function or number of calls; NFE, tokens and seconds a
-    command; and the failures.
+    Returns the number of right answers, by split and by function or number of calls. Also returns
+    the NFE, tokens and seconds per command, and the commands that failed.
     """
     max_new_tokens = bundle.max_new_tokens if max_new_tokens is None else max_new_tokens
     right: defaultdict[str, list[bool]] = defaultdict(list)

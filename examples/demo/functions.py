@@ -1,8 +1,8 @@
-"""The functions that the demo's commands call, and the templates that commands are drawn from.
+"""The functions that a command can call, and the templates of the commands.
 
-A template consists of literal words, ``[optional]`` parts, ``(one|of|these)`` and slots
-``{argument}`` or ``{argument=kind}``. ``values.py`` has a sampler for each kind, and ``data.py``
-fills templates.
+A template consists of literal words, ``[optional]`` parts, ``(one|of|these)`` alternatives, and
+slots ``{argument}`` or ``{argument=kind}``. ``values.py`` has a sampler for each kind, and
+``data.py`` fills the templates.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Function:
-    """A call that the demo knows: its arguments in the order in which they are written, and its
-    templates.
+    """A function that the demo can call, with its templates. Its arguments are in the order in
+    which calls write them.
     """
 
     name: str

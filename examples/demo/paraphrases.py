@@ -1,7 +1,7 @@
-"""More ways to say the demo's commands, for training only.
+"""More templates for the demo's commands, for training only.
 
-Held-out commands do not use these, so adding to them changes no test: no training command is made
-from a held-out template.
+Held-out commands do not use them. New templates can therefore be added here without changing the
+held-out commands.
 """
 
 from __future__ import annotations

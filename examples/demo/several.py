@@ -1,20 +1,20 @@
-"""Generate commands with several requests, and the ordered list of calls that they ask for.
+"""Generates commands that ask for several calls, and the ordered list of these calls.
 
-A command is one to six *clauses* joined by ``, then``, ``and`` and the like. A clause is a template
-of ``functions.py``, of one of four more functions, or one that refers to an earlier clause: ``ten
-minutes later``, ``there``, ``her``, ``it``. Templates and values are held out of training as in
-``data.py``, including templates that refer. A command of an unseen template uses one in every
-clause.
+A command consists of one to six *clauses*, which are joined by ``, then``, ``and`` and similar
+words. A clause is made from a template of ``functions.py`` or of four further functions. Some
+clauses refer to an earlier clause, with words such as ``ten minutes later``, ``there``, ``her`` or
+``it``. Templates and values are held out of training as in ``data.py``, and so are some templates
+that refer. If a command has an unseen template, every clause has one.
 
-These label rules are added to those of ``data.py``, so that every command has exactly one right
-list:
+The following label rules are added to those of ``data.py``, so that every command has exactly one
+right list:
 
-- a reference means the latest call that has such a thing; rooms, contacts, objects, lists and
-  destinations are written again;
-- the time of an earlier call is ``$n``, ``n`` counted from 1, with the minutes after or before it:
-  ``$2+10``, ``$2-90``;
-- the result of an earlier call, which is not known yet, is also ``$n``;
-- an ``and`` alone, or a comma alone, never follows a clause that ends in free text or a list.
+- A reference means the latest call that has such a thing. Rooms, contacts, objects, lists and
+  destinations are written out again.
+- The time of an earlier call is written as ``$n``, where ``n`` is the number of the call, counted
+  from 1. Minutes after or before that time are added: ``$2+10``, ``$2-90``.
+- The result of an earlier call is not known yet, so it is also written as ``$n``.
+- A clause that ends in free text or a list is never followed by an ``and`` alone or a comma alone.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ MORE_FUNCTIONS = (
     ),
 )
 
-# Function -> templates that refer to an earlier call: trained on, held out.
+# For each function: templates that refer to an earlier call. The first tuple is for training, the
+# second one is held out.
 REFERENCES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "set_alarm": (
         (
@@ -254,8 +255,8 @@ REFERENCES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 JOINTS = (", and ", ", then ", ", and then ", ", also ", ", and also ")
 LOOSE_JOINTS = (" and ", ", ", " then ", " and then ")
-"""What may stand between two clauses: these only behind a clause that does not end in free text or
-a list.
+"""Further words that may join two clauses. They only follow a clause that does not end in free text
+or a list.
 """
 LISTS_AND_FREE_TEXT = OPEN_KINDS | {"rooms"}
 OFFSETS = (
@@ -277,7 +278,7 @@ SPOKEN = {
     "found_place": ("there", "there", "to it", "to that place"),
     "there_place": ("there", "it", "that place"),
 }
-"""How a kind of reference is said; ``later`` has its own words (``_later``)."""
+"""The words for each kind of reference. ``_later`` makes the words for ``later``."""
 MEANT_BY = {
     "later": "time",
     "same_time": "time",
@@ -291,7 +292,7 @@ MEANT_BY = {
     "finding_item": "finding",
     "found_place": "found place",
 }
-"""What of the earlier calls a kind of reference means: the latest argument of this name, or the
+"""What each kind of reference means: the latest argument of this name in the earlier calls, or the
 latest result.
 """
 RESULTS = {
@@ -303,18 +304,18 @@ RESULTS = {
 
 @dataclass(frozen=True)
 class Request:
-    """One command, its list of calls as JSON, and where it came from."""
+    """One command, its list of calls as JSON, and from what it was made."""
 
     prompt: str
     completion: str
     functions: tuple[str, ...]
     templates: tuple[str, ...]
     values: tuple[str, ...]
-    """The open values said, lists taken apart."""
+    """The open values in the command. The items of a list are separate entries."""
 
 
 def _later(call: str, rng: random.Random) -> tuple[str, str]:
-    """A spoken distance from the time ``$n`` of ``call``, and its written form."""
+    """A time relative to the time ``$n`` of ``call``, as it is spoken and as it is written."""
     if rng.random() < 0.35:
         minutes, spoken = rng.choice(OFFSETS)
     else:
@@ -327,14 +328,14 @@ def _later(call: str, rng: random.Random) -> tuple[str, str]:
 
 
 def _refer(kind: str, meant: Any, rng: random.Random) -> tuple[str, Any]:
-    """The spoken form of a reference and its value in the call."""
+    """A reference, as it is spoken and as it is written in the call."""
     if kind == "later":
         return _later(meant, rng)
     return rng.choice(SPOKEN[kind]), [meant] if kind == "finding_item" else meant
 
 
 class Speaker:
-    """Says one clause after the other, and knows which earlier things a clause can refer to."""
+    """Adds one clause after another to a command, and remembers to what later clauses can refer."""
 
     def __init__(self, rng: random.Random, side: Side, is_template_unseen: bool) -> None:
         self.rng, self.side, self.is_template_unseen = rng, side, is_template_unseen
@@ -388,7 +389,7 @@ class Speaker:
         )
 
     def _references(self) -> dict[Function, Sequence[str]]:
-        """Templates whose references all have a meaning by now."""
+        """The templates whose references all have something to refer to."""
         found = {}
         for name, (training, held_out) in REFERENCES.items():
             templates = held_out if self.is_template_unseen else training
@@ -413,12 +414,14 @@ SHARES = {
     "read_calendar": 2,
     "find_place": 2,
 }
-"""What is asked for more often than the rest, because later clauses refer to it."""
+"""Functions that are chosen more often than the others, because later clauses can refer to them."""
 REFERENCE_SHARE = 0.5
 
 
 def make_request(rng: random.Random, side: Side, is_template_unseen: bool, calls: int) -> Request:
-    """A command for the given number of calls. ``side`` decides where open values come from."""
+    """Make a command that asks for this number of calls. ``side`` decides from where open values
+    are taken.
+    """
     speaker = Speaker(rng, side, is_template_unseen)
     for _ in range(calls):
         speaker.say(is_referring=rng.random() < REFERENCE_SHARE)
@@ -437,8 +440,8 @@ EVENLY = (1.0,) * MOST_CALLS
 def training_requests(
     seed: int, weights: Callable[[], Sequence[float]] = lambda: EVENLY
 ) -> Iterator[Request]:
-    """An endless stream of training commands. ``weights`` returns how often one call is asked for
-    now, two calls, and so on.
+    """Yield training commands without end. ``weights`` returns the current weights with which
+    commands of one call, two calls, and so on are chosen.
     """
     rng = random.Random(seed)
     while True:
@@ -447,11 +450,11 @@ def training_requests(
 
 
 def held_out_requests(seed: int, count: int, fewest: int = 3) -> list[tuple[str, Request]]:
-    """Generate ``count`` different held-out commands, labelled by their unseen part: ``template``,
-    ``value`` or ``both``.
+    """Generate ``count`` different held-out commands. The label of each says which part of it is
+    not in training: ``template``, ``value`` or ``both``.
 
-    The three kinds take turns, and so do the numbers of calls from ``fewest`` to six. A command
-    counts as ``value`` or ``both`` only if it says an open value.
+    The three kinds take turns, and so do the numbers of calls from ``fewest`` to six. A command can
+    only be ``value`` or ``both`` if it contains an open value.
     """
     rng = random.Random(seed)
     cells = itertools.cycle(

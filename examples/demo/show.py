@@ -1,4 +1,6 @@
-"""The output of `make demo`: commands through the demo bundle, the calls, and where the files are."""
+"""Prints the output of `make demo`: some commands, the calls that the demo bundle writes for them,
+and the paths of the files.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ COMMANDS = (
 
 
 def main(folder: Path) -> None:
-    """Open the bundle, run the commands, print calls, passes and times."""
+    """Open the bundle, run the commands, and print their calls, passes and times."""
     with dlm_runtime.open(folder) as bundle:
         parameters = bundle.manifest["network"]["parameters"]
         print(

@@ -1,10 +1,11 @@
-"""The demo's byte-level BPE: a word has the same pieces inside a command and inside JSON quotes.
+"""Trains the demo's tokenizer, a byte-level BPE. It splits a word in the same way in a command and
+inside JSON quotes.
 
-In a command a word follows a space, in JSON it follows a quote. Ordinary byte-level BPE would cut
-the two forms differently, and the denoiser would have to learn spelling to copy a word. Here BPE is
-learned on words without their space. Then the most common word-initial pieces get one last merge
-with the space before them. Merges apply in order, so `` garage`` and ``garage`` are cut alike and
-differ only in their first piece.
+A word follows a space in a command, and a quote in JSON. An ordinary byte-level BPE would split the
+two forms differently, so the denoiser would have to learn spelling before it could copy a word.
+Here, BPE is trained on words without the space before them. Then the most common pieces at the
+start of words get one last merge with the space before them. Merges apply in order, so `` garage``
+and ``garage`` are split alike, except for the first piece.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ CHAT_TEMPLATE = (
     "<|user|>{{ messages[0]['content'] }}<|assistant|>"
 )
 SPACE = "Ġ"
-"""The byte 0x20 in byte-level BPE's alphabet."""
-# The call's fixed text in three pieces, words, single digits, runs of JSON punctuation, single
-# other marks, spaces.
+"""The letter for the byte 0x20 in the alphabet of byte-level BPE."""
+# Splits a text into these parts: the two fixed parts of a call, words, single digits, runs of JSON
+# punctuation, other single characters, and single white space characters.
 _SPLIT = r"""\{"name":"|","arguments":\{"| ?[A-Za-z_']+|[0-9]|[{}\[\]":,]+|[^\sA-Za-z_'0-9{}\[\]":,]|\s"""
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int, spaced_pieces: int) -> Tokenizer:
-    """Train a tokenizer of exactly ``vocab_size`` ids. ``spaced_pieces`` of them are a word-initial
-    piece with its space.
+    """Train a tokenizer with exactly ``vocab_size`` ids. ``spaced_pieces`` of them consist of a
+    space and a piece at the start of a word.
 
     Raises ValueError if ``texts`` have too few different pieces for that.
     """

@@ -2,7 +2,7 @@
 
     python examples/demo/tools.py --out build/tools.json
 
-Their parameters are those of the calls in the data.
+The parameters of a tool are those of the calls in the data.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import click
 from constrained import call_schema
 from data import training_examples
 
-DRAWN = 20_000  # commands; enough to see every function with every argument
+DRAWN = 20_000  # number of generated commands; enough to contain every function with every argument
 
 
 def tools() -> list[dict[str, Any]]:
-    """A tool for each function, described by a command that asks for it."""
+    """A tool for each function. Its description is a command that asks for it."""
     examples = list(itertools.islice(training_examples(0), DRAWN))
     said = {example.function: example.prompt for example in reversed(examples)}
     found = []

@@ -1,16 +1,16 @@
-"""Train the demo's tokenizer and denoiser from nothing, on commands that are generated while
+"""Trains the demo's tokenizer and denoiser from random weights. The commands are generated during
 training.
 
-The objective is LLaDA's (arXiv:2502.09992): hide response tokens, eos padding included, and predict
-them from the rest. The differences, and their reasons:
+The objective is that of LLaDA (arXiv:2502.09992): some tokens of the response, including the eos
+padding, are hidden and must be predicted from the rest. It differs from LLaDA as follows:
 
-- Every scored position counts the same. LLaDA weights a row by 1/t, which bounds the likelihood,
-  but then rows with few hidden tokens dominate the gradient's variance.
-- In most rows one block at a time is noised: earlier blocks are clean and later blocks hidden.
-  Block-wise decoding only sees such states.
-- In half of the rows JSON syntax and eos are hidden less often than values, because decoding
+- Every scored position has the same weight. LLaDA weights a row by 1/t, which gives a bound of the
+  likelihood. But then rows with few hidden tokens dominate the variance of the gradient.
+- In most rows, only one block is partly hidden. Earlier blocks are complete and later blocks are
+  hidden, because block-wise decoding only sees such canvases.
+- In half of the rows, JSON syntax and eos are hidden less often than values, because decoding
   commits them first.
-- A copying circuit is written into the initial weights (``initialise``).
+- The initial weights contain a circuit that copies words (``initialise``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROPE = Rope(theta=500000.0)
 
 
 def describe(tokenizer: Tokenizer) -> NetworkSpec:
-    """The demo's shape: 3.8 million parameters at a vocabulary of 3072."""
+    """The shape of the demo network. With a vocabulary of 3072, it has 3.8 million parameters."""
     eos = tokenizer.token_to_id(EOS)
     return NetworkSpec(
         family="llada",
@@ -60,12 +60,13 @@ def describe(tokenizer: Tokenizer) -> NetworkSpec:
 
 
 CODE, SPACED, CONSTANT = 96, 160, 191
-"""Where the embedding starts out: features 0..95 name the piece, 160..190 say that a space precedes
-it, the last is the same for all. Between them the first layer writes the neighbours' names.
+"""The parts of the initial embedding. Features 0..95 are a code that identifies the piece. Features
+160..190 say whether a space precedes the piece. Feature 191 is the same for all pieces. The first
+layer writes the codes of the neighbours into the features between 95 and 160.
 """
 STEADY = 6
-"""RoPE's first six rotations are quick enough to tell neighbours apart; the rest are slow enough to
-ignore.
+"""The number of RoPE rotations, from the first on, that are fast enough to distinguish neighbours.
+The others are so slow that they can be ignored.
 """
 NEIGHBOURS = (
     (-1, 0, CODE, 14),
@@ -73,18 +74,20 @@ NEIGHBOURS = (
     (1, 0, CODE + 32, 14),
     (2, 32, CODE + 46, 10),
 )
-"""Offset, first feature read, first feature written, features: the heads planted in layer 0."""
+"""The heads planted in layer 0, each as (offset, first feature read, first feature written, number
+of features).
+"""
 
 
 def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
-    """Random weights with a copying circuit planted in them, which training refines instead of
-    having to find it.
+    """Set random weights that contain a circuit for copying. Training then refines the circuit
+    instead of having to find it.
 
-    Layer 0 writes part of the names of the pieces one and two places to either side. Layer 1
-    attends to positions with the same left or the same right neighbours and copies the name found
-    there. The head starts as the transposed embedding. This is the induction circuit of
-    arXiv:2209.11895, for both directions. Without planting, it had not formed after 600 steps.
-    Every other matrix that writes to the residual stream starts at zero.
+    Layer 0 writes part of the codes of the pieces one and two places to the left and to the right.
+    Layer 1 attends to positions with the same left or right neighbours, and copies the code of the
+    piece at that position. The head starts as the transposed embedding. This is the induction
+    circuit of arXiv:2209.11895 in both directions. Without this start, the circuit had not formed
+    after 600 steps. Every other matrix that writes to the residual stream starts at zero.
     """
     c = denoiser.network
     with torch.no_grad():
@@ -103,11 +106,12 @@ def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
             if bare is not None and bare != index:
                 embedding[index, :CODE] = embedding[bare, :CODE]
                 embedding[index, SPACED:CONSTANT] = space
-        # The mask token has no name, so a hidden position that attends to itself copies nothing.
+        # The mask token has an empty code, so a hidden position that attends to itself copies
+        # nothing.
         embedding[c.mask_token_id, :CODE] = 0.0
         embedding[c.mask_token_id, SPACED:CONSTANT] = torch.randn(CONSTANT - SPACED)
-        # All rows have the same length, so the constant feature is equal after the norm and tells
-        # positions apart.
+        # All rows get the same length, so the constant feature stays the same for all pieces after
+        # the norm. Together with RoPE, it distinguishes positions.
         embedding.mul_(CODE**0.5 / embedding.norm(dim=1, keepdim=True))
         assert denoiser.head is not None
         denoiser.head.weight.copy_(embedding.T * 0.1)
@@ -119,8 +123,8 @@ def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
 
 
 def _plant_neighbours(attention: Attention, rope_theta: float) -> None:
-    """Heads that each attend to one fixed offset, by the fast rotations alone, and write the name
-    found there.
+    """Plant heads that each attend to one fixed offset and write the code of the piece found there.
+    They use only the fast rotations.
     """
     size = attention.spec.head_size
     half, quick = size // 2, torch.arange(STEADY)
@@ -138,10 +142,11 @@ def _plant_neighbours(attention: Attention, rope_theta: float) -> None:
 
 
 def _plant_copying(attention: Attention) -> None:
-    """Three heads a side that attend to positions with the same two neighbours there, and copy a
-    third of the name.
+    """Plant six heads, three per side, that attend to positions with the same two neighbours on
+    that side. Each copies a third of the code.
 
-    The match uses slow rotations. They hardly turn within a canvas, so distance does not matter.
+    Neighbours are compared with slow rotations. These hardly turn within a canvas, so the distance
+    does not matter.
     """
     size = attention.spec.head_size
     half, third = size // 2, torch.arange(size)
@@ -150,8 +155,8 @@ def _plant_copying(attention: Attention) -> None:
         at, side, part = head * size, head // 3, head % 3
         for projection in (attention.q, attention.k, attention.v):
             projection.weight[:, at : at + size] = 0.0
-        # Both names together have 24 features and there are 20 steady places, so the far neighbour
-        # loses its last four.
+        # The codes of both neighbours have 24 features, but there are only 20 slow rotations. So
+        # the last four features of the far neighbour are left out.
         features = CODE + side * size + torch.arange(len(steady))
         attention.q.weight[features, at + steady] = 1.6
         attention.k.weight[features, at + steady] = 1.6
@@ -160,10 +165,11 @@ def _plant_copying(attention: Attention) -> None:
 
 
 def batches(tokenizer: Tokenizer, seed: int, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches: prompts ``[B, P]`` of one length, responses ``[B, R]`` padded with eos.
+    """Yield batches without end: prompts ``[B, P]`` of the same length, and responses ``[B, R]``
+    padded with eos.
 
-    ``R`` is 32 or 64, as at inference; in one batch of ten it is any number up to 96. No padding is
-    on the left.
+    ``R`` is 32 or 64, as at inference. In one batch of ten, it is any number up to 96. There is no
+    padding on the left.
     """
     eos = tokenizer.token_to_id(EOS)
     rng = random.Random(seed)
@@ -197,11 +203,11 @@ def batches(tokenizer: Tokenizer, seed: int, rows: int) -> Iterator[tuple[Tensor
 def hide(
     response: Tensor, is_easy: Tensor, eos: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Choose what to hide of responses ``[B, R]``.
+    """Choose the positions of responses ``[B, R]`` to hide.
 
-    Returns which positions are hidden, and which of those are scored; both bool ``[B, R]``. Each
-    row draws t from U(0, 1.25) cut at 1, stratified over the batch: one row in five starts wholly
-    hidden, as decoding does. ``is_easy`` marks JSON syntax and eos.
+    Returns two bool arrays ``[B, R]``: the hidden positions, and those of them that are scored. For
+    each row, t is drawn from U(0, 1.25) and limited to 1, stratified over the batch. So one row in
+    five is completely hidden, as at the start of decoding. ``is_easy`` marks JSON syntax and eos.
     """
     rows, length = response.shape
 
@@ -228,7 +234,9 @@ def hide(
 
 
 def easy_tokens(network: NetworkSpec, tokenizer: Tokenizer) -> Tensor:
-    """Mask ``[V]`` of the tokens that are eos or contain a quote, which marks JSON syntax."""
+    """The tokens that are eos or contain a quote, as a mask ``[V]``. A quote is a sign of JSON
+    syntax.
+    """
     eos = network.eos_token_ids[0]
     return torch.tensor(
         [index == eos or '"' in tokenizer.id_to_token(index) for index in range(network.vocab_size)]
@@ -298,14 +306,14 @@ def main(
     save_minutes: float,
     threads: int,
 ) -> None:
-    """Train tokenizer and denoiser, and save both.
+    """Train the tokenizer and the denoiser, and save both.
 
     Example: python train.py --out ../demo-denoiser
     """
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     out.mkdir(parents=True, exist_ok=True)
-    # The tokenizer's text and the commands trained on come from different seeds of the same
+    # The text for the tokenizer and the commands for training come from different seeds of the same
     # generator.
     sample = list(itertools.islice(training_examples(seed + 1), 20000))
     if init is None:
@@ -332,8 +340,8 @@ def main(
         is_hidden, is_scored = hide(response, is_easy[response], eos, generator)
         canvas = torch.cat((prompt, response.masked_fill(is_hidden, mask_token_id)), 1)
         positions = torch.arange(canvas.shape[1]).expand_as(canvas)
-        # The fused attention kernel's backward is four times slower than plain matmuls on sequences
-        # this short.
+        # On sequences as short as these, the backward pass of the fused attention kernel is four
+        # times slower than plain matrix products.
         with sdpa_kernel(SDPBackend.MATH):
             features = hidden(canvas, positions)[0][:, prompt.shape[1] :]
         return F.cross_entropy(denoiser.project(features[is_scored]).float(), response[is_scored])

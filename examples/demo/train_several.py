@@ -1,14 +1,16 @@
-"""Train the second demo: block diffusion in SDAR's layout, on commands with several requests.
+"""Trains the second demo, a block diffusion network in the layout of SDAR, on commands that ask for
+several calls.
 
-The objective is block diffusion's (BD3-LM, arXiv:2503.09573). A row holds the clean canvas and a
-noised copy of the blocks of the answer. A noised block sees itself and the clean blocks before it,
-so one pass trains every block. Other differences from the first demo's training:
+The objective is that of block diffusion (BD3-LM, arXiv:2503.09573). A row contains the complete
+canvas, and a noised copy of the blocks of the answer, in which some tokens are hidden. A noised
+block sees itself and the complete blocks before it, so one pass trains every block. The training
+differs from that of the first demo as follows:
 
-- It starts from the first demo's weights, which know most functions and how to copy. Query and key
-  norms start at the sizes of the first demo's heads. Two layers that start as the identity are
-  added in the middle.
-- Every block draws its own noise, of the kinds that decoding produces (``hide``).
-- Commands of few calls come first.
+- It starts from the weights of the first demo, which already know most functions and how to copy.
+  The norms of queries and keys start at the lengths in the first demo's heads. Two layers that do
+  nothing at first are added in the middle.
+- Every block is noised independently, in the ways in which decoding leaves blocks (``hide``).
+- Training starts with commands of few calls.
 """
 
 from __future__ import annotations
@@ -35,11 +37,13 @@ from dlm_export.network.spec import NetworkSpec
 
 BLOCK_LENGTH = 16
 NEW_LAYERS = (3, 6)
-"""Where layers are put between those of the first demo, counted in the second."""
+"""The positions of the new layers, counted in the second network."""
 
 
 def describe(first: NetworkSpec) -> NetworkSpec:
-    """The second demo's shape: the first one's with q/k norms, block-causal, with two more layers."""
+    """The shape of the second demo: that of the first, with norms of queries and keys, block-causal
+    attention and two more layers.
+    """
     layer = first.layers[0]
     attention = replace(
         layer.attention, qk_norm=True, visibility="block", block_length=BLOCK_LENGTH
@@ -50,8 +54,8 @@ def describe(first: NetworkSpec) -> NetworkSpec:
 
 @torch.no_grad()
 def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
-    """Weights from the first demo. ``canvases`` ``[B, L]`` are used to measure the lengths of its
-    queries and keys.
+    """Set the weights from those of the first demo. ``canvases`` ``[B, L]`` are used to measure the
+    lengths of its queries and keys.
     """
     old = iter(range(len(first.blocks)))
     origin = {new: None if new in NEW_LAYERS else next(old) for new in range(len(denoiser.blocks))}
@@ -69,8 +73,8 @@ def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
             parameter.zero_()
         else:
             parameter.normal_(std=parameter.shape[0] ** -0.5)
-    # A norm removes the length of a query. Its weight restores it, for all heads of a layer
-    # together.
+    # A norm removes the length of a query. The norm's weight restores it, with one value for all
+    # heads of a layer.
     hooks = []
     for new, source in origin.items():
         if source is None:
@@ -91,10 +95,10 @@ def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Canvases ``[B, L]`` of whole blocks: prompt, answer, and eos to the end. ``starts`` ``[B]``
-    are the numbers of prompt tokens.
+    """Canvases ``[B, L]`` of whole blocks. Each has a prompt, an answer, and eos up to the end.
+    ``starts`` ``[B]`` has the numbers of prompt tokens.
 
-    All prompts end in the same block.
+    All prompts of a batch end in the same block.
     """
 
     canvases: Tensor
@@ -107,7 +111,9 @@ class Batch:
 
 
 def canvas_of(request: Request, tokenizer: Tokenizer) -> tuple[list[int], int]:
-    """A request's canvas, filled to a whole block with eos, and the number of its prompt tokens."""
+    """The canvas of a request, filled with eos to a whole block, and the number of its prompt
+    tokens.
+    """
     prompt = tokenizer.encode(request.prompt).ids
     eos = tokenizer.token_to_id("<|eos|>")
     canvas = [*prompt, *tokenizer.encode(request.completion, add_special_tokens=False).ids, eos]
@@ -115,7 +121,7 @@ def canvas_of(request: Request, tokenizer: Tokenizer) -> tuple[list[int], int]:
 
 
 def batches(requests: Iterator[Request], tokenizer: Tokenizer, tokens: int) -> Iterator[Batch]:
-    """Endless batches of about ``tokens`` tokens, counting both copies."""
+    """Yield batches of about ``tokens`` tokens without end. Tokens of both copies count."""
     waiting: defaultdict[tuple[int, int], list[tuple[list[int], int]]] = defaultdict(list)
     for request in requests:
         canvas, start = canvas_of(request, tokenizer)
@@ -131,18 +137,18 @@ def batches(requests: Iterator[Request], tokenizer: Tokenizer, tokens: int) -> I
 
 
 def hide(batch: Batch, is_easy: Tensor) -> Tensor:
-    """Choose the positions of the noised copies that are hidden and scored, bool ``[B, L -
-    first]``.
+    """Choose the positions of the noised copies that are hidden and scored. Returns a bool array
+    ``[B, L - first]``.
 
-    Every block is hidden separately, in one of three equally likely ways:
+    Every block is hidden independently, in one of three ways with the same probability:
 
-    - wholly, as decoding finds it;
-    - in scattered places. In half of these blocks JSON syntax and eos are hidden less often than
-      values, because decoding commits them first;
-    - from some place on, as decoding leaves it when only the next tokens are sure. From there it is
-      hidden wholly or in part.
+    - Completely, as at the start of decoding.
+    - At scattered positions. In half of these blocks, JSON syntax and eos are hidden less often
+      than values, because decoding commits them first.
+    - From some position on, as when decoding has only committed the next tokens. From there on, the
+      block is hidden completely or in part.
 
-    ``is_easy`` ``[V]`` marks the syntax.
+    ``is_easy`` ``[V]`` marks JSON syntax and eos.
     """
     answers = batch.canvases[:, batch.first :]
     rows, length = answers.shape
@@ -164,7 +170,9 @@ def hide(batch: Batch, is_easy: Tensor) -> Tensor:
 
 
 def visible(positions: Tensor, is_noised: Tensor) -> Tensor:
-    """Which tokens of a row see which others, bool ``[T, T]``: block diffusion's training mask."""
+    """The attention mask of block diffusion training, bool ``[T, T]``: which tokens of a row see
+    which others.
+    """
     block = positions // BLOCK_LENGTH
     query, key = block[:, None], block[None, :]
     sees_clean = ~is_noised[None, :] & torch.where(is_noised[:, None], key < query, key <= query)
@@ -172,7 +180,7 @@ def visible(positions: Tensor, is_noised: Tensor) -> Tensor:
 
 
 def both_copies(denoiser: Denoiser, batch: Batch, is_hidden: Tensor) -> Tensor:
-    """Features ``[B, L - first, hidden]`` of the noised copies."""
+    """The features ``[B, L - first, hidden]`` of the noised copies."""
     clean, noised = batch.canvases[:, :-BLOCK_LENGTH], batch.canvases[:, batch.first :]
     noised = noised.masked_fill(is_hidden, denoiser.network.mask_token_id)
     length, before = batch.canvases.shape[1], clean.shape[1]
@@ -200,8 +208,8 @@ def loss_of(denoiser: Denoiser, batch: Batch, is_hidden: Tensor) -> Tensor:
 def one_pass(
     denoiser: Denoiser, requests: Sequence[Request], tokenizer: Tokenizer
 ) -> tuple[float, float]:
-    """Shares of blocks, and of whole lists, that are right if every block takes one pass, the
-    fastest decoding.
+    """The share of blocks, and the share of whole lists, that are right if every block is decoded
+    in a single pass. This is the fastest possible decoding.
     """
     blocks, lists = [], []
     for request in requests:
@@ -220,11 +228,13 @@ def one_pass(
 
 EARLY, LATE = (4.0, 4.0, 2.0, 1.0, 0.5, 0.2), (1.0, 2.0, 3.0, 3.0, 3.0, 3.0)
 EASY_STEPS = 600
-"""How often commands of one call are drawn, of two, and so on: at first, and after so many steps."""
+"""The weights with which commands of one call, two calls, and so on are chosen, at the start and
+after this many steps.
+"""
 
 
 def lessons(training: Training, seed: int, easy_steps: int) -> Iterator[Request]:
-    """Training commands. The number of calls grows over the first ``easy_steps`` steps of
+    """Yield training commands. The numbers of calls increase over the first ``easy_steps`` steps of
     ``training``.
     """
 
@@ -298,8 +308,8 @@ def main(
     save_minutes: float,
     threads: int,
 ) -> None:
-    """Train the second demo from the first. The run can be stopped at any time; the same command
-    resumes it.
+    """Train the second demo, starting from the first. The run can be stopped at any time. The same
+    command then resumes it.
 
     Example: python train_several.py --first ../demo-denoiser --out ../demo-several --state
     several.pt
@@ -325,7 +335,7 @@ def main(
     held_out = [request for _, request in held_out_requests(seed + 2, 48)]
 
     def losses() -> Iterator[Callable[[], Tensor]]:
-        # A resumed run draws new commands.
+        # A resumed run generates new commands.
         for batch in batches(
             lessons(training, seed + 1000 * training.step, easy_steps), tokenizer, tokens
         ):

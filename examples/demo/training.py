@@ -1,8 +1,9 @@
-"""Training code of both demos: optimisers, the rate over a run, averaged weights, and saved state.
+"""The training code that both demos share: the optimisers, the learning rate over a run, averaged
+weights, and saving the state.
 
-Muon (Keller Jordan's, with the constants of torch.optim.Muon) trains the layers' matrices and AdamW
-the rest. torch's own Muon always orthogonalises in bf16. Processors without bf16 kernels compute
-this fifty times slower than fp32.
+Muon (by Keller Jordan, with the constants of torch.optim.Muon) trains the matrices of the layers,
+and AdamW the other weights. torch's own Muon is not used, because it always orthogonalises in bf16,
+which is fifty times slower than fp32 on processors without bf16 kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ AVERAGED_STEPS = 200  # approximate length of the moving average
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Approximately the nearest matrix whose singular values are all equal, by five Newton-Schulz
+    """Approximate the nearest matrix whose singular values are all equal, by five Newton-Schulz
     steps.
     """
     a, b, c = COEFFICIENTS
@@ -44,7 +45,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum with orthogonalised steps and decoupled weight decay, for matrices."""
+    """An optimiser for matrices, with momentum, orthogonalised steps and decoupled weight decay."""
 
     def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -65,8 +66,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def learning_rate(progress: float, step: int) -> float:
-    """Share of the peak rate: 50 steps up, constant until ``progress`` 0.4, then linear to zero at
-    1.
+    """The share of the peak learning rate. It rises over 50 steps, is constant until ``progress``
+    0.4, then falls linearly to zero at 1.
     """
     return min(1.0, (step + 1) / 50) * min(1.0, max(0.0, (1 - progress) / 0.6))
 
@@ -79,7 +80,7 @@ class Training:
     rate: float
     step: int = 0
     minutes: float = 0.0
-    """Processor time spent so far: a stopped process spends none."""
+    """Processor time spent so far. Time in which the process is stopped does not count."""
     averaged: dict[str, Tensor] = field(init=False)
     optimisers: list[tuple[torch.optim.Optimizer, float]] = field(init=False)
 
@@ -99,7 +100,7 @@ class Training:
         ]
 
     def learn(self, loss: Tensor, progress: float) -> None:
-        """Take one step down the gradient of ``loss``. ``progress`` from 0 to 1 sets the rate."""
+        """Take one gradient step on ``loss``. ``progress``, from 0 to 1, sets the learning rate."""
         loss.backward()  # type: ignore[no-untyped-call]
         for optimiser, peak in self.optimisers:
             for group in optimiser.param_groups:
@@ -114,7 +115,7 @@ class Training:
         self.step += 1
 
     def save(self, path: Path) -> None:
-        """Write the state for ``resume``. The file appears complete or not at all."""
+        """Save the state for ``resume``. The file appears complete or not at all."""
         state = {
             "step": self.step,
             "minutes": self.minutes,
@@ -128,7 +129,7 @@ class Training:
         partial.replace(path)
 
     def resume(self, path: Path) -> None:
-        """Continue from the state that ``save`` wrote."""
+        """Continue from a state that ``save`` wrote."""
         state = torch.load(path, weights_only=True)
         self.step, self.minutes, self.averaged = state["step"], state["minutes"], state["averaged"]
         self.denoiser.load_state_dict(state["parameters"])
@@ -144,10 +145,10 @@ class Training:
         save_minutes: float,
         on_save: Callable[[], None],
     ) -> None:
-        """Train until ``steps`` or ``minutes`` of processor time are spent, or until SIGTERM.
+        """Train for ``steps`` steps or ``minutes`` of processor time, or until SIGTERM.
 
-        ``on_save`` is called every ``save_minutes`` and at the end. Each of ``losses`` computes the
-        loss of one step.
+        ``on_save`` is called every ``save_minutes`` and at the end. Each function in ``losses``
+        computes the loss of one step.
         """
         is_stopped = threading.Event()
         before_handler = signal.signal(signal.SIGTERM, lambda number, frame: is_stopped.set())

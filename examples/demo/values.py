@@ -1,7 +1,8 @@
-"""Values of the slots in templates: a sampler for each kind, and which values are held out.
+"""Generates the values for the slots of templates, with a sampler for each kind of slot, and
+decides which values are held out.
 
-A sampler returns the spoken form for the command and the value for the call. The label rules are in
-``data.py``.
+A sampler returns a value as it is spoken in the command, and as it is written in the call.
+``data.py`` lists the label rules.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from functions import FUNCTIONS
 
 
 class Side(enum.Enum):
-    """Source of open values: training values with unrelated phrases mixed in, training values
-    alone, or held-out values.
+    """Where open values come from: training values mixed with unrelated phrases, only training
+    values, or held-out values.
     """
 
     TRAINING = enum.auto()
@@ -34,7 +35,9 @@ Sampler = Callable[[random.Random, Side], tuple[str, Any]]
 
 
 def is_held_out(value: str) -> bool:
-    """Return True for open values kept out of training: one in eight, by CRC-32."""
+    """Return True for open values that training does not use. They are one in eight, chosen by
+    CRC-32.
+    """
     return zlib.crc32(value.encode()) % 8 == 0
 
 
@@ -44,17 +47,17 @@ ANY_WORDS = tuple(
         {*itertools.chain(*WORD_POOLS, words.PLACES, words.POINTS, words.SURFACES, words.GENRES)}
     )
 )
-ANY_PHRASE_SHARE = 0.35  # share of the open values in training
+ANY_PHRASE_SHARE = 0.35  # share of unrelated phrases among the open values in training
 
 
 def _open(compose: Callable[[random.Random], str], article: float = 0.0) -> Sampler:
-    """A sampler of open values. With probability ``article`` it says ``the`` first, which the value
-    drops.
+    """Make a sampler of open values. With probability ``article``, it says ``the`` before the
+    value. The value in the call has no ``the``.
     """
 
     def sample(rng: random.Random, side: Side) -> tuple[str, str]:
-        # A word that begins no training value would never be predicted there, so any word can begin
-        # one.
+        # The denoiser would learn never to predict a word that begins no training value. So in
+        # training, any word can begin a value.
         source = (
             _any_phrase if side is Side.TRAINING and rng.random() < ANY_PHRASE_SHARE else compose
         )
@@ -67,13 +70,17 @@ def _open(compose: Callable[[random.Random], str], article: float = 0.0) -> Samp
 
 
 def _closed(*pairs: tuple[str, Any] | str) -> Sampler:
-    """A sampler of a small known set, the same in training and held-out."""
+    """Make a sampler of a small fixed set of values, which is the same in training and held-out
+    commands.
+    """
     choices = [(pair, pair) if isinstance(pair, str) else pair for pair in pairs]
     return lambda rng, side: rng.choice(choices)
 
 
 def _number(low: int, high: int, step: int = 1, digits: float = 0.4) -> Sampler:
-    """A sampler of whole numbers: spoken as digits with probability ``digits``, otherwise in words."""
+    """Make a sampler of whole numbers. They are spoken as digits with probability ``digits``,
+    otherwise as words.
+    """
 
     def sample(rng: random.Random, side: Side) -> tuple[str, int]:
         number = rng.randrange(low, high + 1, step)
@@ -83,8 +90,8 @@ def _number(low: int, high: int, step: int = 1, digits: float = 0.4) -> Sampler:
 
 
 def _list(item: Sampler, most: int = 3) -> Sampler:
-    """A sampler of one to ``most`` different values: ``a``, ``a and b``, ``a, b and c`` or ``a and
-    b and c``.
+    """Make a sampler of one to ``most`` different values: ``a``, ``a and b``, ``a, b and c`` or ``a
+    and b and c``.
     """
 
     def sample(rng: random.Random, side: Side) -> tuple[str, list[Any]]:
@@ -107,13 +114,13 @@ def _word(rng: random.Random, choices: tuple[str, ...], made_up: float = 0.03) -
 
 
 def _any_words(rng: random.Random, most: int) -> str:
-    """One to ``most`` unrelated words, which only copying can predict."""
+    """One to ``most`` unrelated words. Only copying can predict them."""
     return " ".join(_word(rng, rng.choice(WORD_POOLS)) for _ in range(rng.randint(1, most)))
 
 
 @functools.cache
 def _spoken_words() -> tuple[str, ...]:
-    """Words that appear in training templates but begin no value."""
+    """The words in training templates that begin no value."""
     templates = (
         re.sub(r"\{.*?\}", " ", template)
         for function in FUNCTIONS
@@ -128,8 +135,8 @@ def _spoken_words() -> tuple[str, ...]:
 
 
 def _any_word(rng: random.Random) -> str:
-    """A random word: one in four is a compound such as ``playfence``, of a word from commands and
-    any other word; some others are made up.
+    """A random word. One in four is a compound such as ``playfence``: a word from commands,
+    followed by any other word. Some words are made up.
     """
     if rng.random() < 0.25:
         return rng.choice(_spoken_words()) + rng.choice(ANY_WORDS)
@@ -137,7 +144,7 @@ def _any_word(rng: random.Random) -> str:
 
 
 def _any_phrase(rng: random.Random) -> str:
-    """One to three unrelated words; every listed word is equally likely."""
+    """One to three unrelated words. Every listed word has the same probability."""
     return " ".join(_any_word(rng) for _ in range(rng.choice((1, 2, 2, 3))))
 
 
@@ -218,7 +225,7 @@ def _thing(choices: tuple[str, ...]) -> Callable[[random.Random], str]:
 
 
 def _time(rng: random.Random, side: Side) -> tuple[str, str]:
-    """A spoken time of day and ``HH:MM``."""
+    """A time of day as it is spoken, and as ``HH:MM``."""
     shape = rng.random()
     if shape < 0.06:
         return rng.choice((("noon", "12:00"), ("midnight", "00:00")))
@@ -250,7 +257,7 @@ def _time(rng: random.Random, side: Side) -> tuple[str, str]:
 
 
 def _degrees(rng: random.Random, side: Side) -> tuple[str, float]:
-    """A temperature from 15 to 29, in halves."""
+    """A temperature from 15 to 29 degrees, in steps of one half."""
     spoken, number = _number(15, 29)(rng, side)
     if rng.random() < 0.2:
         return (f"{number}.5" if spoken.isdigit() else f"{spoken} and a half"), number + 0.5
@@ -258,7 +265,7 @@ def _degrees(rng: random.Random, side: Side) -> tuple[str, float]:
 
 
 def _metres(rng: random.Random, side: Side) -> tuple[str, float]:
-    """A distance from 1 to 20 metres, in halves, with its unit."""
+    """A distance from 1 to 20 metres, in steps of one half, with its unit."""
     spoken, number = _number(1, 20)(rng, side)
     if rng.random() < 0.25:
         return (

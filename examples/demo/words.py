@@ -1,7 +1,7 @@
-"""Word lists of the demo commands, and a source of made-up words.
+"""The word lists of the demo commands, and a generator of made-up words.
 
-Everything here was written for this demo. The made-up words make copying general: a denoiser that
-writes ``velkamo`` into a call can only have copied it.
+All lists were written for this demo. The made-up words ensure that the denoiser really copies: it
+can only write ``velkamo`` into a call by copying it.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ TENS = _words(",,twenty,thirty,forty,fifty,sixty,seventy,eighty,ninety")
 
 
 def made_up_word(rng: random.Random) -> str:
-    """A pronounceable word of at least four letters, such as ``velkamo``. Shorter ones could be
-    ``the`` or ``to``.
+    """A made-up word such as ``velkamo``, which can be pronounced. It has at least four letters,
+    because a shorter one could be ``the`` or ``to``.
     """
     word = ""
     while len(word) < 4:
@@ -132,7 +132,9 @@ def made_up_word(rng: random.Random) -> str:
 
 
 def number_words(number: int) -> str:
-    """English for ``0 <= number < 1000``, such as ``one hundred eighty`` (no hyphen, no ``and``)."""
+    """A number from 0 to 999 in English, such as ``one hundred eighty``, without a hyphen and
+    without ``and``.
+    """
     if number >= 100:
         rest = f" {number_words(number % 100)}" if number % 100 else ""
         return f"{ONES[number // 100]} hundred{rest}"

@@ -1,7 +1,7 @@
-/* Generates until the text is complete, a time is over, or Ctrl-C is pressed:
+/* Generates until the text is complete, the time is over, or Ctrl-C is pressed:
  *   cancel BUNDLE NEW_TOKENS SECONDS PROMPT
- * A second thread ends the request. Prints the text so far and why the request ended. README.md
- * says how to build it. */
+ * A second thread ends the request. The program prints the text so far and the reason why the
+ * request ended. README.md says how to build it. */
 #define _POSIX_C_SOURCE 200809L
 #include <errno.h>
 #include <pthread.h>
@@ -20,7 +20,7 @@ struct watch {
   double seconds;
 };
 
-/* Waits for one of two signals and returns its number, or 0 if none came in time. */
+/* Waits for one of two signals. Returns its number, or 0 if neither came in time. */
 static int wait_for(int one, int other, double seconds) {
   sigset_t signals;
   sigemptyset(&signals);
@@ -35,12 +35,13 @@ static int wait_for(int one, int other, double seconds) {
   return number < 0 ? 0 : number;
 }
 
-/* Ends the request when the time is over or Ctrl-C comes. Signals are blocked in all threads and
- * waited for here, so nothing runs in a handler. */
+/* Ends the request when the time is over or Ctrl-C is pressed. Signals are blocked in all threads,
+ * and this thread waits for them. So no code has to run in a signal handler. */
 static void* watch(void* user) {
   const struct watch* const watched = user;
   int is_over = wait_for(SIG_OVER, SIGINT, watched->seconds) == SIG_OVER;
-  while (!is_over) { /* repeat: a cancel before the request has begun has no effect */
+  while (
+      !is_over) { /* repeats, because a cancellation before the request has begun has no effect */
     dlm_session_cancel(watched->session, 0);
     is_over = wait_for(SIG_OVER, SIG_OVER, 0.01) == SIG_OVER;
   }
@@ -75,7 +76,9 @@ static int generate(dlm_session* session, int32_t new_tokens, double seconds, co
   const dlm_result* result = NULL;
   const dlm_status status = dlm_session_generate(session, &request, &result);
   pthread_kill(thread, SIG_OVER);
-  pthread_join(thread, NULL); /* before the session is destroyed: the thread cancels it */
+  pthread_join(
+      thread,
+      NULL); /* the thread must end before the session is destroyed, because it uses the session */
   if (status != DLM_OK) return report(status, dlm_session_last_error(session));
   int undecided = 0;
   for (size_t i = 0; i < result->length; ++i) undecided += result->undecided[i] != 0;
@@ -95,7 +98,7 @@ int main(int argc, char** argv) {
     fprintf(stderr, "usage: cancel BUNDLE NEW_TOKENS SECONDS PROMPT\n");
     return 2;
   }
-  sigset_t signals; /* before the library starts threads, which inherit the mask */
+  sigset_t signals; /* set before the library starts threads, because they inherit the mask */
   sigemptyset(&signals);
   sigaddset(&signals, SIGINT);
   sigaddset(&signals, SIG_OVER);

@@ -1,6 +1,6 @@
 // A chat in C++ with dlm_runtime.hpp: converse BUNDLE NEW_TOKENS [MESSAGE...]
 // Answers each message, or each line of stdin, and prints the text while it is generated. Then it
-// submits all of them to a scheduler at once and compares the answers. README.md says how to build
+// submits all messages to a scheduler at once and compares the answers. README.md says how to build
 // it.
 #include <algorithm>
 #include <cstdlib>
@@ -31,7 +31,7 @@ dlm::Request request_of(const std::string& line, std::int32_t max_new_tokens) {
   return request;
 }
 
-// Answers one after the other, and prints each while it is generated.
+// Answers the messages one after another, and prints each answer while it is generated.
 Lines answers(const dlm::Bundle& bundle, const Lines& lines, std::int32_t max_new_tokens) {
   dlm::Session session(bundle);
   Lines out;
@@ -48,7 +48,8 @@ Lines answers(const dlm::Bundle& bundle, const Lines& lines, std::int32_t max_ne
   return out;
 }
 
-// Answers all at once, in shared passes. Returns how many answers differ from before.
+// Answers all messages at once, in shared passes. Returns the number of answers that differ from
+// before.
 int differences(const dlm::Bundle& bundle, const Lines& lines, const Lines& before,
                 std::int32_t max_new_tokens) {
   dlm::Scheduler scheduler(bundle);

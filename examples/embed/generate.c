@@ -1,7 +1,6 @@
 /* Generates text from a bundle in C: generate BUNDLE NEW_TOKENS PROMPT
- * Prints the text after the prompt to stdout while it is generated, and passes and seconds to
- * stderr.
- * README.md says how to build it. */
+ * Prints the text after the prompt to stdout while it is generated. Then prints the number of
+ * passes and the seconds to stderr. README.md says how to build it. */
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,7 +8,7 @@
 
 #include "dlm_runtime.h"
 
-/* Reads a whole number that fits int32_t; returns 0 if text is anything else. */
+/* Reads a whole number that fits int32_t. Returns 0 if the text is anything else. */
 static int read_int32(const char* text, int32_t* value) {
   char* end = NULL;
   errno = 0;
@@ -22,7 +21,8 @@ static void report(dlm_status status, const char* sentence) {
   fprintf(stderr, "generate: %s: %s\n", dlm_status_name(status), sentence);
 }
 
-/* Prints the whole characters that a step adds. A return value other than 0 ends the request. */
+/* Prints the text that a step adds, in whole characters. A return value other than 0 would end the
+ * request. */
 static int32_t on_step(void* user, const dlm_step* step) {
   FILE* out = user;
   return fwrite(step->text, 1, step->text_size, out) != step->text_size || fflush(out) != 0;
@@ -55,7 +55,7 @@ int main(int argc, char** argv) {
     printf("\n");
     fprintf(stderr, "%d passes, %.3f s\n", (int)result->stats->nfe, result->stats->total_s);
   }
-  dlm_session_destroy(session); /* before its bundle */
+  dlm_session_destroy(session); /* must be destroyed before its bundle */
   dlm_bundle_destroy(bundle);
   return status == DLM_OK ? 0 : 1;
 }

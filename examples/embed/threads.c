@@ -1,7 +1,7 @@
-/* Requests from several threads: threads BUNDLE NEW_TOKENS THREADS PROMPT...
- * Each thread has its own session over one bundle, so all share the weights. Then the same requests
- * share the passes of a scheduler. Both must give the results of a single session. Prints seconds
- * and memory. README.md says how to build it. */
+/* Runs requests from several threads: threads BUNDLE NEW_TOKENS THREADS PROMPT...
+ * First, each thread has a session of one shared bundle, so all threads share the weights. Then a
+ * scheduler runs the same requests in shared passes. Both must give the same results as a single
+ * session. Prints seconds and memory. README.md says how to build it. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <stdint.h>
@@ -14,7 +14,7 @@
 
 enum { MOST_THREADS = 1024 };
 
-/* Read by all threads. */
+/* All threads read these, and none writes to them. */
 struct work {
   dlm_bundle* bundle;
   dlm_scheduler* scheduler;
@@ -52,7 +52,7 @@ static dlm_request request_of(const struct task* task) {
   return request;
 }
 
-/* Keeps the text of a result. */
+/* Copies the text of a result. */
 static dlm_status keep(struct task* task, const dlm_result* result) {
   if (result->status != DLM_OK) return fail(task, result->status, result->message);
   task->answer = copy(result->text, result->text_size);
@@ -81,7 +81,7 @@ static dlm_status answer_scheduled(struct task* task) {
   dlm_job* job = NULL;
   dlm_status status = dlm_scheduler_submit(task->work->scheduler, &request, task->message,
                                            sizeof task->message, &job);
-  if (status != DLM_OK) return status; /* DLM_BUSY: a service would say "try again later" */
+  if (status != DLM_OK) return status; /* for DLM_BUSY, a service would answer "try again later" */
   dlm_job_wait(job, -1);
   dlm_job_result(job, &result);
   status = keep(task, result);
@@ -112,8 +112,8 @@ static double now(void) {
   return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* The process's peak memory in MiB. getrusage's ru_maxrss would include the program that started
- * this one. */
+/* The peak memory of the process in MiB. ru_maxrss of getrusage is not used, because it would
+ * include the program that started this one. */
 static double held(void) {
   long kib = 0;
   char line[256];
@@ -125,7 +125,7 @@ static double held(void) {
   return (double)kib / 1024;
 }
 
-/* Runs each task in its own thread. Returns how many did not give the expected result. */
+/* Runs each task in a thread. Returns the number of tasks whose result is not the expected one. */
 static int run_all(const char* name, void* (*run)(void*), struct task* tasks, int count,
                    const struct task* wanted, int kinds) {
   static pthread_t threads[MOST_THREADS];
@@ -150,7 +150,7 @@ static int run_all(const char* name, void* (*run)(void*), struct task* tasks, in
   return failures + count - started;
 }
 
-/* Does all that needs the bundle. Returns the exit code. */
+/* Does everything that needs the bundle. Returns the exit code. */
 static int run_work(struct work* work, int count, int kinds) {
   static struct task wanted[MOST_THREADS], tasks[MOST_THREADS];
   char message[512];

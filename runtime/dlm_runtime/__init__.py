@@ -1,11 +1,11 @@
-"""Python API of dlm-export's native runtime: open a bundle and fill canvases.
+"""The Python API of dlm-export's runtime. It opens bundles and generates text with them.
 
 >>> import dlm_runtime as dlm
 >>> bundle = dlm.open("build/demo")
 >>> bundle.generate(prompt="turn on the kitchen lights", max_new_tokens=64).text
 
-All calls use the C ABI of ``libdlm_runtime`` (``dlm_runtime.h``). Importing needs neither torch nor
-onnx.
+All functions call the native library ``libdlm_runtime`` through its C ABI (``dlm_runtime.h``).
+Importing this package needs neither torch nor onnx.
 """
 
 from dlm_runtime.bundle import Bundle

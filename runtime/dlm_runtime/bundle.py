@@ -54,7 +54,7 @@ class Bundle:
         checks_hashes: bool = True,
         provider: str = "cpu",
     ) -> None:
-        """``folder``: of the tokenizer's files, if any. ``checks_hashes``: compare their hashes."""
+        """``folder`` has the tokenizer's files, if any. With ``checks_hashes``, their hashes are checked."""
         self._handle = handle
         self._library = _native.library()
         self._tokenizer: Tokenizer | None = None
@@ -68,20 +68,19 @@ class Bundle:
         self.max_canvas_length = handle.max_canvas_length
         self.eos_token_ids = handle.eos_token_ids
         self.visible_block = handle.visible_block
-        """Block length of block-causal attention; None if attention is full."""
+        """The block length of block-causal attention. None if attention is full."""
         self.max_new_tokens = handle.max_new_tokens
-        """The default of a request's ``max_new_tokens``."""
+        """The default of a request's option ``max_new_tokens``."""
         self.engine = handle.engine
 
     @property
     def is_on_cpu(self) -> bool:
-        """True if ONNX Runtime runs the graph on the CPU."""
+        """True if the engine is ONNX Runtime and runs the graph on the CPU."""
         return self.engine.startswith("onnxruntime") and self.provider == "cpu"
 
     def close(self) -> None:
-        """Reject new requests, and free the engine and its weights once running requests have
-        ended. A stream ends at its next step, with RequestError. Raises ForkError in a forked
-        process.
+        """Reject new requests, and free the engine when the running requests have ended. A running ``stream`` raises
+        RequestError at its next step. In a forked process, ``close`` raises ForkError.
         """
         self._handle.close()
 
@@ -103,7 +102,7 @@ class Bundle:
         return self._tokenizer
 
     def check_text(self) -> None:
-        """Read the compiled text file, which C programs use. Raises BundleError if it is damaged."""
+        """Read the compiled text file, which only C programs use. Raises BundleError if it is damaged."""
         if "file" not in self.manifest.get("text", {}):
             return
         self._handle.check_open()
@@ -116,12 +115,12 @@ class Bundle:
 
     @property
     def json_layout(self) -> str:
-        """The JSON layout the denoiser was trained on, a name of ``LAYOUTS`` (default: "compact")."""
+        """The layout of the JSON that the denoiser was trained on: a name of ``LAYOUTS``."""
         return self._constraints.json_layout
 
     @property
     def call_format(self) -> str | None:
-        """The call format it was trained on, a name of ``tools.FORMATS``, or None if unknown."""
+        """The format of the tool calls that the denoiser was trained on: a name of ``tools.FORMATS``."""
         return self.manifest.get("call_format")
 
     def constraint(
@@ -145,40 +144,39 @@ class Bundle:
         limits: CompileLimits | None = None,
         cache_dir: str | Path | None = "",
     ) -> Constraint:
-        """Compile a constraint on generated texts, for this bundle's tokenizer. Pass one of the
-        first nine arguments.
+        """Compile a constraint on generated texts, for this bundle's tokenizer.
 
-        The bundle keeps its last 64 constraints. It compares arguments by content, and does not
-        compile equal ones again.
+        Pass exactly one of the first nine arguments. The bundle keeps its last 64 constraints, and compiles none of
+        them twice.
 
         Args:
             schema: A JSON Schema, or a class with a method ``model_json_schema`` such as a Pydantic model.
             regex: A regular expression that matches the whole text, in the syntax of Rust's regex crate.
             grammar: A grammar of the text in GBNF, the notation of llama.cpp.
             enum: The allowed texts.
-            json_object: If True, any JSON object.
+            json_object: If True, the text is any JSON object.
             json_lines: JSON Lines: a schema of each line, or ``JsonLines``.
             csv: A CSV table: a schema of each row, or ``Csv``.
             xml: An XML element: a schema with the keyword ``xml`` of OpenAPI.
             tools: The result of ``Bundle.tools``; the text is a call of these functions.
-            max_depth: How often a schema may contain itself, and how deeply containers may be nested where a schema
-                allows any value. For a grammar, how deeply recursive references may be nested. 0 to 64. If None, 3, or
-                less if the result would be too large.
-            any_order: If True, the properties of JSON objects with up to 6 of them may have any order. By default, they
-                have the schema's order.
-            more_properties: If True, a text may have properties that a schema allows but does not name.
-            before: Given text before the generated one. The constraint holds for the whole of ``before``, the generated
-                text and ``behind``.
-            behind: Given text after the generated one.
-            json_layout: White space of the JSON text: a name of ``LAYOUTS``, or a ``Layout``. If None, the bundle's.
-            limits: Limits of compiling. If None, the defaults of ``CompileLimits``.
-            cache_dir: Folder for compiled constraints. "": the user's cache folder. If None, do not store them.
+            max_depth: How often a recursive schema may contain itself, and how deeply containers may be nested where a
+                schema allows any value. For a grammar, how deeply recursive references may be nested. 0 to 64. If None,
+                the limit is 3, or less if the result would be too large.
+            any_order: If True, the properties of a JSON object may have any order if there are at most 6 of them. By
+                default, they have the order of the schema.
+            more_properties: If True, a text may have properties that the schema allows but does not name.
+            before: A fixed text before the generated text. The constraint also covers ``before`` and ``behind``.
+            behind: A fixed text after the generated text.
+            json_layout: White space of the JSON text: a name of ``LAYOUTS``, or a ``Layout``. If None, the bundle's
+                layout.
+            limits: Limits on the resources that compiling may use. If None, the defaults of ``CompileLimits``.
+            cache_dir: Folder for compiled constraints. If "", the user's cache folder. If None, they are not stored.
 
         Returns:
             The compiled constraint, to pass to requests.
 
         Raises:
-            RequestError: The constraint is invalid, unsupported, matches nothing or exceeds a limit.
+            RequestError: The constraint is invalid or unsupported, no text matches it, or compiling it exceeds a limit.
         """
         self._handle.origin.check()
         asked = {
@@ -212,9 +210,7 @@ class Bundle:
         parallel_tool_calls: bool | None = None,
         call_format: str | CallFormat | None = None,
     ) -> Tools:
-        """Check tools once for many requests. The arguments are those of ``Options``. Raises
-        RequestError.
-        """
+        """Check tools once for many requests. ``Options`` describes the arguments. Raises RequestError."""
         how = {
             "tool_choice": tool_choice,
             "parallel_tool_calls": parallel_tool_calls,
@@ -240,8 +236,8 @@ class Bundle:
         """Return a policy of this bundle, with some fields changed.
 
         Args:
-            preset: Name of a preset. If None, the bundle's default.
-            effort: "instant", "low", "medium" or "high": the policy fitted for this level. If None, the preset's policy.
+            preset: Name of a preset. If None, the bundle's default preset.
+            effort: "instant", "low", "medium" or "high": the policy fitted for this effort level. If None, the preset.
             changes: Fields of ``Policy``, by name.
 
         Raises:
@@ -251,7 +247,7 @@ class Bundle:
         return self._handle.policy(preset, effort).with_fields(changes)
 
     def _policy_for(self, method: str, options: Options) -> Policy:
-        """``policy`` for a method; an error message may also suggest the method's arguments."""
+        """``policy`` for a method. An error message may also suggest an argument of this method."""
         beside = (*_arguments(method), *OPTION_NAMES)
         found = self._handle.policy(options.preset, options.effort)
         return found.with_fields(dict(options.policy), beside)
@@ -265,26 +261,28 @@ class Bundle:
         cancel: threading.Event | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generation:
-        """Fill mask tokens after a prompt, token ids, or a chat (pass one of the three), and those
-        among ``tokens``.
+        """Fill the mask tokens that follow a prompt, a list of token ids, or a chat.
+
+        Pass exactly one of ``prompt``, ``tokens`` and ``chat``. Mask tokens within ``tokens`` are filled as well.
 
         Args:
-            prompt: Text.
+            prompt: The prompt as text.
             tokens: Token ids, 0..vocab_size-1.
             chat: Messages for the chat template, each with ``role`` and ``content``.
-            cancel: Another thread may set this event to end the request within one pass.
-            options: The fields of ``Options`` and ``Policy``: ``max_new_tokens=64, preset="fast-dllm", threshold=0.8``.
+            cancel: Another thread may set this event. The request then ends within one pass.
+            options: The fields of ``Options`` and ``Policy``, such as ``max_new_tokens=64, preset="fast-dllm",
+                threshold=0.8``.
 
         Returns:
-            The result. Its ``timings`` are in seconds: ``prefill`` (passes that fill a cache) and ``passes`` (all
-                others) in the engine; ``selection`` (scoring, ranking, committing) and ``cache`` (moving keys and
-                values) outside it; and ``total``, which also includes the loop's bookkeeping.
+            The result. Its ``timings`` are in seconds. Two of them are time in the engine: ``prefill`` for the passes
+                that fill a cache, and ``passes`` for all other passes. Two are time outside the engine: ``selection``
+                for scoring, ranking and committing tokens, and ``cache`` for moving keys and values. ``total`` includes
+                these four and the loop's bookkeeping.
 
         Raises:
-            RequestError: The bundle cannot accept an id, a length or the policy.
+            RequestError: A token id, a length or the policy is invalid for this bundle.
             EngineError: A pass failed.
-            BaseException: On the main thread, the exception of a signal handler, such as KeyboardInterrupt, within one
-                pass.
+            BaseException: On the main thread, the exception of a signal handler, such as KeyboardInterrupt.
         """
         asked = Options.of(options)
         cancel_of("cancel", cancel)
@@ -310,27 +308,26 @@ class Bundle:
     ) -> list[Generation]:
         """Run several requests, at most ``max_batch`` of them in shared passes.
 
-        On a CPU, all requests share passes, and a new one starts when another ends. With other
-        engines, requests run together if their canvases have the same length and, with a cache,
-        their masks are in the same blocks. Each result equals that of ``generate``, except for
-        floating-point noise of the engine, and has its own statistics. The seconds of a shared pass
-        are divided among its requests.
+        On a CPU, all requests can share passes, and a new request starts whenever another one ends. On other engines,
+        requests share passes if their canvases have the same length. If they use a cache, their mask tokens must also
+        be in the same blocks. Each result has its own statistics and equals the result of ``generate``, except for
+        floating-point noise of the engine. The seconds of a shared pass are divided among its requests.
 
         Args:
             prompts: Texts, one per request. Pass one of ``prompts``, ``tokens`` and ``chats``.
             tokens: Lists of token ids, one per request.
             chats: Lists of messages, one per request.
             max_batch: The most requests in a pass, 1..4096.
-            policies: Changes to policy fields, one dict per request, such as its ``seed``.
-            cancel: An event for all requests, or a list with an event or None for each.
-            options: As for ``generate``. Limits and ``stop_strings`` hold for each request.
+            policies: Changes to policy fields: one dict per request, for example with a different ``seed`` each.
+            cancel: One event for all requests, or a list with an event or None for each request.
+            options: The options of ``generate``. Limits and ``stop_strings`` apply to each request separately.
 
         Returns:
             The results, in the order of the requests.
 
         Raises:
-            RequestError: As ``generate``, with the request's index, or the engine's batch limit is smaller (TensorRT:
-                1).
+            RequestError: As for ``generate``; the message names the index of the request. Or ``max_batch`` exceeds the
+                limit of the engine (TensorRT: 1).
             EngineError: A pass failed.
         """
         given = {"prompt": prompts, "tokens": tokens, "chat": chats}
@@ -397,7 +394,7 @@ class Bundle:
         cancel: threading.Event | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[Event]:
-        """Like ``generate``, but yields an ``Event`` after each pass. Leave the loop to stop early."""
+        """Like ``generate``, but yields an ``Event`` after each pass. To stop early, leave the loop."""
         cancel_of("cancel", cancel)
         return self._steps(
             self._request("stream", (prompt, tokens, chat), Options.of(options)), cancel
@@ -440,22 +437,22 @@ class Bundle:
         constrain_from: int | None = None,
         **request: Unpack[InfillOptions],
     ) -> Infill:
-        """Fill the holes of a text, written as ``<mask>``: ``"def f(x): <mask> return y"``.
+        """Fill the holes of a text. A hole is written as ``<mask>``: ``"def f(x): <mask> return y"``.
 
-        A hole ends at its first end token, so its text may be shorter than the hole. The
-        tokenizer's tokens before a prompt are added before the text, unless it starts with them.
-        Its tokens after a prompt are not added.
+        The text of a hole ends before the first end token that the denoiser puts there, so it may have fewer tokens
+        than the hole. Tokens that the tokenizer adds at the start of a prompt are added to the text too, unless it has
+        them already. Tokens that the tokenizer adds at the end of a prompt are left out.
 
         Args:
-            text: Text with at least one ``<mask>``. With ``prompt`` or ``chat`` it is the answer, and follows the
-                prompt's tokens.
-            lengths: Tokens per hole, 1 or more: a number or a list with one entry for all holes, or one per hole. An
-                entry that is a list has lengths to try. Each combination runs as a separate request, at most 64; the
-                one with the highest mean ln p of the holes' tokens wins.
-            constrain_from: A character index of ``text``. The constraint then covers the text from there on, and the
-                text must have one hole. If None, the constraint covers each hole.
-            request: Options of ``generate_batch``: policy fields, limits, ``max_batch``, and a ``schema`` or another
-                constraint.
+            text: Text with at least one ``<mask>``. If ``prompt`` or ``chat`` is passed, the text is the answer to it.
+            lengths: Tokens per hole, 1 or more. A number applies to all holes. A list has one entry for each hole, or a
+                single entry for all holes. An entry that is itself a list has several lengths to try. Each combination
+                of lengths runs as a separate request, at most 64 of them. The result is the one with the highest mean
+                ln p of the tokens in the holes.
+            constrain_from: An index into the characters of ``text``. The constraint then covers the text from this
+                character to the end, and the text must have only one hole. If None, the constraint covers the text of
+                each hole.
+            request: Options of ``generate_batch``, such as policy fields, limits or a constraint.
 
         Returns:
             The filled text and its holes.
@@ -466,11 +463,12 @@ class Bundle:
         return infill(self, text, lengths, constrain_from, **request)
 
     def logits(self, tokens: Sequence[int], rows: Sequence[int] | None = None) -> np.ndarray:
-        """Run one full pass over a canvas, leaving its mask tokens as they are.
+        """Run one full pass over a canvas and return the raw logits. Mask tokens are not filled.
 
         Args:
             tokens: Token ids ``[L]``.
-            rows: Rows to score, 0..L-1, not shifted: with shift 1, row ``i`` predicts position ``i + 1``. None: all.
+            rows: The rows to return, 0..L-1. If None, all rows. If the denoiser's shift is 1, row ``i`` predicts
+                position ``i + 1``.
 
         Returns:
             Raw logits ``[R, V]``, float32.
@@ -498,20 +496,21 @@ class Bundle:
     def time_passes(
         self, tokens: int, cached: int, rows: int, repeats: int, batch: int = 1
     ) -> list[float]:
-        """Measure the engine's time for passes on made-up tokens.
+        """Measure the time that the engine needs for passes of a given size. The tokens are arbitrary.
 
         Args:
-            tokens: Tokens of each request in a pass, 1 or more.
-            cached: Cached tokens that the pass reads. If above 0, an untimed full pass fills the cache first.
-            rows: Scored rows of each request, 1..tokens.
-            repeats: Number of passes. 0 only checks the sizes.
-            batch: Requests that share the pass, 1..4096.
+            tokens: Number of tokens of each request in the pass, 1 or more.
+            cached: Number of cached tokens that the pass reads. If above 0, a full pass, which is not timed, fills the
+                cache first.
+            rows: Number of rows of each request for which the pass computes scores, 1..tokens.
+            repeats: Number of passes. If 0, only the sizes are checked.
+            batch: Number of requests that share the pass, 1..4096.
 
         Returns:
-            Seconds of each pass.
+            The seconds of each pass.
 
         Raises:
-            RequestError: The denoiser or the engine cannot run such a pass.
+            RequestError: The denoiser or the engine does not support passes of this size.
         """
         given = (("batch", batch), ("tokens", tokens), ("cached", cached), ("rows", rows))
         sizes = [count_of(name, value) for name, value in given]
@@ -543,7 +542,7 @@ class Bundle:
                 yield event
 
     def _check(self, status: int, session: C.c_void_p, requests: Sequence[Request] = ()) -> None:
-        """Raise the error of a session's call, or the exception that the tokenizer raised in it."""
+        """Raise the error of a failed native call, or the exception that the tokenizer raised in it."""
         raised = next((one.error for one in requests if one.error is not None), None)
         if status and raised is not None:
             raise raised
@@ -559,24 +558,24 @@ class Bundle:
         max_pass_ms: float = 0.0,
         cost: PassCost | None = None,
     ) -> Scheduler:
-        """Create a scheduler: it accepts requests from any thread, and makes their passes on its
-        own thread.
+        """Create a scheduler, which accepts requests from any thread and runs their passes on its own thread.
 
-        Requests share passes if the engine allows it, and otherwise take turns. Waiting requests
-        start in the order of submission.
+        If the engine allows it, requests share passes. Otherwise they take turns. Requests start in the order of
+        submission.
 
         Args:
-            max_running: The most requests running at once, 1..4096.
-            max_waiting: The most requests in the queue, 1..1048576; further ones raise BusyError.
-            max_tokens: The most tokens in a shared pass. Requests that do not fit take part in the next one.
-            cache_bytes: Limit on the bytes of keys and values of all running requests. 0: 1 GiB, or the longest
-                canvas's if more.
-            max_pass_ms: Limit on the expected milliseconds of a shared pass; more requests do not start until they fit.
-                0: no limit.
-            cost: The time of passes on this machine; needed for ``max_pass_ms``.
+            max_running: The largest number of requests that run at once, 1..4096.
+            max_waiting: The largest number of requests in the queue, 1..1048576. Further requests raise BusyError.
+            max_tokens: The largest number of tokens in a shared pass. Requests that do not fit into a pass join the
+                next one.
+            cache_bytes: Limit on the bytes of keys and values of all running requests together. If 0, the limit is 1
+                GiB, or the bytes for the longest canvas if they are more.
+            max_pass_ms: Limit on the expected milliseconds of a shared pass. A waiting request starts only when the
+                pass stays within this limit. If 0, there is no limit.
+            cost: The measured cost of passes on this machine. It is needed for ``max_pass_ms``.
 
         Raises:
-            RequestError: An argument is out of range, or ``max_pass_ms`` is set while requests take turns.
+            RequestError: An argument is out of range, or ``max_pass_ms`` is set although requests cannot share passes.
         """
         return Scheduler(
             self._handle,
@@ -592,6 +591,6 @@ class Bundle:
 
 @functools.cache
 def _arguments(method: str) -> tuple[str, ...]:
-    """The keyword arguments of a method of ``Bundle``, without the policy's fields."""
+    """The names of the keyword arguments of a method of ``Bundle``, without those in ``**options``."""
     parameters = inspect.signature(getattr(Bundle, method)).parameters.values()
     return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)

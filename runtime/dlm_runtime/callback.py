@@ -1,7 +1,9 @@
-"""Runs the native loop with a Python function that makes the passes.
+"""Runs the native loop with a Python function in place of an engine: the function computes each
+pass.
 
-This is for tests (a torch denoiser under the native loop separates loop parity from graph parity)
-and for networks that are not exported yet. It is slow, because every pass calls Python.
+Tests use this module to run a torch denoiser under the native loop, so that errors of the loop can
+be told from errors of the exported graph. It also runs networks that cannot be exported yet. It is
+slow, because every pass calls Python.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ class DenoiserInfo:
     """The properties of a denoiser that the loop needs.
 
     Args:
-        vocab_size: V, 3..16777216.
-        mask_token_id: 0..V-1.
-        max_canvas_length: Tokens, 1..16777216.
-        eos_token_ids: End tokens, without the mask token.
-        layers: 1..1024.
-        kv_heads: Key and value heads of every layer, 1..4096.
-        head_size: 1..4096.
-        shift: 1 if the row of position i predicts position i + 1, else 0.
+        vocab_size: V, the size of the vocabulary, 3..16777216.
+        mask_token_id: The id of the mask token, 0..V-1.
+        max_canvas_length: The longest canvas in tokens, 1..16777216.
+        eos_token_ids: The ids of the end tokens. The mask token must not be among them.
+        layers: Number of layers, 1..1024.
+        kv_heads: Number of key and value heads in every layer, 1..4096.
+        head_size: Size of a head, 1..4096.
+        shift: 1 if row i of the output predicts position i + 1. 0 if it predicts position i.
         has_cache: True if passes read and write keys and values.
-        top_k: K, the candidates per row, 2..64 and below V.
-        visible_block: Block length of block-causal attention. If None, attention is full.
+        top_k: K, the number of candidate tokens per row, 2..64 and below V.
+        visible_block: The block length of block-causal attention. If None, attention is full.
     """
 
     vocab_size: int
@@ -49,24 +51,28 @@ class DenoiserInfo:
     has_cache: bool = False
     top_k: int = 2
     visible_block: int | None = None
-    """Block length of block-causal attention; None if attention is full."""
+    """The block length of block-causal attention. None if attention is full."""
 
 
 @dataclass(frozen=True)
 class CallbackPass:
-    """One request's pass, as numpy views of the loop's memory. The callback fills every output that
-    is not None.
+    """The inputs and outputs of one request in a pass. The arrays are numpy views of the loop's
+    memory. The callback must fill every output that is not None.
+
+    T is the number of tokens in the pass, R the number of rows to score, and S the number of cached
+    tokens. Hkv and D are ``kv_heads`` and ``head_size`` of ``DenoiserInfo``.
 
     Args:
-        input_ids: ``[T]``.
-        position_ids: ``[T]``.
-        score_rows: ``[R]``.
-        past: Keys and values, ``[layers, 2, Hkv, S, D]``: nested lists of float32 views; empty if S is 0.
-        top_tokens: Output ``[R, K]``, int32.
-        top_probs: Output ``[R, K]``, float32.
-        entropy: Output ``[R]``.
+        input_ids: Token ids ``[T]``.
+        position_ids: The positions of these tokens in the canvas, ``[T]``.
+        score_rows: The rows of the pass to score, ``[R]``.
+        past: The cached keys and values, ``[layers, 2, Hkv, S, D]``, as nested lists of float32
+            views. Empty if S is 0.
+        top_tokens: Output ``[R, K]``, int32: the most likely tokens of each row.
+        top_probs: Output ``[R, K]``, float32: their probabilities.
+        entropy: Output ``[R]``: the entropy of each row's distribution.
         logits: Output ``[R, V]``.
-        present: Output with the shape of ``past`` and T rows.
+        present: Output: the keys and values of the T tokens, in the form of ``past``.
     """
 
     input_ids: np.ndarray
@@ -87,7 +93,7 @@ def _view(pointer: object, shape: tuple[int, ...]) -> np.ndarray:
 def _rows(
     info: DenoiserInfo, keys: Any, values: Any, batch: int, rows: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Keys and values of every layer, ``[B, Hkv, rows, D]`` each."""
+    """The keys and values of every layer, each with the shape ``[B, Hkv, rows, D]``."""
     shape = (batch, info.kv_heads, rows, info.head_size)
     layers = [
         (C.cast(keys[i], _native.f32p), C.cast(values[i], _native.f32p)) for i in range(info.layers)
@@ -96,7 +102,7 @@ def _rows(
 
 
 def _passes(info: DenoiserInfo, p: Any) -> Iterator[CallbackPass]:
-    """The passes of a batch's requests."""
+    """Yield the part of a pass that belongs to each request of the batch."""
     B, T, S, R = p.batch, p.tokens, p.cached, p.rows
     ids, positions, rows = (
         _view(p.input_ids, (B, T)),
@@ -125,19 +131,19 @@ def _passes(info: DenoiserInfo, p: Any) -> Iterator[CallbackPass]:
 def from_callback(
     info: DenoiserInfo, run: Callable[[CallbackPass], None], policy: Policy | None = None
 ) -> Bundle:
-    """Create a bundle without files whose passes ``run`` makes.
+    """Create a bundle without files. The function ``run`` computes its passes.
 
     Args:
-        info: The denoiser's properties.
-        run: Makes the pass of one request. A shared pass (``generate_batch``) calls it once per request.
-        policy: The bundle's default policy. If None, LLaDA's loop.
+        info: The properties of the denoiser.
+        run: Computes the pass of one request. If several requests share a pass
+            (``generate_batch``), the function is called once for each of them.
+        policy: The default policy of the bundle. If None, the preset "llada".
 
     Raises:
         RequestError: A property is out of range.
 
-    An exception of ``run`` ends the request and becomes the cause of an EngineError from
-    ``generate``. An exception that is not an Exception, such as KeyboardInterrupt, is raised as it
-    is.
+    If ``run`` raises an Exception, the request ends, and ``generate`` raises an EngineError with
+    this exception as its cause. Other exceptions, such as KeyboardInterrupt, are raised unchanged.
     """
     raised = (
         threading.local()

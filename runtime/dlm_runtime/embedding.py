@@ -1,8 +1,9 @@
-"""Finds the header, libraries, pkg-config file and CMake package of this package, for programs that
-embed the runtime.
+"""Finds the files that a C or C++ program needs to embed the runtime: the header, the libraries,
+the pkg-config file and the CMake package.
 
-The files have the layout of ``cmake --install`` under one prefix, which can be moved as a whole.
-``_native`` also loads the shared library from there. ``dlm-export embed`` prints these paths.
+The files have the layout that ``cmake --install`` writes, under one prefix. The whole folder can be
+moved. ``_native`` loads the shared library from the same folder. ``dlm-export embed`` prints these
+paths.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from pathlib import Path
 from dlm_runtime.abi import native as _native
 from dlm_runtime.errors import EngineError
 
-# Libraries that the static library needs: libstdc++ and parts of libc.
+# The system libraries that a program must also link when it links the static library.
 _STATIC_NEEDS = "-lstdc++ -lm -ldl -lpthread"
 
 
 def prefix() -> Path:
-    """The folder with ``include/dlm_runtime.h`` and ``lib/``.
+    """The folder that contains ``include/dlm_runtime.h`` and ``lib/``.
 
-    Raises EngineError if the package was installed without them.
+    Raises EngineError if the package was installed without these files.
     """
     folders = _native.package_folders()
     for folder in folders:
@@ -32,13 +33,13 @@ def prefix() -> Path:
 
 
 def cflags() -> str:
-    """Options for a C or C++ compiler, quoted for a shell."""
+    """Compiler options for a C or C++ program that includes the header, quoted for a shell."""
     return shlex.quote(f"-I{prefix() / 'include'}")
 
 
 def libs(*, static: bool = False) -> str:
-    """Options for a linker, quoted for a shell: the shared library with its run path, or the
-    static.
+    """Linker options, quoted for a shell. By default they link the shared library and set its run
+    path. With ``static``, they link the static library.
     """
     folder = prefix() / "lib"
     if static:
@@ -47,5 +48,7 @@ def libs(*, static: bool = False) -> str:
 
 
 def engine_library() -> str | None:
-    """The installed ONNX Runtime's library, for ``$DLM_ONNXRUNTIME``, or None if it is not installed."""
+    """The path of the installed ONNX Runtime's library, as a value for ``$DLM_ONNXRUNTIME``. None
+    if ONNX Runtime is not installed.
+    """
     return _native.onnxruntime_library()

@@ -17,11 +17,13 @@ class DlmError(Exception):
 
 
 class DlmWarning(UserWarning):
-    """A request was carried out differently than asked. The command line prints it as one line."""
+    """A request was carried out, but not exactly as it was made. The command line prints the
+    warning as one line.
+    """
 
 
 class BundleError(DlmError):
-    """A bundle is missing, damaged, edited, or of a version that this runtime does not know."""
+    """A bundle is missing, damaged or edited, or its format version is unknown to this runtime."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -33,7 +35,7 @@ class RequestError(DlmError, ValueError):
 
 
 class ClosedError(RequestError):
-    """The bundle or the scheduler was closed."""
+    """A bundle or a scheduler was used after it was closed."""
 
 
 class EngineError(DlmError):
@@ -41,15 +43,17 @@ class EngineError(DlmError):
 
 
 class ForkError(DlmError, RuntimeError):
-    """A bundle, scheduler or job was used in a process forked from the one that created it."""
+    """A bundle, scheduler or job was used in a process that was forked from the process that
+    created it.
+    """
 
 
 class BusyError(DlmError):
-    """The scheduler's queue is full: submit the request again later."""
+    """The scheduler's queue is full. Submit the request again later."""
 
 
 class CancelledError(DlmError):
-    """A callback asked to stop."""
+    """A callback ended the request."""
 
 
 class SchemaWarning(DlmWarning):
@@ -57,11 +61,13 @@ class SchemaWarning(DlmWarning):
 
 
 class ConstraintWarning(DlmWarning):
-    """A constraint made a text far less likely than the denoiser's own choice."""
+    """A constraint forced a text that is far less likely than the text that the denoiser would
+    choose.
+    """
 
 
 def shown(value: object) -> str:
-    """A short form of any value, for a message."""
+    """A short form of any value, for an error message."""
     try:
         return reprlib.repr(value)
     except Exception:  # such as an integer of more digits than Python prints

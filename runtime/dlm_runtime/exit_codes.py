@@ -1,4 +1,4 @@
-"""Exit codes of the command line. Each error class has its code (``exit_code``)."""
+"""The exit codes of the command line. Each error class names its exit code in ``exit_code``."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the command line, besides 0 (done) and 128 + n (ended by signal n).
+    """The exit codes for failures. Success is 0, and a command that signal n ended exits with 128 +
+    n.
 
-    The code says what must change before the same command works. docs/guides/troubleshooting.md has
-    the table for users.
+    The exit code says what must change before the same command can succeed. The table for users is
+    in docs/guides/troubleshooting.md.
     """
 
     COULD_NOT = 1
-    """The machine lacks a package, engine, device, memory, disk space or permission, another
-    process blocks it, or it was interrupted. The input is not wrong.
+    """The input is correct, but the machine lacks a package, an engine, a device, memory, disk
+    space or a permission. Also if another process blocks the command, or if it was interrupted.
     """
     WRONG_INPUT = 2
-    """An option, a path or the data there is missing, damaged, unsuitable or must not be replaced."""
+    """An option, a path or the data at a path is missing, damaged or unsuitable, or the command
+    would overwrite a file.
+    """
     MISSED = 3
-    """The command ran, but parity, an accuracy budget or an engine's audit failed."""
+    """The command ran to its end, but parity or an accuracy budget was missed, or the audit of an
+    engine failed.
+    """

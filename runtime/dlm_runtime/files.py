@@ -1,8 +1,8 @@
-"""Reads small untrusted files: plain ones, of limited size, with text and JSON that can be printed
-and computed with.
+"""Reads small files that are not trusted.
 
-Pipes and devices are not read, because they may never end. Every function raises ``error`` with a
-message that names the file and ends with ``hint``.
+Only regular files up to a size limit are read. Pipes and devices are rejected, because they may
+never end. Text must be valid UTF-8, and the numbers of JSON must be ones that Python can compute
+with. Every function raises ``error``, with a message that names the file and ends with ``hint``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ _PIECE_BYTES = 1 << 16
 def read_bytes(
     path: Path, limit_bytes: int, error: type[DlmError], hint: str = "", sha256: str | None = None
 ) -> bytes:
-    """Read a plain file; follows symbolic links. ``sha256``: the expected hash, or None for any."""
+    """Read a regular file, following symbolic links. ``sha256`` is the expected hash; None accepts
+    any.
+    """
     try:
-        # Opening a pipe would wait for its other end. The check uses the open file, not the path.
+        # Opening a pipe would wait for a writer, so the file is opened without blocking. The type
+        # is checked on the open file, because a path could be replaced after the check.
         with open(
             os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb"
         ) as file:
@@ -35,8 +38,8 @@ def read_bytes(
                 raise error(
                     f"{path}: {info.st_size} bytes is too large: the limit is {limit_bytes}.{hint}"
                 )
-            # Reads the stated size, not the limit, because Python allocates it all at once. Files
-            # of /proc state 0 bytes.
+            # Reads as many bytes as the file system reports, instead of the limit, because Python
+            # allocates the whole amount at once. For files in /proc, the reported size is 0.
             data = file.read(info.st_size + 1)
             while len(data) <= limit_bytes and (more := file.read(_PIECE_BYTES)):
                 data += more
@@ -60,7 +63,7 @@ def read_bytes(
 def read_text(
     path: Path, limit_bytes: int, error: type[DlmError], hint: str = "", sha256: str | None = None
 ) -> str:
-    """Read a plain file as UTF-8 text. ``sha256``: see ``read_bytes``."""
+    """Read a regular file as UTF-8 text. ``sha256`` works as in ``read_bytes``."""
     try:
         return read_bytes(path, limit_bytes, error, hint, sha256).decode("utf-8")
     except UnicodeDecodeError as err:
@@ -72,7 +75,7 @@ def read_text(
 def read_object(
     path: Path, limit_bytes: int, error: type[DlmError], hint: str = ""
 ) -> dict[str, Any]:
-    """Read the JSON object in a plain file."""
+    """Read a regular file that contains a JSON object."""
     data = read_bytes(path, limit_bytes, error, hint)
     try:
         value = parse_json(data.decode("utf-8"))
@@ -84,10 +87,10 @@ def read_object(
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON whose strings are valid UTF-8. Raises ValueError.
+    """Parse JSON. Raises ValueError if a string is not valid UTF-8.
 
-    Integers beyond 64 bits become doubles (beyond 308 digits: infinity), so that later code can
-    compute with them and reject them by its limits.
+    Integers that do not fit 64 bits become doubles, and integers of more than 308 digits become
+    infinity. Later code can then compare them with its limits and reject them.
     """
     try:
         value = json.loads(

@@ -1,8 +1,8 @@
 """Checks the parts of a bundle's manifest that the native reader does not use.
 
-The native library has checked ``loop`` and ``files`` of every bundle that opens. The other members
-describe the bundle to people and to the exporter. Code that reads them must first check them here,
-with ``manifest.schema.json``.
+When the native library opens a bundle, it checks the members ``loop`` and ``files``. The other
+members describe the bundle to people and to the exporter. Code that reads one of these members must
+first check the manifest with the functions of this module. They use ``manifest.schema.json``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _MESSAGE_LIMIT = 300  # characters: names and values may be as long as a manifes
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The tokenizer and chat template of a bundle, if any, and the template's special tokens."""
+    """The paths of a bundle's tokenizer and chat template, if it has them, and the texts of the
+    special tokens that the template may use.
+    """
 
     tokenizer: Path | None
     template: Path | None
@@ -40,13 +42,14 @@ class TextFiles:
 
 
 def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
-    """Check the whole manifest of the bundle in ``folder``, which the native library has opened.
+    """Check the whole manifest of the bundle in ``folder``. The native library must have opened it
+    already.
 
-    Raises BundleError with the file, the place in it and the reason.
+    Raises BundleError with the path of the file, the member that is wrong, and the reason.
     """
     from jsonschema.exceptions import best_match
 
-    # Only the first error: a hostile manifest may have a million.
+    # Only the first error is reported, because a hostile manifest may have a million.
     error = best_match(itertools.islice(validator().iter_errors(manifest), 1))
     if error is not None:
         _refuse(folder, _place(error), _reason(error))
@@ -54,10 +57,12 @@ def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
 
 
 def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
-    """The text files that a manifest names. Raises BundleError if one is not listed in ``files``."""
+    """Find the text files that a manifest names. Raises BundleError if one of them is missing in
+    its ``files``.
+    """
 
     def listed(name: object, place: str) -> Path:
-        # The native library has rejected names in files that point outside the folder.
+        # The native library has already rejected names in ``files`` that point outside the folder.
         if not isinstance(name, str) or name not in manifest["files"]:
             _refuse(folder, place, "names a file that is not listed in files")
         return folder / name
@@ -79,7 +84,9 @@ def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
 
 
 def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
-    """Check the names of the JSON layout and the call format. Raises BundleError if unknown."""
+    """Check that this version knows the JSON layout and the call format. Raises BundleError
+    otherwise.
+    """
     for key, known in (("json_layout", LAYOUTS), ("call_format", FORMATS)):
         name = manifest.get(key)
         if key in manifest and not (isinstance(name, str) and name in known):
@@ -92,7 +99,9 @@ def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
 
 @functools.cache
 def schema() -> dict[str, Any]:
-    """manifest.schema.json with the native policy fields, and format and layout names."""
+    """Load manifest.schema.json and add the lists that the code defines: the fields of a policy,
+    and the names of layer formats, JSON layouts and call formats.
+    """
     found: dict[str, Any] = json.loads(
         Path(__file__).with_name("manifest.schema.json").read_text(encoding="utf-8")
     )
@@ -119,7 +128,9 @@ def _policy_rule(field: Any) -> dict[str, Any]:
 
 @functools.cache
 def validator() -> Draft202012Validator:
-    """A validator for manifests. Like the native reader, it rejects integers with a fraction."""
+    """A validator for manifests. It accepts an integer only if it is written without a fraction,
+    like the native reader.
+    """
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
     from referencing import Registry
@@ -135,7 +146,9 @@ def validator() -> Draft202012Validator:
 
 
 def _place(error: ValidationError) -> str:
-    """An error's place, as the native reader writes it: ``layers["a b"]``, ``targets[0]``."""
+    """The member at which an error occurred, in the notation of the native reader: ``layers["a
+    b"]``, ``targets[0]``.
+    """
     place = ""
     for key in error.absolute_path:
         if isinstance(key, str) and key.isidentifier() and key.isascii():
@@ -146,7 +159,7 @@ def _place(error: ValidationError) -> str:
 
 
 def _reason(error: ValidationError) -> str:
-    """The schema's message, with a short form of the value."""
+    """The message of the schema validator, with the rejected value shortened."""
     return _short(error.message.replace(repr(error.instance), reprlib.repr(error.instance)))
 
 

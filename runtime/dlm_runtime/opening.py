@@ -1,4 +1,4 @@
-"""Opens a bundle: finds the engine's library and its provider, and checks the files."""
+"""Opens a bundle. It finds the library of the engine and of the provider, and checks the files."""
 
 from __future__ import annotations
 
@@ -29,26 +29,32 @@ def open(
     """Open the bundle in the folder ``path``.
 
     Args:
-        path: Folder that ``dlm-export build`` wrote.
-        engine: "auto" ("tensorrt" if the bundle was built for GPUs, else "onnxruntime"), "onnxruntime", "tensorrt", or
-            "none" (checks the bundle; it cannot make passes). ONNX Runtime uses this package's kernels for the
-            processor, or those that $DLM_KERNELS names ("none": its own).
-        provider: Provider of ONNX Runtime: "cpu", or on a GPU "cuda", "tensorrt" or "nv_tensorrt_rtx". For a GPU other
-            than 0, add its number ("cuda:1"). With a GPU provider, "auto" means "onnxruntime".
-        allow_fallback: If True, the CPU runs nodes that the provider cannot run, and ``Bundle.engine`` lists them. If
-            False, such nodes are an error.
-        threads: Threads of ONNX Runtime, 0..4096. 0: all cores. More than this process's cores are reduced to these,
-            with a DlmWarning.
-        library: Path of the engine's library. If None, $DLM_ONNXRUNTIME or $DLM_TENSORRT, the installed packages, then the
-            system.
-        check_hashes: If True, compares all files with the manifest's hashes. A file of more than 16 MiB is not hashed
-            again if it is unchanged since its hash was last right, unless ``engine`` is "none" or $DLM_HASH_FILES is
-            "always". If False, compares sizes only.
+        path: A folder that ``dlm-export build`` wrote.
+        engine: "onnxruntime", "tensorrt", "auto" or "none". "auto" is "tensorrt" if the bundle was
+            built for a GPU, else "onnxruntime". "none" only opens and checks the bundle; it cannot
+            run passes. ONNX Runtime uses the kernels of this package that suit the processor.
+            $DLM_KERNELS can name other kernels, or "none" for ONNX Runtime's own.
+        provider: The provider of ONNX Runtime: "cpu", or on a GPU "cuda", "tensorrt" or
+            "nv_tensorrt_rtx". For a GPU other than 0, add its number ("cuda:1"). With a GPU
+            provider, the engine "auto" means "onnxruntime".
+        allow_fallback: If True, the CPU runs the nodes that the provider cannot run, and
+            ``Bundle.engine`` lists them. If False, such nodes are an error.
+        threads: Number of threads of ONNX Runtime, 0..4096. 0 uses all cores. If it exceeds the
+            number of cores that this process may use, that number is used instead, with a
+            DlmWarning.
+        library: Path of the engine's library. If None, the library that $DLM_ONNXRUNTIME or
+            $DLM_TENSORRT names. If that is not set, the library of an installed package, or else of
+            the system.
+        check_hashes: If True, all files are compared with the hashes in the manifest. A file of
+            more than 16 MiB is not hashed again if it has not changed since it last matched its
+            hash, unless ``engine`` is "none" or $DLM_HASH_FILES is "always". If False, only the
+            sizes are compared.
 
     Raises:
         BundleError: The bundle is missing or damaged.
         EngineError: The engine is missing or failed.
-        RequestError: The engine or provider is unknown, or this bundle or device does not support it.
+        RequestError: The engine or provider is unknown, or the bundle or the device does not
+            support it.
     """
     name, device = providers.parse(provider)
     if name != "cpu":
@@ -57,7 +63,8 @@ def open(
             providers.check_wheels()
             providers.load_libraries()
     if engine == "auto":
-        # The engine must be known first, to find its library.
+        # The library to load depends on the engine, and the engine on the bundle's manifest. So the
+        # manifest is read first, without an engine.
         with contextlib.closing(_open(path, "none", library=None, check_hashes=False)) as looked_at:
             engine = (
                 "tensorrt"
@@ -97,7 +104,7 @@ def _open(
     check_hashes: bool,
     **others: bytes | int,
 ) -> Handle:
-    """Open the native bundle. ``others`` are further fields of the C struct, by name."""
+    """Open the native bundle. ``others`` are more fields of the C struct of options, by name."""
     native = _native.library()
     options = _native.initialised(_native.OpenOptions)
     options.engine = engine.encode() if isinstance(engine, str) else None

@@ -1,8 +1,9 @@
-"""Policies: the fields of a denoising loop, which decide what commits after each pass.
+"""Policies. A policy is the set of fields that control a denoising loop, for example which tokens
+are committed after each pass.
 
 Names and definitions follow the papers: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487),
 Fast-dLLM (arXiv:2505.22618), SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857).
-The native loop checks ranges and combinations; this module only names the fields.
+The native loop checks the ranges and combinations of values. This module only names the fields.
 """
 
 from __future__ import annotations
@@ -15,48 +16,59 @@ from typing import Any
 
 from dlm_runtime.errors import RequestError
 
-# Other names of the same scores in papers and their code.
+# Names that papers and their code use for these scores.
 SCORE_ALIASES = {
     "maskgit_plus": "confidence",
     "low_confidence": "confidence",
     "topk_margin": "margin",
 }
 
-# The similarity at which a name counts as misspelled. difflib's default confuses top_p and stop.
+# How similar an unknown name must be to a known one to be suggested as a correction. With difflib's
+# default, top_p would be suggested for stop.
 _NEAR = 0.7
 
 
 @dataclass(frozen=True)
 class Policy:
-    """One loop. The fields are those of ``dlm_policy`` in ``dlm_runtime.h``, in the same order.
+    """The policy of one denoising loop. The fields are those of ``dlm_policy`` in
+    ``dlm_runtime.h``, in the same order.
 
     Args:
-        select: "argmax", or "sample": draw at ``temperature``.
-        score: "confidence", "margin", "entropy" or "random".
-        commit: "static", "threshold", "dynamic", "factor", "entropy_bound", "timestep" or "sequential".
-        compare: ">=" or ">": how a score passes the threshold.
-        remask: "none", or "edit": the tokens of a finished block may still change.
-        cache: "none"; "prefix" or "dual" for full attention; "block" or "block-dual" for block-causal attention.
-        stop: "eos": skip the blocks after one that committed eos; or "none".
-        block_length: Tokens. 0: one block for the whole generation, or the network's block length if attention is
-            block-causal.
-        steps_per_block: Planned passes per block. 0: one per token.
-        refresh: For "prefix" and "dual". 0: every block starts with a full pass. N: later blocks start with a pass over
-            at least N tokens before them.
-        threshold: For "threshold" and "dynamic", 0..1.
-        factor: For "factor", 0 or more.
-        entropy_bound: For "entropy_bound", nats, 0 or more.
-        timestep_eps: For "timestep", 1e-9..1.
-        temperature: For "sample", above 0; divides logits.
-        seed: Of "random" and "sample", 0..2^64-1.
-        store: For "block": "pass", "open" or "reuse": how a finished block is stored.
-        sub_block_length: Positions of a block that are decided before the next ones. 0: all together.
-        edit_passes: For "edit": the most passes over a finished block.
-        edit_threshold: For "edit", 0..1: a token changes if another one's probability is above this.
-        top_p: For "sample", 0..1: draw from the shortest list of likely tokens with a total probability above this.
-        top_k: For "sample": draw from this many of the most likely tokens. 0: all.
-        score_of: "prediction", "draw" or "marginal": the distribution that scores use.
-        cfg_scale: Scale of classifier-free guidance, 0..1000. 0: none.
+        select: How the token of a position is chosen: "argmax" takes the most likely token,
+            "sample" draws one at ``temperature``.
+        score: How positions are ranked: "confidence", "margin", "entropy" or "random".
+        commit: The rule that decides how many positions are committed after a pass: "static",
+            "threshold", "dynamic", "factor", "entropy_bound", "timestep" or "sequential".
+        compare: How a score is compared with the threshold: ">=" or ">".
+        remask: "none", or "edit": tokens of a finished block may still be replaced.
+        cache: "none"; "prefix" or "dual" for full attention; "block" or "block-dual" for
+            block-causal attention.
+        stop: "eos": the blocks after a block with an end token are not filled. "none": all blocks
+            are filled.
+        block_length: Number of tokens in a block. 0 means one block for the whole generation, or
+            for block-causal attention the block length of the network.
+        steps_per_block: Planned number of passes per block. 0 means one pass per token.
+        refresh: For the caches "prefix" and "dual". 0: every block starts with a full pass. N:
+            later blocks start with a pass over at least N tokens before the block.
+        threshold: The threshold of "threshold" and "dynamic", 0..1.
+        factor: The factor of "factor", 0 or more.
+        entropy_bound: The bound of "entropy_bound" in nats, 0 or more.
+        timestep_eps: The end of the schedule of "timestep", 1e-9..1.
+        temperature: For "sample", above 0. Logits are divided by it.
+        seed: The seed of "random" and "sample", 0..2^64-1.
+        store: How the cache "block" stores a finished block: "pass", "open" or "reuse".
+        sub_block_length: Number of positions in a block that are filled before the next positions.
+            0 means all positions together.
+        edit_passes: For "edit", the largest number of passes over a finished block.
+        edit_threshold: For "edit", 0..1. A token is replaced if the probability of another token is
+            above this.
+        top_p: For "sample", 0..1. The token is drawn from the smallest set of most likely tokens
+            whose total probability is above this.
+        top_k: For "sample". The token is drawn from this many of the most likely tokens. 0 means
+            all tokens.
+        score_of: The distribution from which scores are computed: "prediction", "draw" or
+            "marginal".
+        cfg_scale: The scale of classifier-free guidance, 0..1000. 0 means no guidance.
     """
 
     select: str = "argmax"
@@ -87,9 +99,10 @@ class Policy:
     def with_fields(self, changes: dict[str, Any], beside: Sequence[str] = ()) -> Policy:
         """Return this policy with some fields changed. Raises RequestError for an unknown field.
 
-        If only one of ``temperature`` and ``select`` is given, the other follows: a temperature
-        above 0 means "sample", and "argmax" means temperature 0. ``beside``: the caller's other
-        arguments; the error message may suggest one of them.
+        ``temperature`` and ``select`` depend on each other. If only ``temperature`` is changed, a
+        value above 0 sets ``select`` to "sample". If only ``select`` is changed to "argmax",
+        ``temperature`` becomes 0. ``beside`` has the names of the caller's other arguments, which
+        the error message may suggest.
         """
         known = [field.name for field in fields(self)]
         unknown = next((name for name in changes if name not in known), None)
@@ -113,13 +126,13 @@ class Policy:
         return replace(self, **changes)
 
     def greedy(self) -> Policy:
-        """The same loop without sampling and guidance, for comparing the predictions of denoisers."""
+        """This policy without sampling and guidance, for comparing the predictions of denoisers."""
         return self.with_fields({"temperature": 0.0, "cfg_scale": 0.0})
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as plain values, in the manifest's form."""
+        """The fields and their values, in the form that the manifest has."""
         return asdict(self)
 
 
 TEXT_FIELDS = tuple(field.name for field in fields(Policy) if field.type == "str")
-"""Fields with text values."""
+"""The names of the fields whose values are strings."""

@@ -1,9 +1,11 @@
-"""Number formats and layer formats: one record each; everything else derives from them.
+"""Number formats and layer formats. Each format is one record, from which all other code derives
+what it needs.
 
-A number format is how a number is stored (INT8, FP8). A layer format says which number formats a
-matrix multiplication uses for its weights and activations, and which targets can run it. To add
-one, add a record here; its arithmetic is in ``dlm_calibration.formats`` and its graph in
-``dlm_export.graph.quantise``. The records are plain data, so that a board can read them.
+A number format says how a number is stored, for example INT8 or FP8. A layer format says which
+number formats a matrix multiplication uses for its weights and its activations, and which targets
+can run it. To add a format, add a record here, its arithmetic in ``dlm_calibration.formats`` and
+its graph in ``dlm_export.graph.quantise``. This module needs no other package, so that a board can
+read the formats.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ class NumberFormat:
     """How numbers are stored.
 
     Args:
-        code_type: The dtype of a code in numpy (with ml_dtypes).
-        levels: The largest value at a scale of 1.
-        code_limits: The range that codes are clipped to. If None, codes are looked up in a table.
-        least_sm: The oldest GPU that can compute with it; 89 is SM 8.9.
-        tensorrt: Its name in TensorRT and TensorRT's inspector.
-        is_simulated_on_cpu: A CPU computes in fp32 on quantised values, because it has no arithmetic for the format.
+        code_type: The dtype of a stored code in numpy (with ml_dtypes).
+        levels: The largest value that the format represents when the scale is 1.
+        code_limits: The range to which codes are clipped. If None, codes are looked up in a table.
+        least_sm: The compute capability of the oldest GPU that can compute with the format, times
+            10. 89 is SM 8.9.
+        tensorrt: The names of the format in TensorRT and its inspector.
+        is_simulated_on_cpu: True if a CPU has no arithmetic for the format. It then computes in
+            fp32 with the quantised values.
     """
 
     name: str
@@ -34,8 +38,8 @@ class NumberFormat:
     is_simulated_on_cpu: bool = False
 
 
-# TensorRT-RTX 1.7 does not compile INT4 for SM 7.5. INT8 weights compile, although its support
-# matrix lists them only from 8.6 on.
+# TensorRT-RTX 1.7 does not compile INT4 for SM 7.5. It compiles INT8 weights there, although its
+# support matrix lists them only from SM 8.6 on.
 NUMBER_FORMATS = {
     each.name: each
     for each in (
@@ -52,14 +56,15 @@ class LayerFormat:
     """How one matrix multiplication is computed.
 
     Args:
-        weights, activations: Names of number formats. If None, full precision.
-        is_static: Calibration finds the range of activations; otherwise each pass computes it.
-        group_size: Weights per group, along the input.
-        next: Formats for a layer whose shape does not suit this one. The first that its shape and the target support is
-            used, else ``HIGH``.
-        on_cuda: ONNX Runtime's CUDA provider has kernels for it.
-        untried: Why TensorRT does not use the format, although it could.
-        auto: The kinds of target on which ``--precision auto`` tries the format.
+        weights, activations: Names of number formats. None means full precision.
+        is_static: True if calibration determines the range of the activations. Otherwise each pass
+            computes the range.
+        group_size: Number of weights in a group, along the input dimension.
+        next: Layer formats to try for a layer whose shape does not suit this format. The first
+            format that suits the shape and the target is used, or ``HIGH`` if there is none.
+        on_cuda: True if ONNX Runtime's CUDA provider has kernels for the format.
+        untried: The reason why TensorRT does not use the format, although it could.
+        auto: The kinds of target for which ``--precision auto`` tries the format.
     """
 
     weights: str | None = None
@@ -73,42 +78,50 @@ class LayerFormat:
 
     @property
     def is_dynamic(self) -> bool:
-        """True if each pass computes the range of activations, one row at a time."""
+        """True if each pass computes the range of the activations, separately for each row."""
         return self.activations is not None and not self.is_static
 
     @property
     def is_simulated_on_cpu(self) -> bool:
-        """True if a CPU computes this in fp32 on quantised values, having no arithmetic for it."""
+        """True if a CPU has no arithmetic for this format and computes in fp32 with the quantised
+        values.
+        """
         return self.weights is not None and NUMBER_FORMATS[self.weights].is_simulated_on_cpu
 
     @property
     def least_sm(self) -> int:
-        """The oldest GPU on which TensorRT can compute this."""
+        """The oldest GPU on which TensorRT can compute this format, as in
+        ``NumberFormat.least_sm``.
+        """
         return 0 if self.weights is None else NUMBER_FORMATS[self.weights].least_sm
 
     @property
     def not_in_tensorrt(self) -> str | None:
-        """Why no engine computes this, or None if one can."""
+        """The reason why TensorRT does not compute this format, or None if it does."""
         if self.is_dynamic:
             return "TensorRT has no MatMulInteger, which quantises activations in each pass"
         return self.untried
 
     @property
     def is_int4_in_panels(self) -> bool:
-        """True if only our own kernels and functions compute this format.
+        """True if only this project's own kernels and functions compute this format.
 
-        Then scales are fp16 in every graph, because they are a tenth of the bytes, and may be
-        negative; other engines expect positive ones.
+        The scales are then stored as fp16 in every graph, because in fp32 they would be a large
+        part of the file. They may be negative, which other engines do not accept.
         """
         return self.weights == "int4" and self.is_dynamic
 
     @property
     def suits_table(self) -> bool:
-        """True if a CPU can look up rows in this format, as the table of a tied head needs."""
+        """True if a CPU can look up single rows in this format. The table of a tied head needs
+        this.
+        """
         return self.weights in (None, "fp8") or self.is_dynamic
 
     def weight_bytes(self, inputs: int, outputs: int) -> int:
-        """Bytes on disk of ``[inputs, outputs]`` weights with scales; full precision is fp32."""
+        """The bytes of a weight matrix ``[inputs, outputs]`` on disk, with its scales. Full
+        precision is fp32.
+        """
         elements = inputs * outputs
         if self.weights is None:
             return 4 * elements
@@ -159,4 +172,6 @@ FORMATS: dict[str, LayerFormat] = {
         "int8", next=("int8-dynamic",), on_cuda=True, auto=("tensorrt", "cuda")
     ),
 }
-"""By name; those that ``auto`` tries are first, cheapest first."""
+"""The layer formats by name. Those that ``--precision auto`` tries come first, the cheapest one
+first.
+"""

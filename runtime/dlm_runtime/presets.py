@@ -1,8 +1,8 @@
-"""The published loops, as presets of ``Policy``.
+"""Presets: the loops of published papers and releases, as policies.
 
 Sources: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487), Fast-dLLM (arXiv:2505.22618), SDAR
-(arXiv:2510.06303), LLaDA2 and Fast-dLLM v2 as released. ``docs/reference/policies.md`` describes
-each.
+(arXiv:2510.06303), and the released code of LLaDA2 and Fast-dLLM v2. ``docs/reference/policies.md``
+describes each preset.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import replace
 from dlm_runtime.policy import Policy
 
 PRESETS = {
-    # One token per pass in blocks of 32, surest first.
+    # Each pass commits one token, the one with the highest score. Blocks have 32 positions.
     "llada": Policy(),
-    # All tokens above the threshold, and at least the surest. Keys and values outside the block are
-    # reused.
+    # Each pass commits all tokens whose score reaches the threshold, and at least the best one.
+    # Keys and values of the positions outside the block come from the cache.
     "fast-dllm": Policy(commit="threshold", threshold=0.9, cache="dual"),
-    # One block for the whole generation. Each pass commits a share of the masks by the noise
-    # schedule. Temperature and top_p are those of its published commands; scores use the
-    # distribution that is drawn from.
+    # The whole generation is one block. The noise schedule says which share of the masked positions
+    # each pass commits. The temperature and top_p are those of the commands that the authors
+    # published. Scores come from the distribution that the tokens are drawn from.
     "dream": Policy(
         select="sample",
         commit="timestep",
@@ -29,18 +29,19 @@ PRESETS = {
         top_p=0.95,
         score_of="draw",
     ),
-    # Fast-dLLM's loop for denoisers that predict the next position.
+    # The loop of Fast-dLLM, for denoisers whose rows predict the next position.
     "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual"),
-    # Block-causal networks with their own block length and the exact cache: all tokens above the
-    # threshold, or the step's share.
+    # For block-causal networks. The block length is that of the network, and the cache is exact.
+    # Each pass commits all tokens above the threshold, or the planned number of tokens if that is
+    # more.
     "sdar": Policy(commit="dynamic", compare=">", threshold=0.85, cache="block", block_length=0),
     "llada2": Policy(commit="dynamic", compare=">", threshold=0.95, cache="block", block_length=0),
-    # Then further passes over a finished block replace tokens when another one is clearly more
-    # likely.
+    # The loop of LLaDA2, followed by more passes over each finished block. They replace a token if
+    # another token is clearly more likely.
     "llada2.1": Policy(
         commit="dynamic", compare=">", threshold=0.95, remask="edit", cache="block", block_length=0
     ),
-    # Fast-dLLM v2 decides its blocks eight positions at a time.
+    # Fast-dLLM v2 fills eight positions of a block before it continues with the next eight.
     "fast-dllm-v2": Policy(
         commit="threshold", compare=">", cache="block", block_length=0, sub_block_length=8
     ),
@@ -48,10 +49,11 @@ PRESETS = {
 
 
 def presets_for(visible_block: int | None, shift: int) -> dict[str, Policy]:
-    """The presets that suit a denoiser. ``visible_block``: its block length, or None for full
-    attention.
+    """The presets that a denoiser supports. ``visible_block`` is the block length of its attention,
+    or None if attention is full.
 
-    For block-causal attention, a preset's ``block_length`` of 0 becomes the network's block length.
+    For block-causal attention, a ``block_length`` of 0 in a preset is replaced by the block length
+    of the network.
     """
     found = {
         name: policy for name, policy in PRESETS.items() if _suits(policy, visible_block, shift)
@@ -65,7 +67,7 @@ def presets_for(visible_block: int | None, shift: int) -> dict[str, Policy]:
 
 
 def _suits(policy: Policy, visible_block: int | None, shift: int) -> bool:
-    """The same rules as in the native loop (``plan.cc``)."""
+    """True if a denoiser supports the policy. The native loop has the same rules in ``plan.cc``."""
     if visible_block is None:
         return not policy.cache.startswith("block")
     lengths = (

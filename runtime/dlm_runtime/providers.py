@@ -1,4 +1,6 @@
-"""ONNX Runtime's GPU providers and NVIDIA's libraries, as pip installs them."""
+"""Finds the GPU providers of ONNX Runtime and the libraries of NVIDIA in the wheels that pip
+installed.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ from pathlib import Path
 
 from dlm_runtime.errors import EngineError, RequestError
 
-# The libraries that the providers of onnxruntime-gpu 1.31.1 link, and cuDNN, which they load when
-# needed, in order of dependency. {} is the major version of CUDA.
+# The libraries to load before a provider of onnxruntime-gpu 1.31.1, in the order of their
+# dependencies. The providers link all of them except cuDNN, which they load when they need it. {}
+# is replaced by the major version of CUDA.
 _LIBRARIES = (
     "libcudart.so.{}",
     "libcublasLt.so.{}",
@@ -24,7 +27,9 @@ _LIBRARIES = (
 
 
 def parse(provider: str) -> tuple[str, int]:
-    """Split ``cuda:1`` into name and device (default 0). The library checks the name."""
+    """Split ``cuda:1`` into the name and the device number (default 0). The native library checks
+    the name.
+    """
     match = re.fullmatch(r"(\w+)(?::(\d{1,4}))?", provider) if isinstance(provider, str) else None
     if match is None:
         raise RequestError(
@@ -34,7 +39,9 @@ def parse(provider: str) -> tuple[str, int]:
 
 
 def check_wheels() -> None:
-    """Raise EngineError if both wheels of ONNX Runtime are installed: they overwrite each other."""
+    """Raise EngineError if both wheels of ONNX Runtime are installed, because they overwrite each
+    other's files.
+    """
     found = {
         name: version
         for name in ("onnxruntime", "onnxruntime-gpu")
@@ -49,10 +56,11 @@ def check_wheels() -> None:
 
 
 def load_libraries() -> None:
-    """Load NVIDIA's libraries from installed wheels, so that a provider's library finds them
-    loaded.
+    """Load NVIDIA's libraries from their installed wheels, so that the library of a provider finds
+    them.
 
-    The system's loader must find libraries without a wheel; the provider reports missing ones.
+    Libraries without a wheel are left to the system's loader. If one is missing, the provider
+    reports it.
     """
     for paths in _in_wheels().values():
         for path in paths:
@@ -60,7 +68,9 @@ def load_libraries() -> None:
 
 
 def cuda_libraries() -> list[str]:
-    """The CUDA provider's libraries: paths in NVIDIA's wheels, or names for the system's loader."""
+    """The libraries that the CUDA provider needs: their paths in NVIDIA's wheels, or their names if
+    the system's loader must find them.
+    """
     found: list[str] = []
     for name, paths in _in_wheels().items():
         found += map(str, paths)
@@ -70,7 +80,9 @@ def cuda_libraries() -> list[str]:
 
 
 def _in_wheels() -> dict[str, list[Path]]:
-    """``_LIBRARIES`` in order, with their paths in NVIDIA's wheels."""
+    """The paths of ``_LIBRARIES`` in NVIDIA's wheels, by name and in the same order. A library
+    without a wheel has no path.
+    """
     major = _cuda_major()
     spec = importlib.util.find_spec("nvidia")
     folders = (
@@ -86,7 +98,9 @@ def _in_wheels() -> dict[str, list[Path]]:
 
 
 def _cuda_major() -> str:
-    """The major version of CUDA that the installed wheel was built for; * if it is unknown."""
+    """The major version of CUDA for which the installed onnxruntime wheel was built, or * if it is
+    unknown.
+    """
     spec = importlib.util.find_spec("onnxruntime")
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         about = Path(folder) / "capi" / "build_and_package_info.py"

@@ -1,9 +1,9 @@
-"""Functions that a denoiser may call: their descriptions, the format of calls, and reading calls
-from text.
+"""Tools, the functions that a denoiser may call: checks their descriptions, defines the formats of
+calls, and reads calls from generated text.
 
-Tools are described by JSON Schema as in OpenAI's API, and passed to chat templates as transformers
-does. If a call is required, the text is constrained to the union of all calls that are valid by
-their schemas.
+A tool is described by JSON Schema, as in OpenAI's API. Chat templates receive the tools in the form
+that the transformers library passes. If a call is required, the text is constrained to the calls
+that are valid by the tools' schemas.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class ToolCall:
 
     Args:
         name: Name of the function.
-        arguments: Its arguments.
-        id: ``call_`` and 24 random hexadecimal digits, for the message that answers the call. It is unique and
-            independent of the seed. Calls that differ only in their ids are equal.
+        arguments: The arguments of the call, by name.
+        id: An identifier that the message with the function's result refers to: ``call_`` and 24
+            hexadecimal digits. The digits are random and do not depend on the seed. Comparing two
+            calls ignores their ids.
     """
 
     name: str
@@ -43,14 +44,16 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """The format of calls. Each call is a JSON object with the keys ``name`` and ``arguments``.
+    """How calls are written as text. Each call is a JSON object with the keys ``name`` and
+    ``arguments``.
 
     Args:
-        before, after: Text around each call.
+        before, after: Text before and after each call.
         between: Text between two calls.
-        start, end: Text around all calls.
+        start, end: Text before the first call and after the last call.
+        name, arguments: The keys of the object.
 
-    Raises RequestError for a field that is not a text.
+    Raises RequestError if a field is not a string.
     """
 
     before: str = ""
@@ -80,7 +83,8 @@ FORMATS = {
 
 
 def format_of(chosen: str | CallFormat | None, template: str | None) -> CallFormat:
-    """The chosen format. Without one: the chat template's, or else one JSON object per line.
+    """Return the call format to use: ``chosen``, or if that is None, the format that the chat
+    template shows. If the template shows none, the format is one JSON object per line.
 
     Raises RequestError for an unknown name.
     """
@@ -95,8 +99,10 @@ def format_of(chosen: str | CallFormat | None, template: str | None) -> CallForm
 
 @dataclass(frozen=True)
 class Tools:
-    """A request's functions. ``choice``: "auto", "required", "none", or a function's name.
-    ``is_parallel``: one text may have several calls.
+    """The tools of one request.
+
+    ``choice`` is "auto", "required", "none", or the name of a function. If ``is_parallel``, one
+    text may have several calls.
     """
 
     listed: tuple[Mapping[str, Any], ...]
@@ -106,7 +112,9 @@ class Tools:
 
     @classmethod
     def checked(cls, tools: Any, choice: Any, written: CallFormat, is_parallel: bool) -> Tools:
-        """Check a caller's tools. Raises RequestError with the invalid entry and the reason."""
+        """Check the tools that a caller passed. Raises RequestError, which names the invalid entry
+        and the reason.
+        """
         if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence) or not tools:
             raise RequestError(
                 "tools: give a list of functions, such as [{'type': 'function', 'function': {'name': '...', 'description': "
@@ -129,16 +137,18 @@ class Tools:
 
     @property
     def told(self) -> list[dict[str, Any]] | None:
-        """The functions for the chat template."""
+        """The functions in the form that the chat template receives."""
         return None if self.choice == "none" else [dict(tool) for tool in self.listed]
 
     @property
     def is_forced(self) -> bool:
-        """True if the text must be a call."""
+        """True if the constraint must force the text to be a call."""
         return self.choice not in ("auto", "none")
 
     def tree(self, layout: Layout = COMPACT) -> dict[str, Any]:
-        """The "tree" content for texts that are a call, or several if ``is_parallel``."""
+        """The content of a "tree" constraint whose texts are one call, or several calls if
+        ``is_parallel``.
+        """
         f = self.written
         start, between, end = layout.around(0, False)
         name, arguments = (
@@ -158,11 +168,11 @@ class Tools:
         return {"sequence": [*parts, {"text": f.end}]}
 
     def calls(self, text: str | None) -> list[ToolCall]:
-        """The calls that a text consists of, or between the format's marks in it. Empty for other
-        texts.
+        """Find the calls in a text. The text must consist of calls, or contain them between the
+        marks of the format. For any other text, the list is empty.
 
-        A call names one of these functions and has an object of arguments, which is not checked
-        further.
+        A call must name one of these functions, and its arguments must be an object. The arguments
+        are not checked further.
         """
         if text is None or self.choice == "none":
             return []
@@ -175,7 +185,9 @@ class Tools:
         return self._of(text) or []
 
     def _of(self, text: str) -> list[ToolCall] | None:
-        """The calls of consecutive JSON values, each an object or a list of objects, or None."""
+        """Parse JSON values that follow each other, where each is a call or a list of calls.
+        Returns None if the text has another form.
+        """
         found: list[ToolCall] = []
         rest = text.strip()
         while rest:
@@ -210,7 +222,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _name_of(tool: Any, where: str) -> str:
-    """The name of a function with a valid description."""
+    """The name of a function. Raises RequestError if the description of the function is invalid."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type") != "function":
         raise RequestError(
@@ -232,7 +244,9 @@ def _name_of(tool: Any, where: str) -> str:
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of a function's arguments: only listed properties, unless the schema allows others."""
+    """The "tree" of a function's arguments. Properties that the schema does not list are only
+    allowed if the schema says so.
+    """
     schema = {"type": "object", **(function.get("parameters") or {})}
     if not schema.get("properties"):
         schema = _NO_ARGUMENTS | schema

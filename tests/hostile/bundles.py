@@ -1,8 +1,9 @@
-"""Hostile bundles: each is a good one with one change, what the refusal says, and who refuses it.
+"""Hostile bundles. Each is a valid bundle with one change.
 
-A row of ``CASES`` is a name, the change, words of the sentence, and the file that it names. What
-changes a file lists it with its right size and hash, unless one of these is what lies: it is what
-the row says that is refused.
+A row of ``CASES`` has a name, the change, some words of the expected error message, who must reject
+the bundle, and the file that the message must name. A change to a file also updates its size and
+hash in the manifest, unless a wrong size or hash is the point of the row. So the bundle is rejected
+for the reason that the row names.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ GONE = object()
 
 @dataclass(frozen=True)
 class Case:
-    """``engine``: with which the native library refuses it; None: what nobody but Python reads."""
+    """A hostile bundle. ``engine`` is the engine with which the native library rejects it. If None,
+    only Python reads the damaged part.
+    """
 
     name: str
     change: Change
@@ -34,7 +37,9 @@ class Case:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file of a copy, which may be a link to the original."""
+    """Write a file of the copied bundle. The file may be a link to the original, so it is removed
+    first.
+    """
     path.unlink(missing_ok=True)
     path.write_bytes(content)
 
@@ -43,7 +48,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def text(change: Callable[[str], str | bytes]) -> Change:
-    """The manifest's text."""
+    """Change the text of the manifest."""
 
     def made(bundle: Path) -> None:
         found = change((bundle / MANIFEST).read_text())
@@ -53,7 +58,7 @@ def text(change: Callable[[str], str | bytes]) -> Change:
 
 
 def put(*path: Any) -> Change:
-    """A value of the manifest, the last of ``path``; GONE: none."""
+    """Set a value of the manifest. The last item of ``path`` is the value. GONE removes it."""
     *parents, key, value = path
 
     def made(found: str) -> str:
@@ -71,7 +76,7 @@ def put(*path: Any) -> Change:
 
 
 def spelled(old: str, new: str) -> Change:
-    """A piece of the manifest's text, which is there once."""
+    """Replace a piece of the manifest's text that occurs exactly once."""
 
     def made(found: str) -> str:
         assert found.count(old) == 1, old
@@ -85,7 +90,7 @@ def listed(name: str, content: bytes) -> dict[str, Any]:
 
 
 def content(name: str, made: bytes | Callable[[bytes], bytes]) -> Change:
-    """What is in a file, with its size and hash in the manifest."""
+    """Change the content of a file, and update its size and hash in the manifest."""
 
     def change(bundle: Path) -> None:
         path = bundle / name
@@ -99,7 +104,7 @@ def content(name: str, made: bytes | Callable[[bytes], bytes]) -> Change:
 
 
 def lies(name: str, made: bytes | Callable[[bytes], bytes]) -> Change:
-    """The same, and the manifest says what it said."""
+    """Change the content of a file without updating the manifest."""
 
     def change(bundle: Path) -> None:
         replace(
@@ -110,7 +115,7 @@ def lies(name: str, made: bytes | Callable[[bytes], bytes]) -> Change:
 
 
 def stands(name: str, make: Callable[[Path], object]) -> Change:
-    """Something else than a file in its place."""
+    """Replace a file by something else, such as a folder or a pipe."""
 
     def change(bundle: Path) -> None:
         (bundle / name).unlink()
@@ -120,7 +125,7 @@ def stands(name: str, make: Callable[[Path], object]) -> Change:
 
 
 def outside(name: str) -> Change:
-    """A name that leads out of the bundle, to a file with the size and hash that are listed for it."""
+    """List a file outside the bundle, with its right size and hash."""
     return put("files", name, listed(name, b"outside"))
 
 
@@ -128,7 +133,7 @@ def a_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
         here = os.open(
             path.parent, os.O_RDONLY | os.O_DIRECTORY
-        )  # whose own name may be too long for one
+        )  # through the folder, because its path may be too long for a socket's name
         try:
             made.bind(f"/proc/self/fd/{here}/{path.name}")
         finally:
@@ -136,7 +141,7 @@ def a_socket(path: Path) -> None:
 
 
 def graph(change: Callable[[Any], object]) -> Change:
-    """The ONNX file, by its parts."""
+    """Change the ONNX graph."""
 
     def made(data: bytes) -> bytes:
         import onnx
@@ -149,7 +154,7 @@ def graph(change: Callable[[Any], object]) -> Change:
 
 
 def external(key: str, value: str) -> Change:
-    """What the graph says of where its weights lie."""
+    """Change an entry that says where the graph's weights are stored."""
 
     def change(model: Any) -> None:
         tensor = next(tensor for tensor in model.graph.initializer if tensor.external_data)
@@ -209,8 +214,8 @@ PAGES = 0x110000 // 256
 def text_file(
     numbers: dict[str, list[int]] | None = None, tail: bytes = b"", version: int = 1, **sizes: int
 ) -> bytes:
-    """A compiled text file of one token, "a", and as little of everything else as there may be;
-    changed as it is said.
+    """A compiled text file with a single token, "a", and as little else as possible, changed by the
+    arguments.
     """
     of = dict.fromkeys(SIZES, 0) | {"vocab": 1, "token_bytes": 1, "strings": 1} | sizes
     arrays = {
@@ -238,7 +243,7 @@ def with_text(made: bytes) -> Change:
 
 
 def splits(count: int, table: list[int]) -> bytes:
-    """Splits of one class each, which has every character."""
+    """Split rules with one class each, which contains every character."""
     arrays = {
         "class_pages": [0] * PAGES,
         "split_starts": [*range(count + 1)],
@@ -253,7 +258,7 @@ def splits(count: int, table: list[int]) -> bytes:
 
 
 def engine(**changes: Any) -> Change:
-    """An engine for a GPU, described without fault but for ``changes``, over a file that is none."""
+    """An entry for a GPU engine that is correct, except for ``changes``. Its file is no engine."""
 
     def change(bundle: Path) -> None:
         manifest = json.loads((bundle / MANIFEST).read_text())

@@ -1,4 +1,4 @@
-"""The configuration class of ``modeling_llada``: LLaDA's released keys as they are."""
+"""The configuration class for ``modeling_llada``. It has the released keys of LLaDA, unchanged."""
 
 from transformers import PretrainedConfig
 

@@ -1,8 +1,8 @@
-"""LLaDA (arXiv:2502.09992) as a checkpoint brings it along, for ``capture``: written for tests,
-from the paper and the names.
+"""LLaDA (arXiv:2502.09992) as code that a checkpoint could contain, for tests of ``capture``. It
+was written for the tests, from the paper and the names of the tensors.
 
-It shares nothing with dlm_export: RoPE turns complex numbers, attention is written out, and every
-size comes from config.json.
+It shares no code with dlm_export: RoPE multiplies complex numbers, attention is written out, and
+all sizes come from config.json.
 """
 
 from types import SimpleNamespace
@@ -27,8 +27,8 @@ class Norm(nn.Module):
 
 
 def rotate(x, theta):
-    """RoPE on ``[B, H, L, D]``: feature i and i + D/2 are one complex number, turned by position /
-    theta^(2i/D).
+    """RoPE on ``[B, H, L, D]``. Features i and i + D/2 form one complex number, which is rotated by
+    position / theta^(2i/D).
     """
     half = x.shape[-1] // 2
     speed = theta ** (-torch.arange(half, dtype=torch.float64) / half)
@@ -40,7 +40,9 @@ def rotate(x, theta):
 
 
 class Block(nn.Module):
-    """Attention over the whole canvas, then a gated MLP; each behind a norm and added to its input."""
+    """Attention over the whole canvas, followed by a gated MLP. Each has a norm before it, and its
+    output is added to its input.
+    """
 
     def __init__(self, c):
         super().__init__()
@@ -77,7 +79,7 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Everything, under the released names: ``transformer.wte``, ``transformer.blocks.N``,
+    """The whole network with the released names: ``transformer.wte``, ``transformer.blocks.N``,
     ``transformer.ff_out``.
     """
 
@@ -100,7 +102,7 @@ class Trunk(nn.Module):
 
 
 class LLaDAModelLM(PreTrainedModel):
-    """Logits of a canvas; nothing is hidden from any position."""
+    """Computes the logits of a canvas. Every position sees all positions."""
 
     config_class = LLaDAConfig
     base_model_prefix = "model"

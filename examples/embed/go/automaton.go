@@ -6,14 +6,16 @@ package dlm
 */
 import "C"
 
-// Automaton holds the texts that a request may generate, for the vocabulary of one bundle. Any number of goroutines may use one.
+// Automaton is a compiled constraint: the texts that a request may generate. It is compiled for the
+// vocabulary of one bundle. Any number of goroutines may share it.
 type Automaton struct{ handle *C.dlm_automaton }
 
-// Kind says how the content of a constraint is written.
+// Kind is the form in which a constraint is written.
 type Kind int32
 
-// The kinds of constraints. Regex has the syntax of Rust's regex crate, Enum is a JSON list of strings, JSONObject has no content,
-// Tree is JSON that docs/guides/c-api.md describes, and Grammar is in GBNF.
+// The kinds of constraints. Regex has the syntax of Rust's regex crate. Enum is a JSON list of
+// strings. JSONObject has no content. Tree is JSON in the form that docs/guides/c-api.md describes.
+// Grammar is a grammar in GBNF.
 const (
 	Regex      Kind = C.DLM_CONSTRAINT_REGEX
 	Schema     Kind = C.DLM_CONSTRAINT_SCHEMA
@@ -23,7 +25,7 @@ const (
 	Grammar    Kind = C.DLM_CONSTRAINT_GRAMMAR
 )
 
-// Compile makes an automaton for the bundle's vocabulary.
+// Compile compiles a constraint for the bundle's vocabulary.
 func (b *Bundle) Compile(kind Kind, content string) (*Automaton, error) {
 	return compile(b.handle, kind, []byte(content))
 }
@@ -55,7 +57,7 @@ func compile(bundle *C.dlm_bundle, kind Kind, content []byte) (*Automaton, error
 	return a, nil
 }
 
-// Close frees the automaton. Requests that began with it go on.
+// Close frees the automaton. Requests that have already begun with it continue.
 func (a *Automaton) Close() {
 	C.dlm_automaton_destroy(a.handle)
 	a.handle = nil

@@ -6,13 +6,14 @@ import "C"
 
 import "runtime/cgo"
 
-// listener holds the caller's function, and the value of its panic.
+// listener has the caller's function, and the value with which the function panicked, if it did.
 type listener struct {
 	onText   func(delta string) bool
 	panicked any
 }
 
-// dlmGoOnText calls the listener. A panic must not unwind through C, so it is kept and ends the request.
+// dlmGoOnText calls the listener's function. A panic must not unwind through C, so its value is
+// kept and the request ends.
 //
 //export dlmGoOnText
 func dlmGoOnText(user C.uintptr_t, delta *C.char, size C.size_t) (end C.int32_t) {

@@ -1,8 +1,8 @@
 // Package dlm wraps libdlm_runtime, which generates text from bundles of dlm-export.
 //
-// Open a Bundle once and share it between goroutines. Each goroutine generates with its own Session. A program with many requests
-// at once hands them to a Scheduler, whose requests share passes. Options choose a request's length, Policy and constraint
-// (Automaton).
+// Open a Bundle once and share it between goroutines. Each goroutine generates with a Session. A
+// program with many requests at the same time submits them to a Scheduler, which runs them in
+// shared passes. Options sets the length of a request, its Policy and its constraint (Automaton).
 //
 // Everything that is opened must be closed, and a Bundle must be closed last.
 package dlm
@@ -18,7 +18,7 @@ static int32_t on_step(void *user, const dlm_step *step) {
   return step->text_size == 0 ? 0 : dlmGoOnText((uintptr_t)user, (char *)step->text, step->text_size);
 }
 
-// A function, and a cgo.Handle that C takes as a pointer: Go cannot write these.
+// Casts that Go cannot express: a function, and a cgo.Handle as a pointer.
 static void tell_steps(dlm_request *request, uintptr_t user) {
   request->text = DLM_TEXT_STEPS;
   request->on_step = on_step;
@@ -36,7 +36,7 @@ import (
 	"unsafe"
 )
 
-// Error is why a call failed.
+// Error says why a call failed.
 type Error struct {
 	Status   int    // the dlm_status of dlm_runtime.h, such as 2 for DLM_NOT_FOUND
 	Sentence string // what happened, for people
@@ -61,7 +61,8 @@ func check(call func(message *C.char, capacity C.size_t) C.dlm_status) error {
 // Bundle is an open bundle.
 type Bundle struct{ handle *C.dlm_bundle }
 
-// Open opens the bundle in a folder, checks its hashes, and loads ONNX Runtime. threads: how many it uses; 0: all cores.
+// Open opens the bundle in a folder, checks its hashes, and loads ONNX Runtime. threads is the
+// number of threads that it uses; 0 means all cores.
 func Open(path string, threads int) (*Bundle, error) {
 	name := C.CString(path)
 	defer C.free(unsafe.Pointer(name))
@@ -87,7 +88,7 @@ func (b *Bundle) Close() {
 // Engine returns the engine that runs the bundle, as one line for people.
 func (b *Bundle) Engine() string { return C.GoString(C.dlm_bundle_describe(b.handle).engine) }
 
-// MaxNewTokens returns the length of a request whose Options set none.
+// MaxNewTokens returns the number of new tokens of a request whose Options do not set it.
 func (b *Bundle) MaxNewTokens() int {
 	return int(C.dlm_bundle_describe(b.handle).denoiser.max_new_tokens)
 }
@@ -112,10 +113,11 @@ func (s *Session) Close() {
 	s.handle = nil
 }
 
-// NoNewTokens is a value of Options.MaxNewTokens: generate nothing after the prompt.
+// NoNewTokens is a value of Options.MaxNewTokens. Nothing is then generated after the prompt.
 const NoNewTokens = -1
 
-// Options of a request. The zero value takes the bundle's own length and default preset.
+// Options are the options of a request. The zero value means the bundle's default length and
+// default preset.
 type Options struct {
 	MaxNewTokens int        // how many tokens to generate at most; 0: the bundle's own number, Bundle.MaxNewTokens
 	Policy       *Policy    // the decoding loop; nil: the bundle's default preset
@@ -123,13 +125,13 @@ type Options struct {
 	StopStrings  []string   // the text ends before the first of these
 	DeadlineMs   float64    // milliseconds after which no pass starts; 0: no deadline
 	MaxSteps     int        // how many passes the request makes at most; 0: any number
-	// SpecialTokens makes text of the prompt or of a message that spells a special token, such as <|eos|>, that token. By default
-	// it is ordinary text.
+	// SpecialTokens, if true, turns the text of a special token in the prompt or in a message, such as
+	// <|eos|>, into this token. By default it is ordinary text.
 	SpecialTokens bool
 	OnText        func(delta string) bool // receives the text that each step adds; false ends the request with an error. For sessions
 }
 
-// raw copies the options to C, with what they point to; free releases all.
+// raw copies the options, and the data that they point to, to C memory. free releases it.
 func (o *Options) raw() (request *C.dlm_request, free func()) {
 	request = (*C.dlm_request)(C.calloc(1, C.sizeof_dlm_request))
 	C.dlm_request_init(request, C.sizeof_dlm_request)
@@ -169,7 +171,7 @@ func (o *Options) raw() (request *C.dlm_request, free func()) {
 	}
 }
 
-// A source sets what a request is given, in C memory; free releases that.
+// A source sets the prompt or the chat of a request, in C memory. free releases it.
 type source func(request *C.dlm_request) (free func())
 
 func promptOf(prompt string) source {
@@ -188,7 +190,8 @@ func chatOf(chat []Message) source {
 	}
 }
 
-// clamp keeps a number within an int32; the library then rejects it with a sentence.
+// clamp limits a number to the range of int32. The library then rejects a limited number with an
+// error.
 func clamp(number int) int {
 	if number > math.MaxInt32 {
 		return math.MaxInt32
@@ -224,12 +227,13 @@ func newGeneration(result *C.dlm_result) *Generation {
 	return &Generation{text, finish, int(result.stats.nfe), int(result.prompt_tokens), int(result.completion_tokens)}
 }
 
-// GenerateText generates the text after a prompt. When ctx is done, the request ends with what it has.
+// GenerateText generates the text after a prompt. When ctx is done, the request ends and returns
+// its text so far.
 func (s *Session) GenerateText(ctx context.Context, prompt string, options Options) (*Generation, error) {
 	return s.generate(ctx, promptOf(prompt), options)
 }
 
-// newMessages copies a chat to C; free releases it.
+// newMessages copies a chat to C memory. free releases it.
 func newMessages(chat []Message) (messages *C.dlm_message, free func()) {
 	messages = (*C.dlm_message)(C.calloc(C.size_t(len(chat)+1), C.sizeof_dlm_message))
 	copied := unsafe.Slice(messages, len(chat))
@@ -245,7 +249,8 @@ func newMessages(chat []Message) (messages *C.dlm_message, free func()) {
 	}
 }
 
-// GenerateChat generates the assistant's answer to a chat. When ctx is done, the request ends with what it has.
+// GenerateChat generates the assistant's answer to a chat. When ctx is done, the request ends and
+// returns its text so far.
 func (s *Session) GenerateChat(ctx context.Context, chat []Message, options Options) (*Generation, error) {
 	return s.generate(ctx, chatOf(chat), options)
 }
@@ -272,7 +277,8 @@ func (s *Session) generate(ctx context.Context, given source, options Options) (
 	return newGeneration(result), nil
 }
 
-// cancelWith ends the session's request when ctx is done, until the returned function is called, which waits for its goroutine.
+// cancelWith cancels the session's request when ctx is done. The returned function ends this watch
+// and waits for its goroutine.
 func (s *Session) cancelWith(ctx context.Context) func() {
 	over, ended := make(chan struct{}), make(chan struct{})
 	go func() {

@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// The bundle in $DLM_BUNDLE; $DLM_EFFORT_BUNDLE has effort levels, and $DLM_AUTOMATON is a constraint file for their vocabulary that
-// allows "yes" and "no".
+// $DLM_BUNDLE is the bundle under test. $DLM_EFFORT_BUNDLE is a bundle with effort levels.
+// $DLM_AUTOMATON is a constraint file for their vocabulary that allows "yes" and "no".
 const prompt = "turn on the kitchen lights"
 
 var (

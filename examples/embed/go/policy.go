@@ -15,17 +15,19 @@ import (
 	"unsafe"
 )
 
-// Policy is a decoding loop: one of the bundle's presets or effort levels, perhaps with changed fields. The fields are those of
-// dlm_policy in dlm_runtime.h. It must not be used after its bundle is closed.
+// Policy is a decoding loop. It is one of the bundle's presets or effort levels, and its fields can
+// be changed. The fields are those of dlm_policy in dlm_runtime.h. A Policy must not be used after
+// its bundle is closed.
 type Policy struct{ fields C.dlm_policy }
 
-// Preset returns one of the bundle's presets by its name, such as "fast-dllm". The error for an unknown name lists all of them.
+// Preset returns the preset of the bundle with this name, such as "fast-dllm". If the name is
+// unknown, the error lists all names.
 func (b *Bundle) Preset(name string) (*Policy, error) {
 	return b.policy(name, "")
 }
 
-// Effort returns the loop of an effort level: "instant", "low", "medium" or "high". It fails for a bundle without levels, which
-// `dlm-export effort` adds.
+// Effort returns the loop of an effort level: "instant", "low", "medium" or "high". It fails if the
+// bundle has no levels. `dlm-export effort` adds them.
 func (b *Bundle) Effort(level string) (*Policy, error) {
 	return b.policy("", level)
 }
@@ -57,7 +59,7 @@ func (p *Policy) Set(name string, value float64) error {
 	if field.kind == C.DLM_FIELD_CHOICE {
 		return invalid("policy: %s is a text: use SetChoice", name)
 	}
-	// The highest seed, 2^64 - 1, rounds up to 2^64 as a float64, and that overflows a uint64.
+	// As a float64, the highest seed 2^64 - 1 is rounded up to 2^64, which does not fit a uint64.
 	isTooLarge := field.kind == C.DLM_FIELD_UINT64 && value >= math.MaxUint64
 	isWhole := field.kind == C.DLM_FIELD_DOUBLE || value == math.Trunc(value)
 	if !isWhole || isTooLarge || !(value >= float64(field.lowest) && value <= float64(field.highest)) {

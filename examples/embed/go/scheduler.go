@@ -5,7 +5,8 @@ import "C"
 
 import "context"
 
-// Scheduler runs requests of any number of goroutines in passes that they share, on a thread that it starts.
+// Scheduler runs requests of any number of goroutines in shared passes. The passes run on a thread
+// that the scheduler starts.
 type Scheduler struct {
 	handle *C.dlm_scheduler
 	ended  chan struct{}
@@ -21,13 +22,14 @@ func (b *Bundle) NewScheduler() (*Scheduler, error) {
 	}
 	go func() {
 		defer close(s.ended)
-		// A failure of this call is each job's own failure, which Job.Wait returns.
+		// If this call fails, every job fails with the same error, which Job.Wait returns.
 		C.dlm_scheduler_run(s.handle, 0, nil, nil, nil, 0)
 	}()
 	return s, nil
 }
 
-// Close ends requests that are not done with "cancelled" and frees the scheduler. Its jobs stay until they are closed.
+// Close ends all unfinished requests with "cancelled" and frees the scheduler. Its jobs remain
+// valid until they are closed.
 func (s *Scheduler) Close() {
 	C.dlm_scheduler_stop(s.handle)
 	<-s.ended
@@ -35,12 +37,13 @@ func (s *Scheduler) Close() {
 	s.handle = nil
 }
 
-// SubmitText hands in a request for the text after a prompt. It fails with DLM_BUSY (status 10) if too many requests wait.
+// SubmitText submits a request for the text after a prompt. It fails with DLM_BUSY (status 10) if
+// too many requests are waiting.
 func (s *Scheduler) SubmitText(prompt string, options Options) (*Job, error) {
 	return s.submit(promptOf(prompt), options)
 }
 
-// SubmitChat hands in a request for the assistant's answer to a chat.
+// SubmitChat submits a request for the assistant's answer to a chat.
 func (s *Scheduler) SubmitChat(chat []Message, options Options) (*Job, error) {
 	return s.submit(chatOf(chat), options)
 }
@@ -61,10 +64,11 @@ func (s *Scheduler) submit(given source, options Options) (*Job, error) {
 	return j, nil
 }
 
-// Job is a request that was handed to a Scheduler.
+// Job is a request that was submitted to a Scheduler.
 type Job struct{ handle *C.dlm_job }
 
-// Wait returns what the request generated, or why it failed. When ctx is done first, the request ends with what it has.
+// Wait waits for the request and returns what it generated, or the error with which it failed. If
+// ctx is done before that, the request ends and returns its text so far.
 func (j *Job) Wait(ctx context.Context) (*Generation, error) {
 	done, watched := make(chan struct{}), make(chan struct{})
 	go func() {
@@ -85,10 +89,11 @@ func (j *Job) Wait(ctx context.Context) (*Generation, error) {
 	return newGeneration(result), nil
 }
 
-// Cancel ends the request within one pass with what it has. Any goroutine may call it.
+// Cancel ends the request within one pass, with its text so far. Any goroutine may call it.
 func (j *Job) Cancel() { C.dlm_job_cancel(j.handle) }
 
-// Close cancels the request if it is not done, and frees the job. Close it before its bundle.
+// Close frees the job. If its request is not finished, it is cancelled. Close a job before its
+// bundle.
 func (j *Job) Close() {
 	C.dlm_job_destroy(j.handle)
 	j.handle = nil

@@ -1,8 +1,9 @@
 //! Links libdlm_runtime from `$DLM_RUNTIME_LIB_DIR`, or from the folder that pkg-config names.
 //!
-//! The static library is linked by default, so a program that depends on this crate starts anywhere, without settings of its own.
-//! With the feature `shared`, the program loads `libdlm_runtime.so` when it starts. This crate's own programs have an rpath then.
-//! A dependent program needs `LD_LIBRARY_PATH`, or an rpath, which its own build script sets from the folder in
+//! By default, the static library is linked, so a program that depends on this crate starts on any
+//! machine without settings. With the feature `shared`, the program loads `libdlm_runtime.so` when
+//! it starts. The programs of this crate then have an rpath. A dependent program needs
+//! `LD_LIBRARY_PATH`, or its build script must set an rpath to the folder in
 //! `DEP_DLM_RUNTIME_LIB_DIR`:
 //!
 //! ```text

@@ -1,5 +1,5 @@
-/* Reads the JSON of an OpenAI completion request, submits it to the scheduler, and writes the
- * answer as JSON. */
+/* Reads the JSON of an OpenAI completion request, submits the request to the scheduler, and writes
+ * the answer as JSON. */
 #define _POSIX_C_SOURCE 200809L
 #include <jansson.h>
 #include <stdio.h>
@@ -17,11 +17,11 @@ struct completion {
   dlm_job* job;
   char id[64];
   int64_t created;
-  int is_begun;          /* a stream has sent the role */
-  int is_over;           /* and all other events */
-  pthread_mutex_t mutex; /* guards the rest, which the scheduler's thread fills */
+  int is_begun;          /* a stream has sent the event with the role */
+  int is_over;           /* a stream has sent all events */
+  pthread_mutex_t mutex; /* guards the fields below, which the scheduler's thread writes */
   pthread_cond_t changed;
-  buffer fresh; /* text that was not sent yet */
+  buffer fresh; /* text that has not been sent yet */
 };
 
 static completion* refuse(refusal* why, unsigned status, const char* format, const char* detail) {
@@ -30,7 +30,7 @@ static completion* refuse(refusal* why, unsigned status, const char* format, con
   return NULL;
 }
 
-/* The HTTP status for a status of the library. */
+/* Returns the HTTP status that corresponds to a status of the library. */
 static unsigned http_status(dlm_status status) {
   switch (status) {
     case DLM_OK:
@@ -66,7 +66,8 @@ static int is_known(const char* name, int is_chat) {
   return 0;
 }
 
-/* Reads a number of the object, if it is there. Returns 0 if it is not a number or out of range. */
+/* Reads a number of the object if it is present. Returns 0 if it is not a number or is out of
+ * range. */
 static int read_number(const json_t* root, const char* name, double low, double high,
                        double* number) {
   const json_t* const value = json_object_get(root, name);
@@ -76,7 +77,7 @@ static int read_number(const json_t* root, const char* name, double low, double 
   return *number >= low && *number <= high;
 }
 
-/* Reads all fields except the prompt. On failure returns 0 and sets *why. */
+/* Reads all fields except the prompt. If it fails, returns 0 and sets *why. */
 static int read_options(completion* of, const json_t* root, refusal* why) {
   const char* key;
   json_t* value;
@@ -122,12 +123,12 @@ static int read_options(completion* of, const json_t* root, refusal* why) {
     of->policy.select = temperature > 0 ? "sample" : "argmax";
     of->policy.temperature = temperature;
   }
-  if (top_p < 1) of->policy.top_p = top_p; /* without sampling, the library rejects it */
+  if (top_p < 1) of->policy.top_p = top_p; /* the library rejects top_p without sampling */
   of->request.deadline_ms = of->service->limits.deadline_ms;
   return 1;
 }
 
-/* Reads the messages of a chat (malloc'ed). On failure returns NULL and sets *why. */
+/* Reads the messages of a chat into malloc'ed memory. If it fails, returns NULL and sets *why. */
 static dlm_message* read_chat(const json_t* messages, size_t* count, refusal* why) {
   *count = json_array_size(messages);
   if (*count == 0) return (dlm_message*)refuse(why, 400, "messages is no list of messages%s", "");
@@ -148,7 +149,7 @@ static dlm_message* read_chat(const json_t* messages, size_t* count, refusal* wh
       why, 400, "a message is no object of a role and a content, which are strings%s", "");
 }
 
-/* Sets the prompt or chat of the request. *chat is malloc'ed, or NULL. On failure returns 0 and
+/* Sets the prompt or chat of the request. *chat is malloc'ed, or NULL. If it fails, returns 0 and
  * sets *why. */
 static int read_prompt(completion* of, const json_t* root, dlm_message** chat, refusal* why) {
   const json_t* const prompt = json_object_get(root, of->is_chat ? "messages" : "prompt");
@@ -163,7 +164,7 @@ static int read_prompt(completion* of, const json_t* root, dlm_message** chat, r
   return 1;
 }
 
-/* Runs on the scheduler's thread. */
+/* Called after each step, on the scheduler's thread. */
 static int32_t on_step(void* user, const dlm_step* step) {
   completion* const of = user;
   pthread_mutex_lock(&of->mutex);
@@ -227,7 +228,7 @@ void completion_destroy(completion* of) {
   if (of == NULL) return;
   if (of->job != NULL) {
     dlm_job_cancel(of->job);
-    dlm_job_wait(of->job, -1); /* until then, on_step uses the fields freed below */
+    dlm_job_wait(of->job, -1); /* on_step uses the fields freed below until then */
     dlm_job_destroy(of->job);
   }
   buffer_free(&of->fresh);
@@ -255,7 +256,8 @@ int completion_wait(completion* of, int ms) {
   return is_told || dlm_job_wait(of->job, 0);
 }
 
-/* The result of a finished request. Returns NULL and sets *why if it is no answer. */
+/* Returns the result of a finished request. If the request has no answer, returns NULL and sets
+ * *why. */
 static const dlm_result* read_result(const completion* of, refusal* why) {
   const dlm_result* result = NULL;
   const dlm_status status = dlm_job_result(of->job, &result);
@@ -274,7 +276,8 @@ static const char* finish_reason(const dlm_result* result) {
                                                                                       : "length";
 }
 
-/* The JSON around an answer or an event. Steals `choice` and `usage`, which can be NULL. */
+/* Makes the JSON object around an answer or an event. Takes over the references to `choice` and
+ * `usage`, which may be NULL. */
 static char* frame(const completion* of, json_t* choice, json_t* usage) {
   const char* const object = !of->is_chat    ? "text_completion"
                              : of->is_stream ? "chat.completion.chunk"
@@ -316,7 +319,7 @@ static int append_event(buffer* to, char* json) {
   return is_made;
 }
 
-/* An event with text, or the last event. */
+/* Makes an event with text, or the last event. */
 static char* event_json(const completion* of, const buffer* text, const dlm_result* result) {
   json_t* const content = json_stringn(text->size > 0 ? text->data : "", text->size);
   json_t* const finish = result == NULL ? json_null() : json_string(finish_reason(result));

@@ -11,8 +11,8 @@
 #include "serve.h"
 
 enum {
-  POLL_MS = 100,    /* interval of checks that the client is still there */
-  MOST_DROPPED = 16 /* largest body that is read and dropped, over the limit of a body */
+  POLL_MS = 100,    /* time between two checks whether the client is still connected */
+  MOST_DROPPED = 16 /* a body up to this many times the limit is read and dropped */
 };
 
 /* An HTTP request and its answer. */
@@ -20,23 +20,23 @@ typedef struct exchange {
   service* service;
   uint64_t number;
   int is_refused_early; /* the service is stopping */
-  unsigned status;      /* of the answer; 0 before there is one */
+  unsigned status;      /* status of the answer, or 0 while there is no answer */
   int socket;
-  uint64_t received; /* bytes of the body, dropped ones included */
+  uint64_t received; /* bytes of the body so far, including dropped bytes */
   buffer body;
   completion* completion;
-  buffer events; /* of a stream, not yet sent */
+  buffer events; /* events of a stream that have not been sent yet */
   size_t sent;
   int is_last;
 } exchange;
 
-/* Returns 1 if the client closed its side and no longer waits for the answer. */
+/* Returns 1 if the client has closed its side and no longer waits for the answer. */
 static int is_gone(const exchange* of) {
   struct pollfd one = {of->socket, POLLRDHUP, 0};
   return poll(&one, 1, 0) > 0 && (one.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
 }
 
-/* Waits until there is something to send. Returns 0 if the client is gone. */
+/* Waits until there is something to send. Returns 0 if the client has disconnected. */
 static int wait_for(exchange* of) {
   while (!completion_wait(of->completion, POLL_MS)) {
     if (is_gone(of)) return 0;
@@ -68,7 +68,7 @@ static enum MHD_Result send_response(struct MHD_Connection* connection, exchange
   return queued;
 }
 
-/* `text`, malloc'ed, is freed; NULL closes the connection. */
+/* Sends `text` as the answer and frees it (malloc'ed). If it is NULL, closes the connection. */
 static enum MHD_Result send_text(struct MHD_Connection* connection, exchange* of, unsigned status,
                                  const char* type, char* text) {
   if (text == NULL) return MHD_NO;
@@ -124,7 +124,7 @@ static enum MHD_Result complete(struct MHD_Connection* connection, exchange* of,
                       : send_text(connection, of, 200, "application/json", text);
 }
 
-/* Counts in the format of Prometheus. */
+/* Writes the counts of the service in the format of Prometheus. */
 static enum MHD_Result tell_metrics(struct MHD_Connection* connection, exchange* of) {
   service* const service = of->service;
   dlm_scheduler_stats stats;
@@ -205,8 +205,8 @@ static enum MHD_Result handle(void* user, struct MHD_Connection* connection, con
       !buffer_append(&of->body, upload, *upload_size))
     return MHD_NO;
   *upload_size = 0;
-  /* The rest of a body that is too large is read and dropped, so that the client reads the answer.
-   * A limit bounds this too. */
+  /* If the body is too large, the rest is read and dropped, because the client reads the answer
+   * only after it has sent the body. The number of dropped bytes is limited too. */
   return of->received / MOST_DROPPED > most ? MHD_NO : MHD_YES;
 }
 
@@ -238,7 +238,8 @@ struct MHD_Daemon* http_start(service* of, const char* address, uint16_t port) {
   place.sin_family = AF_INET;
   place.sin_port = htons(port);
   if (inet_pton(AF_INET, address, &place.sin_addr) != 1) return NULL;
-  /* Longer than a request can take: a thread that waits for one is not idle. */
+  /* The timeout is longer than a request can take, because a thread that waits for a request must
+   * not be treated as idle. */
   const unsigned idle_s = (unsigned)(of->limits.deadline_ms / 1000) + 30;
   const unsigned flags =
       MHD_USE_THREAD_PER_CONNECTION | MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_ITC;

@@ -1,6 +1,6 @@
 /* An HTTP service of completions: serve BUNDLE [--port N] ... README.md says how to build and use
- * it. Requests share the passes of one scheduler. After SIGTERM or SIGINT the service takes no new
- * requests, finishes the others, and exits with 0. */
+ * it. One scheduler runs all requests in shared passes. After SIGTERM or SIGINT, the service
+ * rejects new requests, finishes the others, and exits with 0. */
 #define _POSIX_C_SOURCE 200809L
 #include <microhttpd.h>
 #include <signal.h>
@@ -12,9 +12,9 @@
 
 #include "serve.h"
 
-enum { ANSWER_MS = 5000 }; /* time to send the last answers, after --drain-ms */
+enum { ANSWER_MS = 5000 }; /* time to send the last answers, after --drain-ms is over */
 
-/* The command line's options; numbers have a range. */
+/* The options of the command line. Numbers have a range. */
 struct settings {
   double port, threads, max_running, max_waiting, max_tokens, body_bytes, deadline_ms, drain_ms;
   const char *bundle, *address, *preset, *model;
@@ -43,7 +43,7 @@ static int wrong(const char* what, const char* why) {
   return 0;
 }
 
-/* Reads the command line. Returns 0 after an error message. */
+/* Reads the command line. If it is invalid, prints an error message and returns 0. */
 static int read_settings(int argc, char** argv, struct settings* to) {
   const struct {
     const char* name;
@@ -92,7 +92,7 @@ static int report(dlm_status status, const char* sentence) {
   return 1;
 }
 
-/* Opens everything that requests need. After a failure the caller closes what was opened. */
+/* Opens everything that requests need. If it fails, the caller closes what was opened. */
 static dlm_status open_service(service* to, const struct settings* settings, char* message,
                                size_t capacity) {
   dlm_open_options options;
@@ -116,11 +116,12 @@ static void* make_passes(void* scheduler) {
   char message[512];
   const dlm_status status = dlm_scheduler_run(scheduler, 0, NULL, NULL, message, sizeof message);
   if (status == DLM_OK) return NULL;
-  report(status, message); /* cannot serve without passes; a supervisor restarts the service */
+  report(status, message); /* the service ends, because it cannot run passes any more; a supervisor
+                              restarts it */
   _exit(1);
 }
 
-/* Waits at most `ms` until a count is 0. Returns 1 if it is. */
+/* Waits until a count is 0, at most `ms` milliseconds. Returns 1 if the count is 0. */
 static int wait_until_none(service* of, const unsigned* count, double ms) {
   const struct timespec while_ms = {0, 10000000};
   for (double waited = 0;; waited += 10) {
@@ -132,7 +133,7 @@ static int wait_until_none(service* of, const unsigned* count, double ms) {
   }
 }
 
-/* Stops accepting requests, and gives those under way their time. */
+/* Stops accepting requests, and waits for running requests within their time limits. */
 static void stop(service* of, struct MHD_Daemon* daemon) {
   pthread_mutex_lock(&of->mutex);
   of->is_stopping = 1;
@@ -186,7 +187,7 @@ int main(int argc, char** argv) {
   struct settings settings = {8080,  0,     16,   64,          256,  1048576,
                               30000, 10000, NULL, "127.0.0.1", NULL, NULL};
   if (!read_settings(argc, argv, &settings)) return usage();
-  sigset_t signals; /* blocked in all threads; this one waits for them */
+  sigset_t signals; /* these signals are blocked in all threads; this thread waits for them */
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);

@@ -1,5 +1,6 @@
-/* Declarations that the parts of the service share. main.c starts and stops it, http.c speaks HTTP,
- * completion.c turns JSON into requests and results into JSON, and buffer.c holds bytes. */
+/* Declarations that all parts of the service share. main.c starts and stops the service, http.c
+ * implements HTTP, completion.c converts JSON to requests and results to JSON, and buffer.c stores
+ * bytes. */
 #ifndef SERVE_H
 #define SERVE_H
 
@@ -15,35 +16,35 @@ typedef struct buffer {
   size_t size, capacity;
 } buffer;
 int buffer_append(buffer* to, const char* data,
-                  size_t size); /* returns 0, and adds nothing, without memory */
+                  size_t size); /* if there is no memory, returns 0 and adds nothing */
 void buffer_free(buffer* of);
 
 typedef struct limits {
-  size_t body_bytes;    /* of a request */
-  int32_t max_tokens;   /* maximum of new tokens of a request */
-  double deadline_ms;   /* from a request's arrival to its last pass */
-  double drain_ms;      /* time for running requests when the service stops */
-  unsigned connections; /* at once */
+  size_t body_bytes;    /* largest size of a request's body */
+  int32_t max_tokens;   /* largest number of new tokens of a request */
+  double deadline_ms;   /* time from a request's arrival to its last pass */
+  double drain_ms;      /* time that running requests get when the service stops */
+  unsigned connections; /* largest number of connections at the same time */
 } limits;
 
 typedef struct service {
-  const char* model; /* the name in answers */
+  const char* model; /* the name of the model in answers */
   limits limits;
   dlm_bundle* bundle;
   dlm_scheduler* scheduler;
-  dlm_policy policy; /* of requests that set no other */
+  dlm_policy policy; /* the policy of requests that set no other policy */
 
   pthread_mutex_t mutex;  /* guards all fields below */
   int is_stopping;        /* new requests are rejected */
   int is_cut;             /* running requests are cancelled */
-  unsigned under_way;     /* HTTP requests */
-  unsigned promised;      /* of these, those accepted before is_stopping */
-  uint64_t taken;         /* requests so far */
-  uint64_t gone;          /* of these, those whose client disconnected */
-  uint64_t answered[600]; /* the others, by status */
+  unsigned under_way;     /* number of HTTP requests that are being handled */
+  unsigned promised;      /* number of these that were accepted before is_stopping */
+  uint64_t taken;         /* number of requests so far */
+  uint64_t gone;          /* number of these whose client disconnected */
+  uint64_t answered[600]; /* numbers of the other requests, by HTTP status */
 } service;
 
-/* Why a request is rejected: the HTTP status and a message. */
+/* The reason why a request is rejected: the HTTP status and a message. */
 typedef struct refusal {
   unsigned status;
   char message[1024];
@@ -51,25 +52,28 @@ typedef struct refusal {
 
 /* ---- completion.c ---- */
 
-/* A request to generate. One thread uses it, and the scheduler's thread. */
+/* A completion request. Two threads use it: the thread of its connection and the scheduler's
+ * thread. */
 typedef struct completion completion;
 
-/* Reads the JSON of a body and submits the request to the scheduler. `number` identifies it. On
- * failure returns NULL and sets *why. */
+/* Reads the JSON of a body and submits the request to the scheduler. `number` identifies the
+ * request. If it fails, returns NULL and sets *why. */
 completion* completion_start(service* of, uint64_t number, int is_chat, const char* body,
                              size_t size, refusal* why);
 int completion_is_stream(const completion* of);
-/* Waits at most `ms`. Returns 1 if it is done, or if a stream has something to send. */
+/* Waits at most `ms` milliseconds. Returns 1 if the completion is finished, or if a stream has
+ * something to send. */
 int completion_wait(completion* of, int ms);
 void completion_cancel(completion* of);
-/* The answer of a finished one, as JSON (malloc'ed). On failure returns NULL and sets *why. */
+/* Returns the answer of a finished completion as JSON (malloc'ed). If it fails, returns NULL and
+ * sets *why. */
 char* completion_answer(completion* of, refusal* why);
-/* Appends the new events of a stream, as text/event-stream. Sets *is_last with the last one.
- * Returns 0 without memory. */
+/* Appends the new events of a stream, as text/event-stream. Sets *is_last if the last event is
+ * among them. Returns 0 if there is no memory. */
 int completion_events(completion* of, buffer* to, int* is_last);
-void completion_destroy(completion* of); /* cancels it if it is not done */
+void completion_destroy(completion* of); /* cancels the request if it is not finished */
 
-/* The JSON of a refusal (malloc'ed), or NULL without memory. */
+/* Returns the JSON of a rejection (malloc'ed), or NULL if there is no memory. */
 char* refusal_json(const refusal* why);
 
 /* ---- http.c ---- */

@@ -1,1 +1,1 @@
-"""The C ABI of ``libdlm_runtime`` in ctypes, exactly as ``dlm_runtime.h`` declares it."""
+"""The C ABI of ``libdlm_runtime``, as ctypes types and functions read from ``dlm_runtime.h``."""

@@ -1,8 +1,8 @@
-"""Parses ``dlm_runtime.h``: its structs, callbacks, functions and constants as ctypes.
+"""Parses ``dlm_runtime.h`` into ctypes: structs, callbacks, functions and constants.
 
-C functions and struct fields are declared in the header only. It has a simple form that a few
-regular expressions can parse: one declaration per statement, structs as ``typedef struct NAME { ...
-} NAME;``, constants as ``NAME = number``.
+The header is the only place where C functions and struct fields are declared. Its syntax is kept so
+simple that a few regular expressions can parse it. Each statement has one declaration, structs are
+written as ``typedef struct NAME { ... } NAME;``, and constants as ``NAME = number``.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ class Header:
     """The declarations of the header, by name.
 
     Args:
-        structs: ctypes structures.
-        callbacks: Types of function pointers.
-        functions: The result type (None for void) and the argument types of each function.
-        constants: Enumerators, and macros that are numbers.
+        structs: The structs, as ctypes structures.
+        callbacks: The types of function pointers.
+        functions: For each function, its result type (None for void) and the types of its
+            arguments.
+        constants: The enumerators, and the macros whose value is a number.
     """
 
     structs: dict[str, Any]
@@ -51,7 +52,7 @@ class Header:
 
 
 def read_header(text: str) -> Header:
-    """Parse the header. Raises ValueError for a type that is used before its declaration."""
+    """Parse the text of the header. Raises ValueError if a type is used before it is declared."""
     constants = {name: int(value) for name, value in _DEFINE.findall(text)}
     plain = _COMMENT.sub(" ", text)
     constants |= {name: int(value) for name, value in _ENUMERATOR.findall(plain)}
@@ -85,7 +86,8 @@ def _structure(name: str, body: str, types: dict[str, Any]) -> Any:
         for declarator in (first, *(f"{base[0]} {other}" for other in others)):
             fields.append((declarator.split("*")[-1].split()[-1], _type(declarator, types, True)))
     sized = {field.removesuffix("_size") for field, _ in fields if field.endswith("_size")}
-    # Text with a size may contain NUL, but ctypes would end a c_char_p there.
+    # A text that has a size may contain NUL. A c_char_p would end there, so a plain pointer is
+    # used.
     fields = [
         (field, C.POINTER(C.c_char) if field in sized and kind is C.c_char_p else kind)
         for field, kind in fields
@@ -99,7 +101,8 @@ def _arguments(text: str, types: dict[str, Any], is_callback: bool = False) -> l
     kinds = [_type(argument, types, True) for argument in text.split(",")]
     if not is_callback:
         return kinds
-    # ctypes gives Python a copy of a c_char_p, which a callback cannot fill.
+    # For a c_char_p, ctypes gives Python a copy of the text. A callback must write to the memory
+    # itself.
     return [C.c_void_p if kind is C.c_char_p else kind for kind in kinds]
 
 

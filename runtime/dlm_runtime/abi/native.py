@@ -1,4 +1,6 @@
-"""Loads ``libdlm_runtime`` once, with types from its header and exceptions for its statuses."""
+"""Loads ``libdlm_runtime`` once, with the types from its header, and turns its statuses into
+exceptions.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ i32p, i64p, f32p = C.POINTER(C.c_int32), C.POINTER(C.c_int64), C.POINTER(C.c_flo
 
 
 def package_folders() -> list[Path]:
-    """The package's folders: one, or two in an editable install (sources, and built files)."""
+    """The folders of the package. An editable install has two: the sources, and the built files."""
     spec = importlib.util.find_spec("dlm_runtime")
     return [
         Path(folder)
@@ -65,7 +67,9 @@ _FINISHES = {
 
 
 def finish_name(number: int) -> str:
-    """The name of a DLM_FINISH_... value; ``unknown (N)`` for a value of a newer library."""
+    """The name of a DLM_FINISH_... value. A value that only a newer library knows becomes ``unknown
+    (N)``.
+    """
     return _FINISHES.get(number, f"unknown ({number})")
 
 
@@ -82,14 +86,16 @@ _ERRORS: dict[int, type[DlmError]] = {
 
 
 def error(status: int, message: bytes) -> DlmError:
-    """The exception for a status that is not DLM_OK."""
+    """The exception for a status other than DLM_OK."""
     text = message.decode("utf-8", "replace") or library().dlm_status_name(status).decode()
     return _ERRORS.get(status, DlmError)(text)
 
 
 @functools.cache
 def library() -> C.CDLL:
-    """Load ``libdlm_runtime`` once: $DLM_RUNTIME_LIBRARY, or the one built with this package."""
+    """Load ``libdlm_runtime`` once: the library that $DLM_RUNTIME_LIBRARY names, or the one built
+    with this package.
+    """
     chosen = os.environ.get("DLM_RUNTIME_LIBRARY")
     name = f"libdlm_runtime.so.{ABI_VERSION}"
     candidates = (
@@ -127,14 +133,16 @@ def library() -> C.CDLL:
 
 
 def initialised(kind: Any) -> Any:
-    """A struct with its size and the library's defaults."""
+    """A new struct of this kind, with its ``struct_size`` set and all other fields at the library's
+    defaults.
+    """
     struct = kind()
     getattr(library(), f"{kind.__name__}_init")(C.byref(struct), C.sizeof(struct))
     return struct
 
 
 def policy_fields() -> list[Any]:
-    """The library's description of each policy field, in the order of the struct."""
+    """The library's description of each policy field, in the order of the struct's fields."""
     found: list[Any] = []
     while field := library().dlm_policy_field_at(len(found)):
         found.append(field.contents)
@@ -142,7 +150,9 @@ def policy_fields() -> list[Any]:
 
 
 def kernel_sets() -> dict[str, str | None]:
-    """This architecture's kernel sets, fastest first, and why each cannot run here (None: it can)."""
+    """The kernel sets for this architecture, fastest first. Each value says why the set cannot run
+    on this processor, or is None if it can.
+    """
     found: dict[str, str | None] = {}
     while there := library().dlm_kernel_set_at(len(found)):
         refusal = there.contents.refusal
@@ -151,12 +161,16 @@ def kernel_sets() -> dict[str, str | None]:
 
 
 def onnxruntime_library() -> str | None:
-    """Path of libonnxruntime in the installed onnxruntime package, without importing it, or None."""
+    """The path of libonnxruntime in the installed onnxruntime package, or None. The package is not
+    imported.
+    """
     return _packaged("onnxruntime", "capi/libonnxruntime.so*")
 
 
 def tensorrt_libraries() -> dict[str, str]:
-    """Paths of TensorRT's libraries in its installed wheels, by builder, without importing them."""
+    """The paths of TensorRT's libraries in its installed wheels, by builder. The wheels are not
+    imported.
+    """
     packages = {
         "tensorrt": ("tensorrt_libs", "libnvinfer.so.*"),
         "tensorrt_rtx": ("tensorrt_rtx_libs", "libtensorrt_rtx.so.*"),

@@ -1,9 +1,9 @@
-"""The arrays of a compiled constraint, which the native library makes and checks: the tokens that
-lead from state to state.
+"""Reads the automaton of a compiled constraint, which says which tokens lead from one state to
+another. The native library builds and checks its arrays.
 
-A *class* holds the tokens that behave alike in every state. A *group* holds the classes that lead
-from one state to another. So the work of a pass grows with classes and groups, and hardly with the
-vocabulary.
+Tokens that behave alike in every state form a *class*. The classes that lead from one given state
+to another form a *group*. The work per pass therefore grows with the numbers of classes and groups,
+and hardly with the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ _HEADER = struct.Struct("<8s6i32s")  # magic, version and sizes, made_of; see au
 
 @dataclass(frozen=True)
 class Automaton:
-    """All arrays are int32. State 0 is the start state. ``distances`` ``[Q]``: the fewest tokens
-    from each state to the end of a text; 0 if a text may end there.
+    """The arrays of an automaton. All of them are int32, and state 0 is the start state.
 
-    ``token_class`` ``[V]`` is -1 for tokens that lead nowhere. Group ``g`` has the classes
-    ``group_classes[group_starts[g] : group_starts[g + 1]]``, ascending. State ``s`` has the edges
-    ``edge_starts[s] : edge_starts[s + 1]``: each leads to a state of ``edge_states`` by a group of
-    ``edge_groups``, ascending by state. A state's groups share no class.
+    ``distances`` ``[Q]`` has the smallest number of tokens from each state to the end of a text. It
+    is 0 for a state in which a text may end. ``token_class`` ``[V]`` has the class of each token,
+    or -1 for a token that no state accepts. Group ``g`` consists of the classes
+    ``group_classes[group_starts[g] : group_starts[g + 1]]``, in ascending order.
+
+    State ``s`` has the edges ``edge_starts[s] : edge_starts[s + 1]``. Edge ``e`` leads to the state
+    ``edge_states[e]`` with the tokens of the group ``edge_groups[e]``. The edges of a state are
+    ordered by the state to which they lead, and their groups have no class in common.
     """
 
     token_class: np.ndarray
@@ -37,7 +40,7 @@ class Automaton:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Automaton:
-        """Parse the content of ``Constraint.data``."""
+        """Parse the bytes of ``Constraint.data``."""
         _, vocab_size, states, _, groups, members, edges, _ = _HEADER.unpack_from(data)
         numbers = np.frombuffer(data[_HEADER.size : -32], "<i4").astype(np.int32)
         sizes = (vocab_size, groups + 1, members, states + 1, edges, edges, states)
@@ -53,5 +56,5 @@ class Automaton:
 
     @property
     def shortest(self) -> int:
-        """Tokens of the shortest text."""
+        """The number of tokens of the shortest text."""
         return int(self.distances[0])

@@ -1,4 +1,4 @@
-"""Compiles constraints for one vocabulary, and caches them in a folder by their source."""
+"""Compiles constraints for one vocabulary, and stores them in a cache folder."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # the place of made_of in 
 
 @dataclass(frozen=True)
 class CompileLimits:
-    """Limits of compiling one constraint.
+    """Limits on the resources for compiling one constraint.
 
     Args:
-        seconds: Processor time of all stages together.
-        memory_bytes: Memory of each stage.
-        states: States of the result.
-        edges: Edges of the result.
+        seconds: Limit on the processor time of all stages together.
+        memory_bytes: Limit on the memory of each stage.
+        states: Limit on the number of states of the automaton.
+        edges: Limit on the number of edges of the automaton.
     """
 
     seconds: float = 30
@@ -45,15 +45,16 @@ class CompileLimits:
 
 @dataclass(frozen=True)
 class Content:
-    """The source of a constraint.
+    """The source of a constraint, before it is compiled.
 
     Args:
-        kind: "regex", "schema", "enum", "json_object", "tree" or "grammar": the values of ``DLM_CONSTRAINT_`` in
-            ``dlm_runtime.h``.
-        text: An expression, a grammar or JSON, depending on the kind.
-        layout: Layout of JSON.
+        kind: "regex", "schema", "enum", "json_object", "tree" or "grammar". They match the
+            constants ``DLM_CONSTRAINT_...`` in ``dlm_runtime.h``.
+        text: The source text. Depending on ``kind``, it is a regular expression, a grammar or JSON.
+        layout: The layout of JSON texts.
         max_depth, any_order, more_properties: As in ``Bundle.constraint``.
-        before, behind: Texts around the generated one that belong to the constrained text.
+        before, behind: Fixed texts before and after the generated text. The constraint covers them
+            too.
     """
 
     kind: str
@@ -67,10 +68,10 @@ class Content:
 
 
 class Constraint:
-    """A compiled constraint of the native library."""
+    """A compiled constraint, owned by the native library."""
 
     def __init__(self, data: bytes) -> None:
-        """Read the content of a file. Raises BundleError for damaged data."""
+        """Load a constraint from the bytes of a file. Raises BundleError if they are damaged."""
         given = _native.initialised(_native.Constraint)
         given.kind = _native.HEADER.constants["DLM_CONSTRAINT_COMPILED"]
         given.content = C.cast(C.c_char_p(data), C.POINTER(C.c_char))
@@ -79,7 +80,7 @@ class Constraint:
 
     @classmethod
     def of_handle(cls, handle: C.c_void_p) -> Constraint:
-        """A constraint that owns this ``dlm_automaton``."""
+        """Create a constraint that takes over this ``dlm_automaton`` and will destroy it."""
         made = cls.__new__(cls)
         made._own(handle)
         return made
@@ -90,7 +91,9 @@ class Constraint:
 
     @property
     def data(self) -> bytes:
-        """The content of its file, for programs that read it themselves."""
+        """The constraint as bytes in the format of a file, for programs that read the automaton
+        themselves.
+        """
         library, size = _native.library(), C.c_size_t()
         message, data = C.create_string_buffer(_native.MESSAGE_BYTES), C.create_string_buffer(0)
         while True:
@@ -105,12 +108,12 @@ class Constraint:
 
     @property
     def shortest(self) -> int:
-        """Tokens of its shortest text."""
+        """The number of tokens of the shortest text that matches."""
         return int(_native.library().dlm_automaton_describe(self.handle).contents.shortest)
 
     @property
     def states(self) -> int:
-        """The states of its automaton."""
+        """The number of states of the automaton."""
         return int(_native.library().dlm_automaton_describe(self.handle).contents.states)
 
 
@@ -124,11 +127,12 @@ def compile_content(
     ends: Sequence[int] = (),
     made_of: bytes = bytes(_HASH_BYTES),
 ) -> Constraint:
-    """Compile content for a native bundle's vocabulary, or for the ids below ``vocab_size`` of
-    ``vocabulary``.
+    """Compile a constraint from its source, either for a native bundle's vocabulary or for the ids
+    below ``vocab_size`` of ``vocabulary``.
 
-    ``made_of``: 32 bytes to store in the file. Raises RequestError if the content cannot be
-    compiled within ``limits``. Warns (SchemaWarning) about keywords that look misspelled.
+    ``made_of`` is a hash of 32 bytes, which is stored in the file. Raises RequestError if the
+    constraint cannot be compiled within ``limits``. Warns with SchemaWarning about keywords that
+    look misspelled.
     """
     chosen = limits or CompileLimits()
     given = _native.initialised(_native.Constraint)
@@ -165,7 +169,7 @@ def compile_content(
 
 
 def _compiled(bundle: C.c_void_p | None, given: C.Structure) -> C.c_void_p:
-    """The ``dlm_automaton`` of a ``dlm_constraint``."""
+    """Call the native compiler with a ``dlm_constraint`` and return the new ``dlm_automaton``."""
     message, handle = C.create_string_buffer(_native.MESSAGE_BYTES), C.c_void_p()
     status = _native.library().dlm_automaton_compile(
         bundle,
@@ -189,7 +193,9 @@ def _utf8(name: str, text: str) -> bytes:
 
 
 def default_folder() -> Path:
-    """The folder for compiled constraints: $DLM_CACHE_DIR, or dlm-export in the user's caches."""
+    """The folder for compiled constraints: in $DLM_CACHE_DIR, or else in dlm-export in the user's
+    cache folder.
+    """
     chosen = os.environ.get("DLM_CACHE_DIR")
     base = (
         Path(chosen)
@@ -206,10 +212,10 @@ def keep_compiled(
     folder: Path | None,
     compile_now: Callable[[bytes], Constraint],
 ) -> Constraint:
-    """Load a content's constraint from ``folder`` (may be None), or compile it with
-    ``compile_now``, which takes the 32 bytes for its file.
+    """Load a compiled constraint from ``folder``. If it is not there, compile it and store it.
 
-    ``vocabulary``: JSON that identifies the vocabulary.
+    ``vocabulary`` is JSON that identifies the vocabulary. If ``folder`` is None, nothing is stored.
+    ``compile_now`` compiles the constraint. Its argument is the hash that is stored in the file.
     """
     if folder is None:
         return compile_now(bytes(_HASH_BYTES))
@@ -224,7 +230,7 @@ def keep_compiled(
 
 
 def _kept(path: Path, key: bytes) -> Constraint | None:
-    """The constraint in a file, or None if it is missing or another one."""
+    """Load the constraint in a file, or return None if the file is missing or has another one."""
     try:
         data = read_bytes(path, FILE_LIMIT_BYTES, BundleError)
         return Constraint(data) if data[_MADE_OF] == key else None

@@ -1,4 +1,6 @@
-"""Layouts of JSON text: the white space that a writer puts between its parts."""
+"""Layouts of JSON text. A layout is the white space that a writer puts between the parts of a JSON
+text.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Layout:
-    """The spaces and line breaks of JSON text. Empty arrays and objects are always ``[]`` and
+    """The white space of a JSON text. Empty arrays and objects are always written as ``[]`` and
     ``{}``.
 
     Args:
         item_separator: Text between items of an array and between properties of an object, as in ``json.dumps``.
         key_separator: Text between a property's name and its value, as in ``json.dumps``.
-        indent: Spaces per level, 0..64. Each item and property then has its own line, as in ``json.dumps(indent=...)``.
-            None: no line breaks.
-        has_lines: If the whole text is an array, each of its items has its own line, without indentation.
+        indent: Number of spaces per level, 0..64. Each item and property is then on a line by
+            itself, as in ``json.dumps(indent=...)``. None means no line breaks.
+        has_lines: If True and the whole text is an array, each of its items is on a line by itself,
+            without indentation.
     """
 
     item_separator: str = ","
@@ -26,9 +29,10 @@ class Layout:
     has_lines: bool = False
 
     def around(self, level: int, is_array: bool) -> tuple[str, str, str]:
-        """The text after the opening bracket, between two items, and before the closing bracket.
+        """The texts after the opening bracket, between two items, and before the closing bracket.
 
-        ``level`` is the number of containers around this one. Empty containers have no such text.
+        ``level`` is the number of containers that enclose this container. Empty containers have no
+        such texts.
         """
         if self.indent is not None:
             inner, outer = (
@@ -41,9 +45,9 @@ class Layout:
         return "", self.item_separator, ""
 
     def dumps(self, value: Any, level: int = 0) -> str:
-        """A JSON value as text; characters are escaped only where JSON requires it.
+        """Write a JSON value as text. Characters are escaped only where JSON requires it.
 
-        ``level`` is the number of containers around the value. Raises ValueError for NaN,
+        ``level`` is the number of containers that enclose the value. Raises ValueError for NaN,
         infinities and unpaired surrogates.
         """
         if not isinstance(value, (dict, list, tuple)) or not value:

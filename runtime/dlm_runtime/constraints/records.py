@@ -1,4 +1,4 @@
-"""JSON Lines and CSV: what they are made of, beside the schema of one record."""
+"""The options of JSON Lines and CSV constraints, in addition to the schema of one record."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class JsonLines:
-    """JSON values, each on its own line, without a line break after the last.
+    """A constraint to JSON values, one per line. There is no line break after the last line.
 
     Args:
-        schema: JSON Schema of a line, or a class with a method ``model_json_schema``.
-        min_lines: Fewest lines.
-        max_lines: Most lines. None: any number.
+        schema: The JSON Schema of a line, or a class with a method ``model_json_schema``.
+        min_lines: The smallest number of lines.
+        max_lines: The largest number of lines. None means any number.
     """
 
     schema: Any
@@ -23,16 +23,17 @@ class JsonLines:
 
 @dataclass(frozen=True)
 class Csv:
-    """A table by RFC 4180, without a line break after the last row.
+    """A constraint to a CSV table (RFC 4180). There is no line break after the last row.
 
     Args:
-        schema: JSON Schema of a row, an object whose properties are the columns; or a class with a method
-            ``model_json_schema``. A null, or a property that is left out, is an empty field.
-        header: Whether the first line has the names of the columns.
-        delimiter: Text between two fields: a comma, semicolon, vertical bar or tab.
-        line_end: Text between two lines: ``"\\n"`` or ``"\\r\\n"``.
-        min_rows: Fewest rows, without the header.
-        max_rows: Most rows. None: any number.
+        schema: The JSON Schema of a row, or a class with a method ``model_json_schema``. The schema
+            must describe an object. Its properties are the columns. A null, or a property that is
+            left out, becomes an empty field.
+        header: If True, the first line has the names of the columns.
+        delimiter: The text between two fields: a comma, semicolon, vertical bar or tab.
+        line_end: The text between two lines: ``"\\n"`` or ``"\\r\\n"``.
+        min_rows: The smallest number of rows, without the header.
+        max_rows: The largest number of rows. None means any number.
     """
 
     schema: Any

@@ -1,7 +1,7 @@
-"""The bytes of a tokenizer's tokens, as its decoder concatenates them.
+"""Finds the bytes of each token of a tokenizer, as its decoder writes them.
 
-This is exact only for byte-level vocabularies, where each token is a byte string and a text's bytes
-are those of its tokens.
+This is only exact for byte-level vocabularies. There, each token is a string of bytes, and the
+bytes of a text are those of its tokens, one after another.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from dlm_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """``tokens``: each token's bytes, by id; None for added tokens, which never occur in a text."""
+    """The bytes of each token, by token id. They are None for added tokens, which never occur in a
+    text.
+    """
 
     tokens: tuple[bytes | None, ...]
     tokenizer: Tokenizer | None = None
 
     def first_tokens(self, texts: Sequence[str]) -> list[int]:
-        """The first token of each text; -1 if its bytes do not start the text, or if unknown."""
+        """The first token of each text. It is -1 if the tokenizer is missing or rejects the text,
+        or if the token's bytes are not the start of the text.
+        """
         if self.tokenizer is None:
             return [-1] * len(texts)
         found = (ids[0] if ids else -1 for ids in self.tokenizer.encode_each(texts))
@@ -38,8 +42,8 @@ class Vocabulary:
     def native(self) -> tuple[Any, Any, Any]:
         """The fields ``tokens``, ``token_sizes`` and ``first_token`` of a ``dlm_constraint``.
 
-        They are made once. The library keeps the index of a vocabulary as long as a bundle's
-        constraints give the same tokens and the same callback.
+        They are created once and reused. The native library keeps its index of a vocabulary as long
+        as the constraints of a bundle pass the same tokens and the same callback.
         """
 
         def first_token(_: object, string: int, size: int) -> int:
@@ -62,7 +66,7 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """The vocabulary of a bundle's tokenizer. Raises RequestError if it is not byte-level."""
+    """Read the vocabulary of a bundle's tokenizer. Raises RequestError if it is not byte-level."""
     decoder, names = tokenizer.vocabulary()
     if decoder != ["ByteLevel"]:
         raise RequestError(
@@ -80,7 +84,9 @@ def _spelled(name: str) -> bytes | None:
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's spelling: printable bytes as themselves, others as letters from U+0100 on, in order."""
+    """The byte for each letter in the spelling of GPT-2. Printable bytes are spelled as themselves.
+    The other bytes are spelled as the letters from U+0100 on, in ascending order.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -89,4 +95,4 @@ def _byte_letters() -> dict[str, int]:
 
 
 BYTES = _byte_letters()
-"""The byte for each letter of a byte-level vocabulary."""
+"""The byte that each letter stands for in a byte-level vocabulary."""

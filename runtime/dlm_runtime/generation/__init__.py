@@ -1,1 +1,1 @@
-"""Requests and their results: the bundle's handle, sessions, constraints, schedulers, infilling."""
+"""Requests and their results: handles, sessions, constraints, schedulers and infilling."""

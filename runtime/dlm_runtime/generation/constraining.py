@@ -1,7 +1,7 @@
-"""A bundle's constraints: reads them from a request's options, compiles them, and keeps the last
-ones.
+"""The constraints of a bundle. It reads constraints from the options of requests, compiles them,
+and keeps the most recent ones.
 
-It also sums the log probability that they cost, and warns once if that is large.
+It also adds up how much log probability the constraints cost, and warns once if the cost is large.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ KEPT = 64  # compiled constraints
 MOST_RECORDS = 1_000_000  # bounds on lines and rows
 RECORD_KINDS = ("json_lines", "csv", "xml")
 UNLIKELY_NATS = 1.0
-"""Mean nats per token that a bundle's constraints may lose without a warning. Over 100 commands the
-second demo loses 0.013 in its own layout (worst: 1.35), 2.5 in "compact" and 3.6 in "spaced".
+"""If the constraints of a bundle cost more nats per token than this on average, the bundle warns.
+Over 100 commands, the second demo loses 0.013 nats per token in the layout that it was trained on
+(at worst 1.35 in one command), 2.5 in "compact" and 3.6 in "spaced".
 """
 
 
 class Constraints:
-    """The constraints of one bundle. Threads may share it."""
+    """The constraints of one bundle. Threads may share this object."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -59,14 +60,16 @@ class Constraints:
         self._lost = 0.0  # nats, over all constrained requests
         self._has_warned = False
         self.json_layout = str(handle.manifest.get("json_layout", "compact"))
-        """The JSON layout that the denoiser was trained on, a name of ``LAYOUTS``."""
+        """The layout of the JSON that the denoiser was trained on: a name of ``LAYOUTS``."""
         self.tokens = 0
-        """Completion tokens of all constrained requests so far."""
+        """The number of tokens that all constrained requests have generated so far."""
 
     def of_request(
         self, tokenizer: Tokenizer | None, options: Options, tools: Tools | None
     ) -> compiled.Constraint | None:
-        """The compiled constraint of a request, or None if it has none. Raises RequestError."""
+        """The compiled constraint of a request, or None if the request has none. Raises
+        RequestError.
+        """
         asked = options.constrained_by
         if options.constraint is not None and asked:
             raise RequestError(f"give constraint or {next(iter(asked))}, not both")
@@ -104,10 +107,11 @@ class Constraints:
         limits: CompileLimits | None = None,
         cache_dir: str | Path | None = "",
     ) -> compiled.Constraint:
-        """The constraint for the arguments of ``Bundle.constraint``: a kept one, or compiled now.
+        """Return the constraint for the arguments of ``Bundle.constraint``. It is compiled if the
+        bundle has not kept it.
 
-        ``asked`` has the arguments that define the texts, by name; None and False count as missing.
-        Exactly one must be set. Raises RequestError and DlmError.
+        ``asked`` has the arguments that define the texts, by name. An argument that is None or
+        False counts as missing, and exactly one must be set. Raises RequestError and DlmError.
         """
         kind, value = _chosen(asked)
         if tokenizer is None:
@@ -173,9 +177,9 @@ class Constraints:
             return self._vocabulary
 
     def count_loss(self, made: Generation) -> None:
-        """Count a constrained request's loss. Warn once per bundle if, on average over all its
-        constrained requests, constraints make texts far less likely than the denoiser's own
-        choices.
+        """Add up the cost of a constrained request. Warn once per bundle if, averaged over all its
+        constrained requests, the constraints force texts that are far less likely than the
+        denoiser's own choices.
         """
         with self._lock:
             self._lost += made.constraint_log_prob_loss
@@ -194,7 +198,9 @@ class Constraints:
 
 
 def _chosen(asked: Mapping[str, Any]) -> tuple[str, Any]:
-    """The one argument that is set, and its name. Raises RequestError."""
+    """The name and the value of the one argument that is set. Raises RequestError if it is not
+    exactly one.
+    """
     flag_of("json_object", asked.get("json_object", False))
     given = [
         (kind, value)
@@ -207,8 +213,8 @@ def _chosen(asked: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _content(kind: str, value: Any) -> str:
-    """A constraint's argument as text, equal for equal content. The order of properties counts.
-    Raises RequestError.
+    """Convert the argument of a constraint to text, so that equal arguments give equal texts. The
+    order of properties is significant. Raises RequestError.
     """
     if kind in ("regex", "grammar"):
         return text_of(kind, value)
@@ -231,20 +237,24 @@ def _content(kind: str, value: Any) -> str:
 
 
 def _schema(kind: str, value: Any) -> Any:
-    """A schema as JSON, from that or from a class that can write it. Raises RequestError."""
+    """Return a schema as JSON. If ``value`` is a class that can write its schema, ask the class.
+    Raises RequestError.
+    """
     make = getattr(value, "model_json_schema", None)
     if not callable(make):
         return value
     try:
         return make()
-    except Exception as err:  # whatever the class raises
+    except Exception as err:  # the class may raise any exception
         raise RequestError(
             f"{kind}: {shown(value)}.model_json_schema() failed ({err})"[:300]
         ) from err
 
 
 def _record(kind: str, value: Any) -> dict[str, Any]:
-    """The member of a tree for JSON Lines, CSV or XML. Raises RequestError."""
+    """Convert the argument of a JSON Lines, CSV or XML constraint to a member of a "tree". Raises
+    RequestError.
+    """
     schema, bounds = value, {}
     member: dict[str, Any] = {}
     if kind == "json_lines" and isinstance(value, JsonLines):
@@ -270,7 +280,7 @@ def _plain(value: object) -> object:
 
 
 def _text(kind: str, content: str, layout: Layout, tools: Tools | None) -> str:
-    """The text of a ``Content``, from the result of ``_content``."""
+    """The text of a ``Content``, computed from the result of ``_content``."""
     if kind == "tools":
         assert tools is not None
         return json.dumps(tools.tree(layout))
@@ -278,7 +288,9 @@ def _text(kind: str, content: str, layout: Layout, tools: Tools | None) -> str:
 
 
 def _folder(cache_dir: str | Path | None) -> Path | None:
-    """The caller's folder for compiled constraints. Raises RequestError."""
+    """The folder for compiled constraints that the caller passed. Raises RequestError if it is not
+    a path.
+    """
     if cache_dir is None:
         return None
     try:

@@ -1,8 +1,9 @@
-"""Objects of the native library belong to the process that made them.
+"""Detects the use of an object of the native library in a forked process.
 
-A fork copies the memory of all threads, but only the calling thread itself. Locks that other
-threads held stay locked, and the threads of an engine or a scheduler are missing. A call in the
-child process would wait for them forever.
+A fork copies the memory of the process, but of its threads only the one that calls fork. Locks that
+other threads held stay locked in the child, and the threads of an engine or a scheduler are missing
+there. A native call in the child could therefore wait forever. So each object belongs to the
+process that made it, and its methods raise ForkError in other processes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class Origin:
     """Remembers the process that made an object."""
 
     def __init__(self, what: str) -> None:
-        """``what``: the object, for error messages, such as "bundle"."""
+        """``what`` names the object in error messages, such as "bundle"."""
         self._what, self._process = what, os.getpid()
 
     @property
@@ -25,7 +26,7 @@ class Origin:
         return os.getpid() == self._process
 
     def check(self) -> None:
-        """Raise ForkError in any other process."""
+        """Raise ForkError if this is another process."""
         if not self.is_here:
             raise ForkError(
                 f"the {self._what} belongs to process {self._process}, but this is process {os.getpid()}, forked from it. "

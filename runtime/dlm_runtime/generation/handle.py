@@ -1,6 +1,7 @@
-"""An open native bundle: its properties, its policies, and the sessions of running requests.
+"""An open native bundle. It has the bundle's properties and policies, and the sessions of its
+requests.
 
-Threads share a handle. Each running request takes a session from a pool.
+Threads share a handle. Each running request uses a session from a pool.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dlm_runtime.policy import TEXT_FIELDS, Policy
 
 
 class SupportsClose(Protocol):
-    """An object that can be closed with a handle."""
+    """An object that is closed together with a handle."""
 
     def close(self) -> None: ...
 
@@ -31,10 +32,11 @@ class Handle:
 
     Args:
         pointer: The ``dlm_bundle``.
-        default_policy: The policy of requests without a preset. If None, the bundle's default preset.
-        owned: Objects that must live as long as the bundle, such as a callback.
-        causes: A callback stores the exception that made its pass fail here, as ``error``. If None, the bundle has no
-            callback.
+        default_policy: The policy of requests that name no preset. If None, the bundle's default
+            preset.
+        owned: An object that must live as long as the bundle, such as a callback.
+        causes: If a callback raises an exception, it stores the exception here as ``error``. None
+            if the bundle has no callback.
     """
 
     def __init__(
@@ -65,19 +67,21 @@ class Handle:
         self.max_new_tokens: int = info.max_new_tokens
 
     def close(self) -> None:
-        """Reject new requests, and free the bundle once running ones have ended. Raises ForkError."""
+        """Reject new requests, and free the bundle when the running requests have ended. Raises
+        ForkError.
+        """
         self.origin.check()
         with self._lock:
             self._is_closed = True
             self._free()
 
     def close_with(self, other: SupportsClose) -> None:
-        """Also close another object once the bundle is freed; requests may use it until then."""
+        """Also close ``other`` when the bundle is freed. Requests may use it until then."""
         with self._lock:
             self._with.append(other)
 
     def _free(self) -> None:
-        """Free a closed bundle if no request is running. Called with the lock held."""
+        """Free the bundle if it is closed and no request is running. Needs the lock."""
         if not self._is_closed or self._busy:
             return
         while self._idle:
@@ -99,14 +103,14 @@ class Handle:
             raise ClosedError("the bundle is closed")
 
     def begin(self) -> None:
-        """Keep the engine until the matching ``end``."""
+        """Keep the engine alive until ``end`` is called. Each ``begin`` needs one ``end``."""
         self.origin.check()  # before the lock, which another thread may have held at the fork
         with self._lock:
             self.check_open()
             self._busy += 1
 
     def end(self) -> None:
-        """See ``begin``. Does nothing in a forked process."""
+        """Undo one ``begin``. In a forked process, this does nothing."""
         if not self.origin.is_here:
             return
         with self._lock:
@@ -115,8 +119,8 @@ class Handle:
 
     @contextmanager
     def session(self, cancels: Cancels = ()) -> Iterator[C.c_void_p]:
-        """A session that runs signal handlers, and ends requests whose event is set, between
-        passes.
+        """A session for one native call. Between its passes, signal handlers run, and requests
+        whose event is set are cancelled.
         """
         self.begin()
         session = None
@@ -140,7 +144,9 @@ class Handle:
             self.end()
 
     def check(self, status: int, session: C.c_void_p) -> None:
-        """Raise the error of a session's call, with a callback's exception as its cause."""
+        """Raise the error of a failed native call. If a callback raised an exception, it becomes
+        the cause.
+        """
         if not status:
             return
         error = _native.error(status, self._library.dlm_session_last_error(session))
@@ -152,7 +158,9 @@ class Handle:
         raise cause from None
 
     def policy(self, preset: str | None, effort: str | None) -> Policy:
-        """A preset (None: the default), or its form for an effort level. Raises RequestError."""
+        """The policy of a preset, fitted for an effort level if ``effort`` is set. If ``preset`` is
+        None, the default preset. Raises RequestError.
+        """
         self.check_open()
         if self._default_policy is not None and preset is None and effort is None:
             return self._default_policy
@@ -160,7 +168,7 @@ class Handle:
         for kind, name in (("preset", preset), ("effort", effort)):
             if name is not None and not isinstance(name, str):
                 raise RequestError(f"{kind} = {shown(name)} is not a name")
-            # In C, a NUL would end the name.
+            # C ends a string at a NUL, which would make another name of this one.
             names.append(
                 None if name is None else name.replace("\0", "?").encode("utf-8", "replace")
             )

@@ -1,8 +1,8 @@
 """Infilling: fills holes in a text and keeps the text around them.
 
-A hole is a row of mask tokens. The needed number of tokens is not known beforehand. Either the hole
-is long enough and the denoiser pads it with end tokens, or several lengths are tried and the most
-likely one wins.
+A hole is a sequence of mask tokens. It is not known beforehand how many tokens a hole needs. There
+are two solutions: the hole is made long enough and the denoiser pads it with end tokens, or several
+lengths are tried and the most likely result is used.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from dlm_runtime.text.tokenizer import Tokenizer
 
 HOLE = "<mask>"
-"""The mark of a hole."""
+"""The text that marks a hole."""
 HOLE_OPTIONS: dict[str, Any] = {"max_new_tokens": 0, "stop": "none"}
-"""Options of a request for holes: an end token pads a hole, it does not end the text."""
+"""Options of a request for holes: an end token pads a hole. It must not end the whole text."""
 MOST_TRIED = 64
-"""The most requests for all combinations of lengths."""
+"""The largest number of requests for all combinations of lengths."""
 _CONSTRAINT_ARGUMENTS = (*KINDS, "json_layout", "max_depth", "any_order", "more_properties")
 
 
 class Filler(Protocol):
-    """The parts of a ``Bundle`` that infilling needs."""
+    """The methods and properties of a ``Bundle`` that infilling uses."""
 
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
@@ -48,14 +48,15 @@ class Filler(Protocol):
 
 @dataclass(frozen=True)
 class Infill:
-    """A text with filled holes.
+    """The result of infilling: a text whose holes are filled.
 
     Args:
         text: The whole text.
         holes: The text of each hole, up to its first end token.
-        lengths: Tokens of each hole in the canvas.
-        log_prob: Mean ln p of the holes' tokens when they were committed, by which lengths are compared. None if no
-            token was.
+        lengths: The number of tokens of each hole in the canvas.
+        log_prob: The mean ln p of the tokens in the holes at the time when they were committed.
+            Results with different lengths are compared by this number. None if no token was
+            committed.
         generation: The result of the request.
     """
 
@@ -68,7 +69,7 @@ class Infill:
 
 @dataclass(frozen=True)
 class Canvas:
-    """Given token ids by part; each part but the last is followed by a hole of some length."""
+    """The token ids of a text with holes. A hole follows each part except the last one."""
 
     parts: Sequence[Sequence[int]]
     lengths: tuple[int, ...]
@@ -80,7 +81,7 @@ class Canvas:
         return found
 
     def holes(self) -> list[range]:
-        """The positions of each hole."""
+        """The positions of each hole in the canvas."""
         found, at = [], len(self.parts[0])
         for length, part in zip(self.lengths, self.parts[1:], strict=True):
             found.append(range(at, at + length))
@@ -149,8 +150,9 @@ def parts_of(
 def _beginning(
     tokenizer: Tokenizer, text: str, special_tokens: bool, prompt: Any, chat: Any
 ) -> list[int]:
-    """Ids of the text before a hole, after those of a prompt or chat. Without these, the
-    tokenizer's tokens before a prompt precede the text, but those after a prompt are left out.
+    """Encode the text before the first hole, after a prompt or chat if there is one. Without them,
+    the text starts like a prompt: the tokens that the tokenizer adds at the start of a prompt come
+    first. The tokens that it adds at the end of a prompt are left out.
     """
     if prompt is not None and chat is not None:
         raise RequestError("infill: give prompt or chat, not both")
@@ -181,7 +183,9 @@ def _constrained(
     request: dict[str, Any],
     tried: list[tuple[int, ...]],
 ) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
-    """The request with a constraint from character ``first`` on, and the lengths with room for it."""
+    """Add a constraint to the request that covers the text from character ``first`` on. Also
+    returns the combinations of lengths that have room for a valid text.
+    """
     given = {name: request.pop(name) for name in _CONSTRAINT_ARGUMENTS if name in request}
     if not given:
         raise RequestError(
@@ -205,7 +209,7 @@ def _constrained(
 
 
 def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tuple[int, ...]]:
-    """The lengths of all holes, for each request."""
+    """All combinations of lengths to try. Each has one length for every hole."""
     try:
         given = [lengths] if isinstance(lengths, int) else list(lengths)
         choices = [[each] if isinstance(each, int) else list(each) for each in given]

@@ -1,4 +1,6 @@
-"""A request: its options by name, and its form in the C ABI (token ids, policy, limits)."""
+"""A request: its options by name, and the struct of the C ABI that has its token ids, policy and
+limits.
+"""
 
 from __future__ import annotations
 
@@ -24,51 +26,66 @@ if TYPE_CHECKING:
 
 
 KINDS = ("schema", "regex", "grammar", "enum", "json_object", "json_lines", "csv", "xml")
-"""Arguments of ``Bundle.constraint`` that describe a text; ``tools`` is one as well."""
+"""The arguments of ``Bundle.constraint`` that describe the allowed texts. A further one is
+``tools``.
+"""
 JSON_KINDS = ("schema", "json_object", "json_lines", "tools")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a request besides its prompt, tokens or chat. The defaults mean "not set".
+    """The options of a request, without its prompt, tokens or chat. The defaults mean "not set".
 
     Args:
-        max_new_tokens: Number of mask tokens to add after the prompt and fill, 0 or more. If None, the bundle's number.
+        max_new_tokens: Number of mask tokens to add after the prompt and fill, 0 or more. If None,
+            the bundle's default number.
         preset: Name of one of the bundle's presets. If None, the bundle's default preset.
-        effort: Use the policy fitted for this effort level: "instant", "low", "medium" or "high".
-        steps: Planned passes for the whole generation, split evenly over the blocks. 0: the policy's plan.
-        max_steps: Stop after this many passes. 0: no limit.
-        deadline_ms: Stop within one pass after this many milliseconds from the start. 0: no limit.
-        stop_strings: End the text before the first of these. No further block starts after the one that contains it.
-        prefix: Text that the answer starts with.
-        special_tokens: If True, the text of a special token, such as ``<|eos|>``, becomes that token in the prompt, the
-            messages, the tools and ``prefix``. By default it is ordinary text, so that users cannot end or mask an
-            answer. The tokens that the tokenizer and the chat template add are not affected.
-        constraint: A compiled constraint of ``Bundle.constraint``. The text is then valid whatever the policy and the
-            limits, unless a stop string cuts it.
-        schema, regex, grammar, enum, json_object, json_lines, csv, xml: A constraint that is compiled on first use: see
-            ``Bundle.constraint``. ``prefix`` is part of the constrained text. (A ``constraint`` has its own ``before``.)
-        json_layout: White space of JSON for a schema, ``json_object``, ``json_lines`` or tools: a name of
-            ``LAYOUTS``, or a ``Layout``. None: the layout that the bundle was trained on, or compact.
+        effort: The policy that was fitted for this effort level is used: "instant", "low", "medium"
+            or "high".
+        steps: Planned number of passes for the whole generation. They are split evenly over the
+            blocks. 0 means the plan of the policy.
+        max_steps: The request ends after this many passes. 0 means no limit.
+        deadline_ms: The request ends within one pass after this many milliseconds from its start. 0
+            means no limit.
+        stop_strings: The text ends before the first of these strings. The block that contains the
+            string is the last block that is filled.
+        prefix: Text with which the answer starts.
+        special_tokens: If True, the text of a special token, such as ``<|eos|>``, becomes this
+            token in the prompt, the messages, the tools and ``prefix``. By default it is ordinary
+            text, so that a user cannot end or mask an answer. Tokens that the tokenizer and the
+            chat template add are not affected.
+        constraint: A constraint that ``Bundle.constraint`` compiled. The text then satisfies it for
+            every policy and every limit, unless a stop string cuts the text.
+        schema, regex, grammar, enum, json_object, json_lines, csv, xml: A constraint that is
+            compiled when it is first used. ``Bundle.constraint`` describes these arguments. The
+            constrained text includes ``prefix``. (For ``constraint``, the text before is an
+            argument of ``Bundle.constraint``.)
+        json_layout: White space of the JSON text for ``schema``, ``json_object``, ``json_lines`` or
+            ``tools``: a name of ``LAYOUTS``, or a ``Layout``. None means the layout that the
+            denoiser was trained on, or "compact" if it is unknown.
         max_depth, any_order, more_properties: As in ``Bundle.constraint``.
-        tools: Functions that may be called, each as ``{"type": "function", "function": {"name", "description",
-            "parameters"}}`` with a JSON Schema of its parameters, or the ``Tools`` of ``Bundle.tools``. The chat
-            template receives them.
-        tool_choice: "auto" (the text may be calls), "required" or a function's name (the text is constrained to be a
-            call; also ``{"type": "function", "function": {"name": "..."}}``), or "none" (the chat template does not
-            receive them).
-        parallel_tool_calls: If True, a required text may have several calls. If None, True if the call format has text
-            around all calls, as "list" and "lines" have.
-        call_format: The format of calls: a name of ``tools.FORMATS``, or a ``CallFormat``. If None, the format that the
-            bundle was trained on; if unknown, the chat template's, or else one JSON object per line.
-        policy: Fields of ``Policy`` to change, by name. They are applied last.
+        tools: The functions that the text may call. The chat template receives them. Each has the
+            form ``{"type": "function", "function": {"name", "description", "parameters"}}``, with a
+            JSON Schema of its parameters. Or the ``Tools`` that ``Bundle.tools`` returned.
+        tool_choice: "auto": the text may be calls. "required": the text is constrained to be a
+            call. The name of a function, or ``{"type": "function", "function": {"name": "..."}}``:
+            the text is constrained to be a call of this function. "none": the chat template does
+            not receive the tools.
+        parallel_tool_calls: If True, a text that is constrained to be a call may have several
+            calls. If None, it may have several if the call format has text around all calls, as
+            "list" and "lines" have.
+        call_format: The format of calls: a name of ``tools.FORMATS``, or a ``CallFormat``. If None,
+            the format that the denoiser was trained on. If that is unknown, the format that the
+            chat template shows, or else one JSON object per line.
+        policy: Fields of ``Policy`` to change, by name. They are changed after ``preset`` and
+            ``effort`` were applied.
 
-    A request that ends by ``max_steps``, ``deadline_ms`` or a cancellation returns its current
-    canvas. ``Generation.finish`` gives the reason, and ``Generation.tool_calls`` is empty unless
-    the whole text was decided.
+    If a request ends because of ``max_steps``, ``deadline_ms`` or a cancellation, it returns its
+    canvas at that time. ``Generation.finish`` gives the reason. ``Generation.tool_calls`` is then
+    empty, unless the whole text was already decided.
 
     Raises:
-        RequestError: An option has the wrong type; the message names it.
+        RequestError: An option has the wrong type. The message names the option.
     """
 
     max_new_tokens: int | None = None
@@ -128,19 +145,21 @@ class Options:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Options:
-        """Split ``values`` into options, by name, and policy fields."""
+        """Create options from ``values``. Names that are not options are taken as policy fields."""
         own = {name: value for name, value in values.items() if name in OPTION_NAMES}
         return cls(**own, policy={name: value for name, value in values.items() if name not in own})
 
     @property
     def constrained_by(self) -> dict[str, Any]:
-        """The arguments of ``Bundle.constraint`` that are set."""
+        """The options that define a constraint, as arguments of ``Bundle.constraint``."""
         given = {name: getattr(self, name) for name in KINDS}
         given["json_object"] = self.json_object or None
         return {name: value for name, value in given.items() if value is not None}
 
     def tools_for(self, tokenizer: Tokenizer | None, call_format: str | None) -> Tools | None:
-        """The checked tools, or None. ``call_format``: the bundle's. Raises RequestError."""
+        """Check the tools. Returns None if there are none. ``call_format`` is the bundle's. Raises
+        RequestError.
+        """
         others = {
             "tool_choice": self.tool_choice != "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not None,
@@ -177,7 +196,9 @@ OPTION_NAMES = tuple(each.name for each in fields(Options) if each.name != "poli
 
 
 class RequestOptions(TypedDict, total=False):
-    """Options of ``generate`` for type checkers: the fields of ``Options`` and ``Policy``."""
+    """The options of ``generate`` for type checkers. They are the fields of ``Options`` and
+    ``Policy``.
+    """
 
     max_new_tokens: int | None
     preset: str | None
@@ -233,7 +254,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class InfillOptions(RequestOptions, total=False):
-    """The options of ``infill`` for type checkers: those of ``generate_batch``."""
+    """The options of ``infill`` for type checkers. They are the options of ``generate_batch``."""
 
     max_batch: int
     policies: Sequence[Mapping[str, Any]] | None
@@ -241,17 +262,17 @@ class InfillOptions(RequestOptions, total=False):
 
 
 class Request:
-    """A request for the C ABI. It keeps the memory that the structs point to.
+    """A request in the form of the C ABI. It keeps the memory alive to which the C structs point.
 
     Args:
-        handle: The bundle's.
-        tokenizer: The bundle's, or None if it only accepts token ids.
-        given: Prompt, tokens and chat; exactly one is not None.
-        options: Checked options.
-        policy: The whole policy, with the options' changes.
-        tools: The options' tools.
+        handle: The handle of the bundle.
+        tokenizer: The tokenizer of the bundle. None if the bundle only accepts token ids.
+        given: The prompt, the tokens and the chat. Exactly one of them is not None.
+        options: The options, already checked.
+        policy: The complete policy, including the changes of the options.
+        tools: The checked tools of the options.
         constraint: The constraint on the text, or None.
-        note: Called with the results of constrained requests.
+        note: A function that is called with the result of each constrained request.
     """
 
     def __init__(
@@ -298,7 +319,7 @@ class Request:
         wanted = handle.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
         max_new_tokens = count_of("max_new_tokens", wanted)
         self.native = native = _native.initialised(_native.Request)
-        # Memory that native points to.
+        # These attributes keep the memory alive to which ``native`` points.
         self._policy, self._constraint = native_policy(policy), constraint
         self._tokens = (C.c_int32 * max(1, len(self.given)))(*self.given)
         self._stops = (C.c_char_p * max(1, len(stop_strings)))(
@@ -322,7 +343,7 @@ class Request:
     def decoded(
         self, _: int, tokens: Any, count: int, string: int, capacity: int, size: Any
     ) -> int:
-        """A ``dlm_decode_fn``."""
+        """Decode tokens for the native library. This function is a ``dlm_decode_fn``."""
         assert self._tokenizer is not None
         try:
             text = self._tokenizer.decode(tokens[:count]).encode()
@@ -334,7 +355,7 @@ class Request:
         return 0
 
     def generation(self, result: Any) -> Generation:
-        """The result for Python. ``result``: a ``dlm_result`` without an error."""
+        """Convert a ``dlm_result`` to a ``Generation``. The result must not have an error."""
         stats, length = result.stats.contents, result.length
         text = (
             None if self._tokenizer is None else C.string_at(result.text, result.text_size).decode()
@@ -360,7 +381,9 @@ class Request:
         return made
 
     def event(self, step: Any, text: str | None) -> Event:
-        """A step, without a result. ``text``: the text of the steps before."""
+        """Convert a step to an ``Event`` without a result. ``text`` is the text up to the previous
+        step.
+        """
         length = step.length
         delta = None if self._tokenizer is None else C.string_at(step.text, step.text_size).decode()
         return Event(
@@ -386,7 +409,9 @@ MOST_INDENT = 64  # spaces per level of a JSON layout
 
 
 def count_of(name: str, value: int, most: int = MOST_COUNT) -> int:
-    """Check an option that is a count, at most ``most``. Raises RequestError with its name."""
+    """Check an option that must be a count of at most ``most``. Raises RequestError, which names
+    the option.
+    """
     try:
         count = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -397,7 +422,7 @@ def count_of(name: str, value: int, most: int = MOST_COUNT) -> int:
 
 
 def milliseconds_of(name: str, value: float) -> float:
-    """Check an option that is a time. Raises RequestError with its name."""
+    """Check an option that must be a time. Raises RequestError, which names the option."""
     try:
         return C.c_double(value).value
     except (TypeError, ValueError, OverflowError) as err:
@@ -405,7 +430,9 @@ def milliseconds_of(name: str, value: float) -> float:
 
 
 def text_of(name: str, value: str) -> str:
-    """Check an option that is text, without unpaired surrogates. Raises RequestError with its name."""
+    """Check an option that must be text without unpaired surrogates. Raises RequestError, which
+    names it.
+    """
     if not isinstance(value, str):
         raise RequestError(f"{name} = {shown(value)} is not a text")
     try:
@@ -418,19 +445,19 @@ def text_of(name: str, value: str) -> str:
 
 
 def flag_of(name: str, value: bool) -> bool:
-    """Check an option that is True or False. Raises RequestError with its name."""
+    """Check an option that must be True or False. Raises RequestError, which names the option."""
     if not isinstance(value, bool):
         raise RequestError(f"{name} = {shown(value)}: give True or False")
     return value
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names for a message: "a, b and c"."""
+    """Join names for a message, as in "a, b and c"."""
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def texts_of(name: str, value: Sequence[str]) -> tuple[str, ...]:
-    """Check an option that is a list of texts. Raises RequestError with its name."""
+    """Check an option that must be a list of texts. Raises RequestError, which names the option."""
     try:
         texts = () if isinstance(value, (str, bytes, Mapping)) else tuple(value)
         is_good = not isinstance(value, (str, bytes, Mapping)) and all(
@@ -444,7 +471,7 @@ def texts_of(name: str, value: Sequence[str]) -> tuple[str, ...]:
 
 
 def layout_of(chosen: str | Layout) -> Layout:
-    """A layout by its name, or the caller's ``Layout``. Raises RequestError."""
+    """Return the layout with this name, or the caller's ``Layout`` itself. Raises RequestError."""
     if isinstance(chosen, Layout):
         separators = [(chosen.item_separator, ","), (chosen.key_separator, ":")]
         is_json = all(
@@ -466,14 +493,14 @@ def layout_of(chosen: str | Layout) -> Layout:
 
 
 def cancel_of(name: str, value: threading.Event | None) -> threading.Event | None:
-    """Check an option that is an event. Raises RequestError with its name."""
+    """Check an option that must be an event. Raises RequestError, which names the option."""
     if value is not None and not callable(getattr(value, "is_set", None)):
         raise RequestError(f"{name} = {shown(value)}: give a threading.Event, or None")
     return value
 
 
 def token_ids(tokens: Sequence[int]) -> list[int]:
-    """Check ids that must fit C's int32. Raises RequestError."""
+    """Check that token ids fit the int32 of C. Raises RequestError."""
     try:
         ids = [operator.index(token) for token in tokens]
     except TypeError as err:
@@ -487,7 +514,7 @@ def token_ids(tokens: Sequence[int]) -> list[int]:
 
 
 def native_policy(policy: Policy) -> Any:
-    """The C struct of a policy. Raises RequestError for a value of the wrong type."""
+    """Convert a policy to its C struct. Raises RequestError if a value has the wrong type."""
     native = _native.initialised(_native.Policy)
     for each in fields(Policy):
         value = getattr(policy, each.name)
@@ -498,14 +525,15 @@ def native_policy(policy: Policy) -> Any:
             raise RequestError(
                 f"policy: {each.name} = {shown(value)} is not of the right type"
             ) from err
-        # ctypes wraps integers and cuts texts at a NUL without an error.
+        # When a value does not fit, ctypes gives no error. It wraps an integer and cuts a text at a
+        # NUL.
         if isinstance(given, (int, bytes)) and getattr(native, each.name) != given:
             raise RequestError(f"policy: {each.name} = {shown(value)} is out of range")
     return native
 
 
 def entries_of(name: str, values: Any) -> Sequence[Any]:
-    """Check an argument that has one entry per request. Raises RequestError."""
+    """Check an argument that must have one entry per request. Raises RequestError."""
     if (
         isinstance(values, (str, bytes, Mapping))
         or not hasattr(values, "__len__")

@@ -1,4 +1,4 @@
-"""The result of a request, and the events of its steps."""
+"""The result of a request, and the events that report its steps."""
 
 from __future__ import annotations
 
@@ -12,29 +12,36 @@ class Generation:
     """The result of a request.
 
     Args:
-        tokens: The whole canvas. A position with ``undecided`` True has the last pass's proposal; without one, an end
-            token, or the mask token if the denoiser has no end token.
-        text: The generated text, up to the first end token or stop string. None without a tokenizer.
-        nfe: Passes that the request took part in.
-        timings: Seconds by part of the call: see ``Bundle.generate``.
-        cache_bytes: The most bytes of keys and values held for the request.
-        passes: Passes by kind: "prefill" fills a cache before a block is decided, "denoise" decides tokens, "store"
-            stores a finished block.
-        finish: Why it ended: "stop" (an end token, or a stop string), "length" (all is decided, without an end token),
-            "constraint" (the same, and the text of the constraint is complete), "steps" (``max_steps``), "deadline" or
-            "cancelled". "unknown (N)" is a reason from a newer native library.
-        prompt_tokens: Number of given tokens.
-        completion_tokens: Number of other tokens, up to and not including the first end token.
-        log_probs: ln p of each token when it was committed, in the denoiser's softmax. None for given and undecided
-            tokens, and for those after an early end. Always finite: a probability that rounds to 0, such as that of a
-            forced token, gives -744.44.
+        tokens: The whole canvas. A position that is ``undecided`` has the token that the last pass
+            proposed for it. Without a proposal, it has an end token, or the mask token if the
+            denoiser has no end token.
+        text: The generated text, up to the first end token or stop string. None if the bundle has
+            no tokenizer.
+        nfe: The number of passes in which the request took part.
+        timings: The seconds of each part of the call. ``Bundle.generate`` describes them.
+        cache_bytes: The largest number of bytes of keys and values that the request held.
+        passes: The number of passes of each kind. "prefill" passes fill a cache before a block is
+            decided, "denoise" passes decide tokens, and "store" passes store a finished block in
+            the cache.
+        finish: The reason why the request ended. "stop": an end token or a stop string. "length":
+            all positions are decided, and there is no end token. "constraint": the same, and the
+            text of the constraint is complete. "steps": ``max_steps`` was reached. "deadline" and
+            "cancelled" speak for themselves. "unknown (N)" is a reason of a newer native library.
+        prompt_tokens: The number of tokens that the caller passed.
+        completion_tokens: The number of generated tokens before the first end token.
+        log_probs: For each token, ln p in the denoiser's softmax at the time when the token was
+            committed. None for tokens that the caller passed, for undecided tokens, and for tokens
+            after an early end. The value is always finite. If a probability rounds to 0, for
+            example that of a token that a constraint forced, the value is -744.44.
         undecided: True for each position that was not decided when the request ended.
-        tool_calls: The calls that ``text`` consists of. Empty for any other text, without tools, or unless the whole
-            text was decided.
-        constraint_log_prob_loss: How much less likely the constraint made the text, in nats (0 or more): the sum over
-            positions of ln p of the denoiser's best token minus ln p of the committed one, from the last pass that
-            scored the position; at most 745 per position. Positions filled without a pass count 0. For sampled tokens
-            it includes the cost of sampling. 0 without a constraint.
+        tool_calls: The calls of which ``text`` consists. Empty if the text has another form, if the
+            request has no tools, or if a part of the text is undecided.
+        constraint_log_prob_loss: How much less likely the constraint made the text, in nats, 0 or
+            more. It is a sum over the positions. For each position, the ln p of the committed token
+            is subtracted from the ln p of the denoiser's best token, in the last pass that scored
+            the position. A position adds at most 745, and 0 if it was filled without a pass. If
+            tokens are sampled, the sum includes the loss from sampling. It is 0 without a
+            constraint.
     """
 
     tokens: list[int]
@@ -54,21 +61,22 @@ class Generation:
 
 @dataclass(frozen=True)
 class Event:
-    """The canvas after one step.
+    """An event reports the canvas after one step.
 
     Args:
-        canvas: Token ids. Undecided positions have the token that the denoiser sees.
+        canvas: The token ids. Undecided positions have the token that the denoiser sees there.
         undecided: True for each position that is not decided.
-        guess: The token that a scored, undecided position would take now; -1 for other positions.
-        score: The score of ``guess``; 0 for other positions.
-        block: The positions ``[start, end)`` being filled.
-        nfe: Passes so far.
-        committed: Positions that this step committed.
-        text: The text so far: whole characters of tokens that will not change, without a possible start of a stop
-            string.
-        delta: The text that this step added.
+        guess: For each undecided position that the pass scored, the token that it would get now. -1
+            for other positions.
+        score: The score of ``guess``. 0 for other positions.
+        block: The positions ``[start, end)`` of the block that is being filled.
+        nfe: The number of passes so far.
+        committed: The number of positions that this step committed.
+        text: The text so far. It only has complete characters of tokens that will not change. If it
+            ends in what may be the start of a stop string, this end is left out.
+        delta: The part of the text that this step added.
         done: True for the last event.
-        result: The result; only in the last event.
+        result: The result. None except in the last event.
     """
 
     canvas: list[int]

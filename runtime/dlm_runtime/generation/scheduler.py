@@ -1,9 +1,10 @@
-"""Schedulers: requests from any thread share passes, which one thread makes (``dlm_scheduler_*`` of
-the C ABI).
+"""Schedulers accept requests from any thread and run them in shared passes on one thread. They use
+the functions ``dlm_scheduler_*`` of the C ABI.
 
-The thread refers to a ``_Runner``, never to the ``Scheduler``, so an unreferenced scheduler can be
-collected. The thread destroys the native scheduler when it ends. It must end before the interpreter
-exits: Python would end it with an exception inside a native callback, which aborts the process.
+The thread refers to a ``_Runner`` and not to the ``Scheduler``, so that a scheduler without
+references can be garbage-collected. The thread destroys the native scheduler when it ends. The
+thread must end before the interpreter exits. Otherwise Python would end it with an exception inside
+a native callback, and that would abort the process.
 """
 
 from __future__ import annotations
@@ -44,13 +45,16 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 1 << 20  # of bench's output
 WAIT_S = 0.1  # seconds between a waiting thread's checks for signals
-EVENT_WAIT_S = 0.02  # seconds between its checks for a request that ended without a last step
+EVENT_WAIT_S = 0.02  # seconds between checks for a request that ended without a last step
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """Milliseconds of a pass: a fixed part, and parts per token, scored row, and (token, visible
-    position) pair. ``dlm-export bench --cost`` measures them. Each is 0 or more and finite.
+    """The time of a pass in milliseconds, as a linear model.
+
+    The time is the sum of a fixed part, a part per token, a part per scored row, and a part per
+    pair of a token and a position that it sees. ``dlm-export bench --cost`` measures these parts.
+    Each is finite and 0 or more.
     """
 
     pass_ms: float
@@ -72,7 +76,9 @@ class PassCost:
 
     @classmethod
     def read(cls, path: str | Path) -> PassCost:
-        """Read the output of ``dlm-export bench BUNDLE --cost --json``. Raises RequestError."""
+        """Read the parts from the output of ``dlm-export bench BUNDLE --cost --json``. Raises
+        RequestError.
+        """
         hint = " Write it with `dlm-export bench BUNDLE --cost --json`."
         found = read_object(Path(path), _MOST_BYTES, RequestError, hint).get("cost")
         names = [each.name for each in fields(cls)]
@@ -83,18 +89,18 @@ class PassCost:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """Counts and times of a scheduler.
+    """What a scheduler has done so far, as counts and times.
 
     Args:
-        waiting, running: Requests now.
-        submitted, finished, refused: Requests so far; refused ones got BusyError.
-        passes: Passes made.
-        shares: Sum over passes of the requests that took part.
-        busy_s: Seconds in passes and commits.
-        cache_bytes: The most bytes of keys and values held at once.
-        passes_s: Seconds in passes alone.
-        expected_s: Seconds that the scheduler's cost predicts for these passes; 0 without a cost, or if requests take
-            turns.
+        waiting, running: Numbers of requests that wait or run now.
+        submitted, finished, refused: Numbers of requests so far. Refused requests got a BusyError.
+        passes: Number of passes.
+        shares: Number of requests in each pass, summed over all passes.
+        busy_s: Seconds spent in passes and commits.
+        cache_bytes: The largest number of bytes of keys and values held at the same time.
+        passes_s: Seconds spent in passes alone.
+        expected_s: Seconds that the scheduler's ``cost`` predicts for these passes. 0 without a
+            cost, or if requests take turns.
     """
 
     waiting: int
@@ -111,10 +117,10 @@ class SchedulerStats:
 
 
 class Job:
-    """A submitted request, returned by ``Scheduler.submit``. It is cancelled when its last
+    """A request that was submitted with ``Scheduler.submit``. It is cancelled when its last
     reference is dropped.
 
-    A job keeps its scheduler from being collected until its result has been read.
+    The scheduler is kept alive until the result of the job has been read.
     """
 
     def __init__(self, scheduler: Scheduler, request: Request, events: bool) -> None:
@@ -148,12 +154,12 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """True once the job has ended: ``result`` then returns at once."""
+        """True if the job has ended, so that ``result`` returns at once."""
         self._origin.check()
         return bool(self._library.dlm_job_wait(self._handle, 0.0))
 
     def cancel(self) -> None:
-        """End the request within one pass, with its current canvas."""
+        """End the request within one pass. Its result is the canvas at that time."""
         self._origin.check()
         self._library.dlm_job_cancel(self._handle)
 
@@ -161,21 +167,24 @@ class Job:
         """Wait for the job and return its result.
 
         Args:
-            timeout: Seconds. If None, no limit.
+            timeout: The longest time to wait, in seconds. None means no limit.
 
         Returns:
-            The result. Its ``timings`` are the request's shares of its passes.
+            The result. For its ``timings``, the time of each pass is divided among the requests in
+                it.
 
         Raises:
-            TimeoutError: The job has not ended in time.
-            DlmError: As ``Bundle.generate``, or the error that ended the scheduler's thread.
+            TimeoutError: The job did not end in this time.
+            DlmError: The errors of ``Bundle.generate``, or the error that ended the scheduler's
+                thread.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while not self.done:
             left = WAIT_S if end is None else min(WAIT_S, end - time.monotonic())
             if left <= 0:
                 raise TimeoutError(f"the request is not done after {timeout} s")
-            self._library.dlm_job_wait(self._handle, 1000 * left)  # in pieces, so that Ctrl-C works
+            # In short waits, so that Ctrl-C works.
+            self._library.dlm_job_wait(self._handle, 1000 * left)
         if self._result is None:
             found = C.POINTER(_native.Result)()
             status = self._library.dlm_job_result(self._handle, C.byref(found))
@@ -189,7 +198,9 @@ class Job:
         return self._result
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield an event after each pass, if submitted with ``events``. The last has the result."""
+        """Yield an event after each pass. The job must be submitted with ``events=True``. The last
+        event has the result.
+        """
         events = self._queue()
         while not self.done or not events.empty():
             try:
@@ -291,7 +302,7 @@ class Job:
         )
 
     def _step(self, step: Any) -> None:
-        """Runs on the thread that makes the passes."""
+        """Put an event into the queue. This method runs on the thread that runs the passes."""
         if self._events is not None:
             event = self._request.event(step, self._text)
             self._text = event.text
@@ -303,13 +314,13 @@ class Job:
 
 
 class _Runner:
-    """A native scheduler, the thread that runs it, and the state that they share."""
+    """A native scheduler, the thread that runs it, and the state that both share with other threads."""
 
     def __init__(self, bundle: Handle, options: Any) -> None:
-        """Raises RequestError, EngineError; DlmError if the thread cannot be started."""
+        """Raises RequestError or EngineError, and DlmError if the thread cannot be started."""
         self.origin = Origin("scheduler")
         self.failure: DlmError | None = None
-        """The error that ended the thread; None if ``stop`` did."""
+        """The error that ended the thread. None if ``stop`` ended it."""
         self._library, self._bundle, self._handle = _native.library(), bundle, C.c_void_p()
         self._changed = (
             threading.Condition()
@@ -319,8 +330,8 @@ class _Runner:
         )
         self._is_closed = False
         self._last: SchedulerStats | None = None  # set when the handle is destroyed
-        # Shared by all jobs and kept until passes end, because a job may be dropped before its
-        # request ends.
+        # All jobs share these callbacks. They are kept until the last pass, because a job may be
+        # dropped before its request has ended.
         self._on_step, self._on_decode = (
             _native.StepFn(self._dispatch),
             _native.DecodeFn(self._decode),
@@ -365,12 +376,14 @@ class _Runner:
             self._last = self.stats()
             handle, self._handle = self._handle, C.c_void_p()
         self._library.dlm_scheduler_destroy(handle)
-        # They refer to this object.
+        # The callbacks refer to this object, so they are released to let it be collected.
         self._on_step, self._on_decode = _native.StepFn(), _native.DecodeFn()
         self._bundle.end()
 
     def keep(self, job: Job, request: Request) -> None:
-        """Let passes call a job's functions as long as the job is referenced."""
+        """Register a job, so that passes can call its functions for as long as the job is
+        referenced.
+        """
         native, number = request.native, next(self._numbers)
         self._jobs[number] = job
         native.user = number
@@ -400,7 +413,7 @@ class _Runner:
         return job._request.decoded(number, tokens, count, string, capacity, size)
 
     def check_open(self) -> None:
-        """Raise ForkError, ClosedError, or the error that ended the thread."""
+        """Raise ForkError, ClosedError, or the error that ended the thread, if any applies."""
         self.origin.check()
         if self.failure is not None:
             raise type(self.failure)(
@@ -415,7 +428,9 @@ class _Runner:
 
     @contextmanager
     def using(self) -> Iterator[C.c_void_p]:
-        """The native scheduler, alive until the block ends. Raises the errors of ``check_open``."""
+        """Keep the native scheduler alive within a ``with`` block. Raises the errors of
+        ``check_open``.
+        """
         self.origin.check()  # before the lock, which another thread may have held at the fork
         with self._changed:
             self.check_open()
@@ -428,7 +443,7 @@ class _Runner:
                 self._changed.notify_all()
 
     def stats(self) -> SchedulerStats:
-        """Counts and times up to now, or up to the end of the thread."""
+        """The counts and times so far. After the thread has ended, those at its end."""
         with self._changed:
             if self._last is not None:
                 return self._last
@@ -439,7 +454,9 @@ class _Runner:
         )
 
     def stop(self) -> None:
-        """End the thread after its current pass, without waiting. Does nothing after a fork."""
+        """Let the thread end after its current pass, without waiting for it. In a forked process,
+        this does nothing.
+        """
         if not self.origin.is_here:
             return
         with self._changed:
@@ -448,7 +465,7 @@ class _Runner:
                 self._library.dlm_scheduler_stop(self._handle)
 
     def close(self) -> None:
-        """``stop``, and wait for the thread."""
+        """Call ``stop`` and wait until the thread has ended."""
         if self.origin.is_here:
             self.stop()
             if self._thread is not threading.current_thread():
@@ -465,10 +482,10 @@ def _close_all() -> None:
 
 
 class Scheduler:
-    """Runs requests from any thread; created by ``Bundle.scheduler``. A ``with`` block closes it.
+    """Accepts requests from any thread and runs them. ``Bundle.scheduler`` creates it.
 
-    It is closed when its last reference is dropped, and when the interpreter exits. In a forked
-    process, every method raises ForkError.
+    A scheduler is closed at the end of its ``with`` block, when its last reference is dropped, or
+    when the interpreter exits. In a forked process, every method raises ForkError.
     """
 
     def __init__(
@@ -494,8 +511,8 @@ class Scheduler:
             native = _native.PassCost(C.sizeof(_native.PassCost), *astuple(cost))
             options.cost = C.pointer(native)
         self._make, self._runner = make, _Runner(bundle, options)
-        # Does not wait: the garbage collector may run while its thread holds a lock that the
-        # scheduler's thread needs.
+        # This finalizer must not wait. The garbage collector can call it on a thread that holds a
+        # lock, and the scheduler's thread may need this lock to end.
         weakref.finalize(self, self._runner.stop).atexit = False
 
     def submit(
@@ -507,16 +524,17 @@ class Scheduler:
         events: bool = False,
         **options: Unpack[RequestOptions],
     ) -> Job:
-        """Submit a request, with the arguments of ``Bundle.generate``. Its deadline counts from
-        now.
+        """Submit a request. The arguments are those of ``Bundle.generate``. The time until its
+        deadline starts now.
 
         Args:
             events: If True, iterating over the job yields an ``Event`` for each step.
 
         Raises:
-            BusyError: ``max_waiting`` requests are waiting.
+            BusyError: The queue already has ``max_waiting`` requests.
             ClosedError: The scheduler is closed.
-            DlmError: As ``generate`` for invalid arguments, or the error that ended the scheduler's thread.
+            DlmError: An argument is invalid, as for ``generate``, or an error has ended the
+                scheduler's thread.
         """
         self._runner.check_open()
         if "cancel" in options:
@@ -527,7 +545,7 @@ class Scheduler:
 
     @property
     def stats(self) -> SchedulerStats:
-        """Counts and times up to now, or up to ``close``."""
+        """The counts and times so far. After ``close``, those at the end."""
         self._runner.origin.check()
         return self._runner.stats()
 
@@ -538,9 +556,10 @@ class Scheduler:
         return self._runner.has_ended
 
     def close(self) -> None:
-        """Make no more passes, and cancel requests that have not ended. May be called again.
+        """End after the current pass, and cancel the requests that have not ended. It may be called
+        again.
 
-        Raises the error that ended the scheduler's thread, if any.
+        If an error ended the scheduler's thread, this error is raised.
         """
         self._runner.origin.check()
         self._runner.close()

@@ -1,9 +1,10 @@
-"""Handles Python's signals, and cancellation by other threads, between the passes of a native call.
+"""Handles Python's signals, and cancellations by other threads, between the passes of a native
+call.
 
-Python runs signal handlers only on the main thread, and only while this thread runs Python code. A
-native call would therefore delay handlers until a whole generation is done. To avoid this, the
-library calls a Python function before every pass. Signal handlers run during that function. If a
-handler raises an exception, the native call ends.
+Python runs signal handlers only on the main thread, and only while this thread runs Python code.
+Without this module, a handler would have to wait until a native call has finished the whole
+generation. To avoid that, the native library calls a Python function before every pass, and pending
+signal handlers run during that function. If a handler raises an exception, the native call ends.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ Cancels: TypeAlias = Sequence[threading.Event | None]
 def _answers(
     session: C.c_void_p, raised: list[BaseException], cancels: Cancels
 ) -> Generator[int, None, None]:
-    """Yields 0 until a signal handler has raised an exception, then 1. Cancels requests whose event
-    is set.
+    """Yield the answers to the native library before each pass: 0 to continue, 1 to end. The answer
+    is 0 until a signal handler raises an exception. Requests whose event is set are cancelled here
+    as well.
 
-    This is a generator because a handler may run at the first instruction of a function, before the
-    function enters its ``try``, and ctypes drops exceptions that leave a callback. A generator
-    resumes inside its ``try``.
+    This is a generator for the following reason. A signal handler may run at the first instruction
+    of a function, before the function enters its ``try``. An exception that leaves a callback is
+    dropped by ctypes. A generator resumes inside its ``try``, so it catches the exception in every
+    case.
     """
     try:
         while True:
@@ -45,8 +48,8 @@ def _answers(
 
 @contextmanager
 def seen_between_passes(session: C.c_void_p, cancels: Cancels = ()) -> Iterator[None]:
-    """Run signal handlers before each pass of the session's calls. If a handler raised an
-    exception, raise this exception after the native call has ended.
+    """Within this context, pending signal handlers run before each pass of the session. If a
+    handler raises an exception, it is raised again after the native call has ended.
 
     ``cancels`` has an event, or None, for each request of the session.
     """
@@ -57,8 +60,8 @@ def seen_between_passes(session: C.c_void_p, cancels: Cancels = ()) -> Iterator[
     before_pass = (
         _native.BeforePassFn(answers.send) if is_main or cancels else _native.BeforePassFn()
     )
-    # Every use of a session sets its callback, because a signal may have kept the last one from
-    # removing its own.
+    # The callback is set at every use of a session. The previous use may not have removed its
+    # callback, because a signal can interrupt the removal.
     _native.library().dlm_session_before_pass(session, before_pass, None)
     try:
         yield

@@ -1,10 +1,13 @@
-"""The program that runs a bundle's tokenizer and template: ``process`` starts it as a separate
-process and never imports it.
+"""The program that runs a bundle's tokenizer and chat template in a separate process. The module
+``process`` starts it and never imports it.
 
-A request is two lengths (8 bytes each), JSON with ``do`` (a method of ``Text``) and its arguments,
-and raw bytes. The answer is a length and JSON: ``value``, or ``refused`` with the library's reason
-(null: out of memory). The program ends when its input ends, or when it reaches a limit: of address
-space, from the command line, or of processor time, by a timer that each request sets.
+A request consists of two lengths (8 bytes each), a JSON object and raw bytes. The member ``do`` of
+the object names a method of ``Text``, and the other members are its arguments. The answer consists
+of a length and a JSON object. The object has the member ``value``, or the member ``refused`` with
+the reason of the library (null if memory ran out).
+
+The program ends when its input ends or when it exceeds a limit. The limit of address space is
+passed on the command line. The limit of processor time is a timer that each request sets.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ PRIVATE_USE = range(0xF0000, 0xFFFFE)  # private-use code points, which have no 
 
 
 class Text:
-    """The tokenizer and the template of one bundle."""
+    """The tokenizer and the chat template of one bundle."""
 
     def load(self, tokenizer: bytes, template: str | None, special_tokens: dict[str, str]) -> None:
         import tokenizers
@@ -64,13 +67,15 @@ class Text:
             return None
 
     def _plain(self, text: str) -> Any:
-        """Encode a text without recognising special tokens. Raises ValueError if one occurs anyway."""
+        """Encode a text so that special tokens in it are ordinary text. Raises ValueError if a
+        special token results anyway.
+        """
         self.tokenizer.encode_special_tokens = True  # as ordinary text
         try:
             made = self.tokenizer.encode(text, add_special_tokens=False)
         finally:
             self.tokenizer.encode_special_tokens = False
-        # A vocabulary may also have a special token's text as an ordinary token.
+        # The vocabulary may have an ordinary token with the same text as a special token.
         for token, (start, end) in zip(made.ids, made.offsets, strict=True):
             if self._is_special(token):
                 raise ValueError(
@@ -84,7 +89,7 @@ class Text:
 
     @functools.cached_property
     def specials(self) -> dict[int, str]:
-        """The texts of special tokens, by id."""
+        """The texts of the special tokens, by id."""
         return {
             token: added.content
             for token, added in self.tokenizer.get_added_tokens_decoder().items()
@@ -93,7 +98,7 @@ class Text:
 
     @functools.cached_property
     def unknown(self) -> int | None:
-        """The token for text that the vocabulary lacks; ordinary text can encode to it."""
+        """The token for text that is not in the vocabulary. Ordinary text can become this token."""
         model = self.tokenizer.model
         name = getattr(model, "unk_token", None)
         if type(model).__name__ == "Unigram":
@@ -142,13 +147,13 @@ class Text:
     def _encode_rendered(
         self, text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> list[int]:
-        """Ids of a rendered chat. The template's special tokens are recognised; those spelled in
-        its messages are not.
+        """Encode a chat that the template has rendered. Special tokens that the template writes are
+        recognised. The same texts in messages are ordinary text.
 
-        The first letter of each special token in a message or tool is replaced by a private-use
-        character, and the chat is rendered again. All special tokens found now belong to the
-        template. Each piece of text between two of them that has such a character is encoded
-        separately, as plain text with the letters restored.
+        To tell the two apart, the first letter of each special token in a message or tool is
+        replaced by a private-use character, and the chat is rendered again. All special tokens in
+        this rendering are the template's. They split the chat into pieces. A piece that contains a
+        private-use character is encoded separately, as plain text with the letters restored.
         """
         marks = Marks(self.source + text + json.dumps([messages, tools], ensure_ascii=False))
 
@@ -187,11 +192,14 @@ class Text:
         return found
 
     def _spelled(self, text: str) -> list[int]:
-        """Positions where a text contains special tokens, or ends in what may be the start of one."""
+        """The positions in a text at which special tokens start. If the text ends in what may be
+        the start of a special token, that position is included.
+        """
         made = self.tokenizer.encode(text, add_special_tokens=False)
         found = []
         for token, (start, end) in zip(made.ids, made.offsets, strict=True):
-            # The unknown token is spelled only if its own text stands there.
+            # The tokenizer also returns the unknown token for text that it cannot encode. It counts
+            # only where the text of the unknown token itself is written.
             if token in self.specials and (
                 token != self.unknown or text[start:end].strip() == self.specials[token]
             ):
@@ -208,7 +216,9 @@ class Text:
         ]
 
     def _between_specials(self, made: Any, length: int) -> Iterator[tuple[list[int], int, int]]:
-        """The parts of an encoding with their places: special tokens, and all ids between two."""
+        """Split an encoding at its special tokens. Yields each special token, and the ids between
+        two of them, with their place in the text.
+        """
         ids: list[int] = []
         done = 0
         for token, (start, end) in zip(made.ids, made.offsets, strict=True):
@@ -253,7 +263,8 @@ class Text:
             separators: Any = None,
             sort_keys: bool = False,
         ) -> str:
-            # Templates expect transformers' tojson; Jinja's own escapes HTML and sorts keys.
+            # Templates expect the tojson filter of transformers. Jinja's own filter escapes HTML
+            # and sorts keys.
             return json.dumps(
                 value,
                 ensure_ascii=ensure_ascii,
@@ -272,18 +283,19 @@ class Text:
 
 
 class Marks:
-    """Replaces letters of texts by private-use characters that do not occur in these texts."""
+    """Replaces letters in texts by private-use characters that do not occur in these texts."""
 
     def __init__(self, texts: str) -> None:
-        """``texts``: all text that must not contain such a character."""
+        """``texts`` is all the text in which the private-use characters must not occur."""
         used = {*texts}
         self._free = (point for point in map(chr, PRIVATE_USE) if point not in used)
         self._by_letter: dict[str, str] = {}
         self.letters: dict[int, str] = {}
-        """The letter for each character in use, as a table for str.translate."""
+        """The original letter for each private-use character in use, as a table for str.translate.
+        """
 
     def put(self, text: str, places: list[int]) -> str:
-        """The text with its letters at these places replaced."""
+        """Replace the letters of a text at these positions."""
         letters = list(text)
         for at in places:
             letter = text[at]
@@ -294,12 +306,12 @@ class Marks:
         return "".join(letters)
 
     def removed(self, text: str) -> str:
-        """The text with the letters restored."""
+        """Restore the letters of a text."""
         return text.translate(self.letters)
 
 
 def mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with ``change`` applied to each of its strings, names of members included."""
+    """Apply ``change`` to each string of a JSON value, including the names of object members."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -310,7 +322,7 @@ def mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def answer(text: Text, do: str, arguments: dict[str, Any], data: bytes) -> bytes:
-    """The answer to a request, as JSON."""
+    """Carry out a request and return the answer as JSON."""
     try:
         return json.dumps({"value": getattr(text, do)(data, **arguments)}).encode()
     except MemoryError:

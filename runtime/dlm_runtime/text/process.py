@@ -1,14 +1,14 @@
 """Runs a bundle's tokenizer and chat template in a separate process with limits.
 
-Both are effectively programs. A normaliser can double a text sixty times, a template can loop
-forever without output, and the libraries that run them can panic, abort or allocate gigabytes, for
-any text. No check of their content is complete, and Python cannot stop a thread. So they get
-``MEMORY_BYTES`` of address space and, for each request, one second of processor time plus one for
-every MiB. If they exceed a limit, only their process ends.
+Tokenizers and templates are effectively programs. A normaliser can double a text sixty times, and a
+template can loop forever without output. For some texts, the libraries that run them can panic,
+abort or allocate gigabytes. No check of their content can exclude this, and Python cannot stop a
+thread. So they run in a process with ``MEMORY_BYTES`` of address space. For each request, it gets
+one second of processor time plus one second per MiB. If it exceeds a limit, only this process ends.
 
-The process starts in 30 ms, uses 15 MiB besides the vocabulary, and answers in about 50 us. It
-leads its own session, so Ctrl-C does not reach it. It ends when its input is closed: with this
-object, or with the process that owns it.
+The process starts in 30 ms, uses 15 MiB besides the vocabulary, and answers in about 50 us. It has
+its own session (``setsid``), so Ctrl-C does not reach it. It ends when its input is closed. This
+happens when this object is deleted or when the process that owns it ends.
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ _WORKER = Path(__file__).with_name("_worker.py")
 
 
 class Refused(Exception):
-    """The library rejected a request, or it reached a limit; the message says why."""
+    """The library rejected a request, or the request exceeded a limit. The message gives the
+    reason.
+    """
 
 
 class TextProcess:
-    """A tokenizer in a separate process, restarted when needed. Threads take turns."""
+    """A tokenizer in a separate process, which is restarted when needed. Threads use it one at a
+    time.
+    """
 
     def __init__(
         self, tokenizer: bytes, template: str | None, special_tokens: dict[str, str]
     ) -> None:
-        """Raises Refused if the tokenizer cannot be loaded."""
+        """Start the process. Raises Refused if the library cannot load the tokenizer."""
         self._load = _pack(
             {"do": "load", "template": template, "special_tokens": special_tokens}, tokenizer
         )
@@ -70,7 +74,7 @@ class TextProcess:
             return self._exchange(self._process, request)
 
     def close(self) -> None:
-        """End the process; a later request starts another one."""
+        """End the process. A later request starts it again."""
         if self._owner == os.getpid():
             with self._lock:
                 self._stop()
@@ -113,15 +117,16 @@ def _start() -> subprocess.Popen[bytes]:
         {"path": [os.path.abspath(path) for path in sys.path], "memory_bytes": MEMORY_BYTES}
     )
     try:
-        # Isolated and without site: it starts faster, and finds packages where this process does.
+        # Python starts faster in isolated mode and without the site module. The search path that it
+        # is passed makes it find the same packages as this process.
         return subprocess.Popen(
             [sys.executable or "", "-IS", str(_WORKER), limits],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            # Unbuffered, because a buffer has a lock. If a thread held it during a fork, the child
-            # process would wait for it forever when it closes the pipe.
+            # The pipes are unbuffered, because the lock of a buffer could be held by another thread
+            # during a fork. The child process would then wait forever when it closes the pipe.
             bufsize=0,
         )
     except OSError as err:
@@ -138,7 +143,7 @@ def _write(pipe: IO[bytes], data: bytes) -> None:
 
 
 def _read(pipe: IO[bytes], size: int) -> bytes:
-    """Read ``size`` bytes from an unbuffered pipe; fewer if it ends."""
+    """Read ``size`` bytes from an unbuffered pipe. The result is shorter if the pipe ends."""
     found = bytearray()
     while len(found) < size and (more := pipe.read(size - len(found))):
         found += more
@@ -146,7 +151,7 @@ def _read(pipe: IO[bytes], size: int) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """End a process and collect it. After a fork, only close its pipes."""
+    """Kill a process and wait for its end. In a forked process, only close its pipes."""
     if os.getpid() == owner:
         process.kill()
         process.wait()

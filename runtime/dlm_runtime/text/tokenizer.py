@@ -1,8 +1,8 @@
 """Converts text to token ids and back, with a bundle's tokenizer and chat template.
 
-Neither is trusted: both run in a separate process with limits on time and memory
-(``text/process.py``). A chat template is a Jinja program. It runs in Jinja's immutable sandbox and
-sees only messages and tools.
+The tokenizer and the template are not trusted, so they run in a separate process with limits on
+time and memory (``text/process.py``). A chat template is a Jinja program. It runs in Jinja's
+immutable sandbox and can access only messages and tools.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _REFUSED_IDS = "the bundle's tokenizer rejects these token ids"
 
 
 class Tokenizer:
-    """A tokenizer.json for the ``tokenizers`` library, and the checkpoint's chat template, if any."""
+    """The tokenizer of a bundle (a tokenizer.json for the ``tokenizers`` library) and its chat
+    template, if any.
+    """
 
     def __init__(
         self,
@@ -33,7 +35,9 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         where: object = "tokenizer.json",
     ) -> None:
-        """``special_tokens``: texts that a template may name. Raises BundleError for ``where``."""
+        """``special_tokens`` has the texts of special tokens that a template may use, by name.
+        Raises BundleError, which names ``where``, if the tokenizer is invalid.
+        """
         self.template = template
         self.sha256 = hashlib.sha256(tokenizer).hexdigest()  # of its file
         self._texts: dict[int, str] = {}
@@ -52,9 +56,9 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         hashes: Mapping[str, str] | None = None,
     ) -> Tokenizer:
-        """Read tokenizer.json and, if given, a Jinja file.
+        """Read a tokenizer.json and, if ``template`` is not None, a chat template.
 
-        ``hashes``: the expected SHA-256 of files, by name. Raises BundleError.
+        ``hashes`` has the expected SHA-256 of the files, by name. Raises BundleError.
         """
         known = hashes or {}
         text = None
@@ -68,39 +72,47 @@ class Tokenizer:
         return cls(data, text, special_tokens or {}, tokenizer)
 
     def close(self) -> None:
-        """End its process; a later call restarts it."""
+        """End the process of the tokenizer. A later call starts it again."""
         self._process.close()
 
     @property
     def size(self) -> int:
-        """Highest token id plus one, added tokens included. Raises RequestError."""
+        """The highest token id plus one, including added tokens. Raises RequestError."""
         return int(self._ask("size", "the tokenizer's vocabulary cannot be read"))
 
     def names(self, tokens: Sequence[int]) -> list[str | None]:
-        """The vocabulary's spelling of token ids (unknown ids: None). Raises RequestError."""
+        """The spelling of each token id in the vocabulary, or None for an unknown id. Raises
+        RequestError.
+        """
         found: list[str | None] = self._ask("names", _REFUSED_IDS, tokens=list(tokens))
         return found
 
     def as_json(self) -> str:
-        """The library's JSON of the tokenizer, without truncation and padding. Raises RequestError."""
+        """The tokenizer as JSON of the library, without truncation and padding. Raises
+        RequestError.
+        """
         return str(self._ask("as_json", "the tokenizer cannot be written"))
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """Ids of a prompt, with the tokenizer's tokens around it. Raises RequestError.
+        """Encode a prompt. The tokenizer may add tokens at its start and end. Raises RequestError.
 
-        The text of a special token, such as ``<|eos|>``, is ordinary text unless
-        ``special_tokens``.
+        The text of a special token, such as ``<|eos|>``, is ordinary text unless ``special_tokens``
+        is True.
         """
         return self._encode(text, True, special_tokens)
 
     def encode_plain(self, text: str, special_tokens: bool = False) -> list[int]:
-        """``encode`` for text after a prompt: adds no tokens around it. Raises RequestError."""
+        """Encode a text that follows a prompt. Unlike ``encode``, it adds no tokens. Raises
+        RequestError.
+        """
         return self._encode(text, False, special_tokens)
 
     def encode_each(
         self, texts: Sequence[str], special_tokens: bool = False
     ) -> list[list[int] | None]:
-        """``encode_plain`` for several texts (rejected texts: None). Raises RequestError."""
+        """Encode several texts like ``encode_plain``. The result of a rejected text is None. Raises
+        RequestError.
+        """
         what = "the bundle's tokenizer rejects these texts"
         found: list[list[int] | None] = self._ask(
             "encode_each", what, texts=list(texts), special_tokens=special_tokens
@@ -108,7 +120,9 @@ class Tokenizer:
         return found
 
     def vocabulary(self) -> tuple[list[str], list[str | None]]:
-        """The kinds of its decoder's parts, and each token's spelling (added tokens: None)."""
+        """The kinds of the decoder's parts, and the spelling of each token (None for an added
+        token).
+        """
         decoder, names = self._ask("vocabulary", "the tokenizer's vocabulary cannot be read")
         return decoder, names
 
@@ -118,11 +132,12 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         special_tokens: bool = False,
     ) -> list[int]:
-        """Ids of a conversation, up to the assistant's reply. Raises RequestError.
+        """Encode a conversation up to where the assistant's reply starts. Raises RequestError.
 
-        Messages and ``tools`` have the form that transformers uses: a message with earlier calls
-        may have ``tool_calls`` and no content. The template's special tokens are recognised. Their
-        text in messages and tools is ordinary text unless ``special_tokens``.
+        Messages and ``tools`` have the form that transformers uses. A message with earlier calls
+        may have ``tool_calls`` instead of a content. Special tokens that the template writes are
+        recognised. The same texts in messages and tools are ordinary text unless ``special_tokens``
+        is True.
         """
         if self.template is None:
             raise RequestError("this bundle has no chat template: give prompt or tokens")
@@ -166,7 +181,9 @@ class Tokenizer:
         return found
 
     def render_each(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | None]:
-        """Conversations as text, up to the assistant's reply (None if the template rejects one)."""
+        """Render conversations as text up to where the assistant's reply starts. The result is None
+        if the template rejects a conversation.
+        """
         given = [[dict(message) for message in messages] for messages in chats]
         found: list[str | None] = self._ask(
             "render_each", "the bundle's chat template cannot be run", chats=given
@@ -174,18 +191,18 @@ class Tokenizer:
         return found
 
     def decode_each(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """``decode`` for several rows of token ids. Raises RequestError."""
+        """Decode several lists of token ids like ``decode``. Raises RequestError."""
         found: list[str] = self._ask(
             "decode_each", _REFUSED_IDS, rows=[list(map(int, row)) for row in rows]
         )
         return found
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids, without special tokens. Raises RequestError."""
+        """Decode token ids to text, without special tokens. Raises RequestError."""
         return self._decode(tokens, True)
 
     def token_text(self, token: int) -> str:
-        """Text of one token; special tokens by their names. Raises RequestError."""
+        """The text of one token. For a special token, this is its name. Raises RequestError."""
         if token not in self._texts:
             self._texts[token] = self._decode([token], False)
         return self._texts[token]

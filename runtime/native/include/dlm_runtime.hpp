@@ -1,11 +1,11 @@
-// dlm_runtime.hpp: C++17 classes for the C ABI of dlm_runtime.h. Header only; it calls only the C
-// ABI.
+// dlm_runtime.hpp: C++17 classes for the C ABI of dlm_runtime.h. This file is header-only and calls
+// only the C ABI.
 //
 // - Handles are classes that can be moved but not copied. A session, scheduler, job or text keeps
-// its bundle open.
+//   its bundle open.
 // - A call that fails throws dlm_runtime::Error, with the status and the message.
-// - Callbacks are std::function. An exception of a callback ends its request and is rethrown by the
-// call that ran it, so no exception passes through C.
+// - Callbacks are std::function. If a callback throws an exception, its request ends. The C++ call
+//   that ran the callback rethrows the exception, so no exception passes through C code.
 // - dlm_runtime.h documents each call and its rules for threads. Text is UTF-8.
 // - The namespace is not `dlm`, because the library uses that name and may be linked statically.
 #ifndef DLM_RUNTIME_HPP
@@ -39,8 +39,8 @@ class Error : public std::runtime_error {
   dlm_status status_;
 };
 
-// The structs of C, initialised by their constructors. Their strings are borrowed: literals, or
-// owned by a bundle.
+// The structs of C, whose constructors set the defaults. They do not copy strings: use literals or
+// strings that the bundle owns.
 struct Policy : dlm_policy {
   Policy() { dlm_policy_init(this, sizeof(dlm_policy)); }
 };
@@ -51,7 +51,7 @@ struct SchedulerOptions : dlm_scheduler_options {
   SchedulerOptions() { dlm_scheduler_options_init(this, sizeof(dlm_scheduler_options)); }
 };
 
-// A callback that returns false ends its request, and the call throws Error with DLM_CANCELLED.
+// If a callback returns false, its request ends, and the call throws Error with DLM_CANCELLED.
 using StepFn = std::function<bool(const dlm_step& step)>;
 using TextFn = std::function<bool(std::string_view piece)>;
 using BeforePassFn = std::function<bool()>;
@@ -63,7 +63,7 @@ struct Message {
   std::string role, content;
 };
 
-// dlm_request. Set one of tokens, prompt and chat.
+// A dlm_request. Set one of tokens, prompt and chat.
 struct Request {
   std::vector<std::int32_t> tokens;
   std::optional<std::string> prompt;
@@ -77,7 +77,7 @@ struct Request {
   std::int32_t max_steps = 0;
   double deadline_ms = 0;
   std::vector<std::string> stop_strings;
-  bool text = false;  // true: Result has the text. A prompt, a chat or on_text implies it
+  bool text = false;  // true: Result has the text. This is implied by a prompt, a chat or on_text
   StepFn on_step;
   TextFn on_text;  // gets the text that each step adds
 };
@@ -105,7 +105,7 @@ struct Destroyer {
 template <class Handle, void (*destroy)(Handle*)>
 using Owned = std::unique_ptr<Handle, Destroyer<Handle, destroy>>;
 
-// Calls a C function that takes a message buffer, and throws its error.
+// Calls a C function that takes a message buffer. If it fails, throws its error.
 template <class Call>
 void check(Call call) {
   char message[1024];
@@ -113,7 +113,7 @@ void check(Call call) {
   if (status != DLM_OK) throw Error(status, message);
 }
 
-// The same for a function that creates a handle.
+// Like `check`, for a function that creates a handle.
 template <class Handle, class Call>
 Handle* made(Call call) {
   Handle* out = nullptr;
@@ -121,7 +121,8 @@ Handle* made(Call call) {
   return out;
 }
 
-// An exception of a call's callbacks: kept while C code runs, rethrown when it returns.
+// Keeps an exception that a callback threw while C code runs, and rethrows it when the C call
+// returns.
 class Thrown {
  public:
   template <class Function>
@@ -153,7 +154,8 @@ inline std::vector<dlm_message> messages_of(const std::vector<Message>& chat) {
   return out;
 }
 
-// A request with the memory that its pointers and callbacks need. Must outlive the request's run.
+// A request with the memory to which its pointers and callbacks refer. It must exist until the
+// request has ended.
 class Prepared {
  public:
   explicit Prepared(Request request);
@@ -194,12 +196,13 @@ inline Result result_of(const dlm_result& from) {
 // A compiled constraint on the text of requests.
 class Automaton {
  public:
-  // Opens a file of `dlm-export compile`, or reads its content.
+  // Opens a file that `dlm-export compile` wrote, or reads the content of such a file.
   explicit Automaton(const std::string& path)
       : Automaton(nullptr, DLM_CONSTRAINT_FILE, path.data(), path.size()) {}
   Automaton(const void* data, std::size_t bytes)
       : Automaton(nullptr, DLM_CONSTRAINT_COMPILED, static_cast<const char*>(data), bytes) {}
-  // Compiles for a bundle's vocabulary. kind: DLM_CONSTRAINT_...; content: see the kind.
+  // Compiles a constraint for a bundle's vocabulary. kind is one of DLM_CONSTRAINT_..., and content
+  // has the form that this kind needs.
   Automaton(const Bundle& bundle, std::int32_t kind, const std::string& content);
   std::int32_t shortest() const { return dlm_automaton_describe(get())->shortest; }
   dlm_automaton* get() const noexcept { return handle_.get(); }
@@ -257,7 +260,7 @@ inline Prepared::Prepared(Request request)
 // A bundle's tokenizer and chat template.
 class Text {
  public:
-  // flags: a sum of DLM_ENCODE_ values.
+  // flags is a sum of DLM_ENCODE_ values.
   std::vector<std::int32_t> encode(std::string_view string,
                                    std::int32_t flags = DLM_ENCODE_PROMPT) const {
     return ids(
@@ -330,11 +333,12 @@ class Bundle {
           return dlm_bundle_open(path.c_str(), &options, text, size, out);
         })) {}
   explicit Bundle(dlm_bundle* taken)
-      : handle_(taken, dlm_bundle_destroy) {}  // owns it, for dlm_bundle_from_callback
+      : handle_(taken, dlm_bundle_destroy) {}  // takes over the handle
   Bundle(Bundle&&) noexcept = default;
   Bundle& operator=(Bundle&&) noexcept = default;
 
-  // preset: NULL for the default. effort: NULL, or a level of the preset that has levels.
+  // preset is a name, or NULL for the default preset. effort is NULL or an effort level. Only one
+  // preset has levels.
   Policy policy(const char* preset = nullptr, const char* effort = nullptr) const {
     Policy policy;
     detail::check([&](char* text, std::size_t size) {
@@ -362,7 +366,7 @@ class Bundle {
 inline Automaton::Automaton(const Bundle& bundle, std::int32_t kind, const std::string& content)
     : Automaton(bundle.get(), kind, content.data(), content.size()) {}
 
-// Runs requests for one thread at a time; any thread may call cancel.
+// Runs requests for one thread at a time. Any thread may call cancel.
 class Session {
  public:
   explicit Session(const Bundle& bundle)
@@ -378,7 +382,8 @@ class Session {
     check(dlm_session_generate(get(), prepared.get(), &found), prepared.thrown);
     return detail::result_of(*found);
   }
-  // At most max_batch (1..4096) at a time. Throws the error of the first request that failed.
+  // Runs at most max_batch (1..4096) requests at a time. Throws the error of the first request that
+  // failed.
   std::vector<Result> generate_batch(std::vector<Request> requests, std::int32_t max_batch = 8) {
     std::vector<std::unique_ptr<detail::Prepared>> prepared;
     std::vector<const dlm_request*> given;
@@ -395,7 +400,7 @@ class Session {
     for (std::size_t number = 0; number < given.size(); ++number) results.push_back(result(number));
     return results;
   }
-  // Runs one pass at a time. The step is valid until the next call.
+  // Runs one pass per call. The step is valid until the next call.
   void start(Request request) {
     started_ = std::make_unique<detail::Prepared>(std::move(request));
     check(dlm_session_start(get(), started_->get()), started_->thrown);
@@ -406,7 +411,7 @@ class Session {
     check(dlm_session_step(get(), &out), started_ ? started_->thrown : none);
     return *out;
   }
-  // The result of a request that has ended; throws the error if it failed.
+  // The result of a request that has ended. Throws the error if the request failed.
   Result result(std::size_t number = 0) const {
     const dlm_result* found = nullptr;
     const dlm_status status = dlm_session_result(get(), number, &found);
@@ -414,7 +419,7 @@ class Session {
     if (found->status != DLM_OK) throw Error(found->status, found->message);
     return detail::result_of(*found);
   }
-  // Called before every pass; an empty function: no callback.
+  // Sets a function that is called before every pass. An empty function removes it.
   void before_pass(BeforePassFn function) {
     asked_->function = std::move(function);
     const dlm_before_pass_fn ask = [](void* user) {
@@ -456,7 +461,8 @@ struct Handed {
   Owned<dlm_job, dlm_job_destroy> job;  // destroyed first
 };
 
-// Requests whose Job was destroyed before they ended. The current pass may still use their objects.
+// Requests whose Job was destroyed before they ended. They are kept because the current pass may
+// still use their objects.
 class Orphans {
  public:
   void take(std::unique_ptr<Handed> one) {
@@ -484,8 +490,8 @@ class Orphans {
 
 }  // namespace detail
 
-// A request submitted to a scheduler; it may outlive the scheduler. Destroying it cancels the
-// request if it has not ended.
+// A request that was submitted to a scheduler. A job may outlive the scheduler. If a job is
+// destroyed before its request has ended, the request is cancelled.
 class Job {
  public:
   Job(Job&&) noexcept = default;
@@ -498,11 +504,12 @@ class Job {
     if (handed_ && !wait(0)) orphans_->take(std::move(handed_));
   }
 
-  // Waits at most timeout_ms (below 0: no limit). Returns whether the request has ended.
+  // Waits at most timeout_ms milliseconds, without a limit if below 0. Returns whether the request
+  // has ended.
   bool wait(double timeout_ms = -1) const { return dlm_job_wait(get(), timeout_ms) != 0; }
   void cancel() noexcept { dlm_job_cancel(get()); }  // any thread may call it
 
-  // The result of a job that has ended; throws the error if it failed.
+  // The result of a job that has ended. Throws the error if the request failed.
   Result result() const {
     const dlm_result* found = nullptr;
     const dlm_status status = dlm_job_result(get(), &found);
@@ -522,7 +529,7 @@ class Job {
   std::shared_ptr<detail::Orphans> orphans_;
 };
 
-// Accepts requests from any thread; one thread makes their passes.
+// Accepts requests from any thread. One thread runs their passes.
 class Scheduler {
  public:
   explicit Scheduler(const Bundle& bundle, const SchedulerOptions& options = {})
@@ -532,8 +539,8 @@ class Scheduler {
           return dlm_scheduler_create(bundle_.get(), &options, text, size, out);
         })) {}
 
-  // The thread that makes the passes calls the request's functions. An exception of one ends the
-  // request, and Job::result rethrows it.
+  // The thread that runs the passes calls the functions of the request. If one of them throws an
+  // exception, the request ends, and Job::result rethrows the exception.
   Job submit(Request request) {
     orphans_->sweep_locked();
     auto handed = std::make_unique<detail::Handed>(std::move(request));
@@ -542,7 +549,7 @@ class Scheduler {
     }));
     return {std::move(handed), orphans_};
   }
-  // Makes passes on this thread until stop() or, if until_idle, until no request is left.
+  // Runs passes on this thread until stop() is called or, if until_idle, until no request is left.
   void run(bool until_idle = false, const BeforePassFn& before_pass = {}) {
     struct Asked {
       const BeforePassFn& function;

@@ -1,4 +1,5 @@
-// generate BUNDLE NEW_TOKENS PROMPT: prints the text to stdout while it is generated, and passes to stderr. Ctrl-C ends it early.
+// generate BUNDLE NEW_TOKENS PROMPT prints the generated text to stdout while it is generated, and
+// the number of passes to stderr. Ctrl-C ends the request early.
 package main
 
 import (

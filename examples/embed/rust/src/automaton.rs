@@ -13,12 +13,13 @@ unsafe impl Sync for RawAutomaton {}
 
 impl Drop for RawAutomaton {
     fn drop(&mut self) {
-        // SAFETY: nobody refers to it any more; requests that began with it have their own reference in the library.
+        // SAFETY: nothing refers to the handle any more. Requests that began with it have their own
+        // reference in the library.
         unsafe { sys::dlm_automaton_destroy(self.0) }
     }
 }
 
-/// What the text of a request may be.
+/// The texts that a request may generate.
 #[derive(Debug, Clone, Copy)]
 pub enum Content<'a> {
     /// A match of the whole regular expression, in the syntax of the regex crate.
@@ -29,18 +30,20 @@ pub enum Content<'a> {
     Enum(&'a str),
     /// Any JSON object.
     JsonObject,
-    /// Parts in sequence or as alternatives: JSON that docs/guides/c-api.md describes.
+    /// Parts in sequence or as alternatives, as JSON in the form that docs/guides/c-api.md
+    /// describes.
     Tree(&'a str),
-    /// A text of a grammar in GBNF.
+    /// A text that a grammar in GBNF accepts.
     Grammar(&'a str),
 }
 
-/// The texts that a request may generate, for the vocabulary of one bundle. Clones share it.
+/// A compiled constraint: the texts that a request may generate. It is compiled for the vocabulary
+/// of one bundle. Clones share it.
 #[derive(Debug, Clone)]
 pub struct Automaton(Arc<RawAutomaton>);
 
 impl Automaton {
-    /// Compiles what a text may be, for the vocabulary of a bundle.
+    /// Compiles a constraint for the vocabulary of a bundle.
     pub fn compile(bundle: &Bundle, content: Content) -> Result<Self> {
         let (kind, text) = match content {
             Content::Regex(text) => (sys::DLM_CONSTRAINT_REGEX, text),

@@ -1,8 +1,9 @@
 //! A safe wrapper of libdlm_runtime, which generates text from bundles of dlm-export.
 //!
-//! Open a [`Bundle`] once and share it between threads. Each thread generates with its own [`Session`]; a [`Canceller`] ends a
-//! session's request from any thread. A program with many requests at once hands them to a [`Scheduler`], whose requests share
-//! passes. [`Options`] chooses a request's length, [`Policy`] and constraint ([`Automaton`]).
+//! Open a [`Bundle`] once and share it between threads. Each thread generates with a [`Session`]. A
+//! [`Canceller`] ends the request of a session from any thread. A program with many requests at the
+//! same time submits them to a [`Scheduler`], which runs them in shared passes. [`Options`] sets
+//! the length of a request, its [`Policy`] and its constraint ([`Automaton`]).
 //!
 //! ```no_run
 //! use dlm_runtime::{Bundle, Options, Session};
@@ -37,7 +38,7 @@ pub use automaton::{Automaton, Content};
 pub use policy::Policy;
 pub use scheduler::{Job, Scheduler};
 
-/// Why a call failed.
+/// The reason why a call failed.
 #[derive(Debug, Clone)]
 pub struct Error {
     /// The `dlm_status` of `dlm_runtime.h`, such as 2 for `DLM_NOT_FOUND`.
@@ -87,18 +88,19 @@ fn check(call: impl FnOnce(*mut c_char, usize) -> sys::dlm_status) -> Result<()>
 #[derive(Debug)]
 struct RawBundle(*mut sys::dlm_bundle);
 
-// SAFETY: dlm_runtime.h, threads: a bundle may be shared by any number of them.
+// SAFETY: by dlm_runtime.h, any number of threads may share a bundle.
 unsafe impl Send for RawBundle {}
 unsafe impl Sync for RawBundle {}
 
 impl Drop for RawBundle {
     fn drop(&mut self) {
-        // SAFETY: sessions hold an Arc of this, so none is left.
+        // SAFETY: sessions hold an Arc of this bundle, so no session is left.
         unsafe { sys::dlm_bundle_destroy(self.0) }
     }
 }
 
-/// An open bundle. A clone refers to the same bundle, which closes with its last clone, session, scheduler and policy.
+/// An open bundle. A clone refers to the same bundle. The bundle is closed when its last clone,
+/// session, scheduler and policy are dropped.
 #[derive(Debug, Clone)]
 pub struct Bundle(Arc<RawBundle>);
 
@@ -118,19 +120,20 @@ impl Bundle {
         Ok(Self(Arc::new(RawBundle(bundle))))
     }
 
-    /// The `max_new_tokens` of a request that sets none.
+    /// The number of new tokens of a request that does not set `max_new_tokens`.
     pub fn max_new_tokens(&self) -> u32 {
         // SAFETY: the handle is open.
         unsafe { (*(*sys::dlm_bundle_describe((self.0).0)).denoiser).max_new_tokens }.unsigned_abs()
     }
 
-    /// One of the bundle's presets by its name, such as `"fast-dllm"`. The error for an unknown name lists all of them.
+    /// The preset of the bundle with this name, such as `"fast-dllm"`. If the name is unknown, the
+    /// error lists all names.
     pub fn preset(&self, name: &str) -> Result<Policy> {
         Policy::of_bundle(self, Some(name), None)
     }
 
-    /// An effort level: `"instant"`, `"low"`, `"medium"` or `"high"`. Fails for a bundle without levels, which
-    /// `dlm-export effort` adds.
+    /// The loop of an effort level: `"instant"`, `"low"`, `"medium"` or `"high"`. Fails if the
+    /// bundle has no levels. `dlm-export effort` adds them.
     pub fn effort(&self, level: &str) -> Result<Policy> {
         Policy::of_bundle(self, None, Some(level))
     }
@@ -142,20 +145,20 @@ impl Bundle {
     }
 }
 
-/// Destroyed when the session and its cancellers are gone.
+/// A session's handle, which is destroyed when the session and its cancellers are dropped.
 struct RawSession {
     raw: *mut sys::dlm_session,
     _bundle: Arc<RawBundle>, // outlives it
 }
 
-// SAFETY: shared references lead to dlm_session_cancel alone, which any thread may call; everything else takes `&mut Session`,
-// and a session may move between threads.
+// SAFETY: shared references only allow dlm_session_cancel, which any thread may call. Everything
+// else takes `&mut Session`, and a session may move between threads.
 unsafe impl Send for RawSession {}
 unsafe impl Sync for RawSession {}
 
 impl Drop for RawSession {
     fn drop(&mut self) {
-        // SAFETY: nobody uses it any more.
+        // SAFETY: nothing uses the handle any more.
         unsafe { sys::dlm_session_destroy(self.raw) }
     }
 }
@@ -165,35 +168,39 @@ impl Drop for RawSession {
 pub struct Canceller(Arc<RawSession>);
 
 impl Canceller {
-    /// Ends the request within one pass. It returns what it has, with [`Finish::Cancelled`].
+    /// Ends the request within one pass. The request returns its text so far, with
+    /// [`Finish::Cancelled`].
     pub fn cancel(&self) {
-        // SAFETY: from any thread; the Arc keeps the session.
+        // SAFETY: any thread may call this function, and the Arc keeps the session alive.
         unsafe { sys::dlm_session_cancel(self.0.raw, 0) }
     }
 }
 
-/// How a request is generated. `Options::default()` takes the bundle's own length and default preset.
+/// The options of a request. `Options::default()` means the bundle's default length and default
+/// preset.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// How many tokens to generate at most; `None`: the bundle's own number, [`Bundle::max_new_tokens`].
+    /// The largest number of tokens to generate. `None` means the bundle's default,
+    /// [`Bundle::max_new_tokens`].
     pub max_new_tokens: Option<u32>,
-    /// The decoding loop; `None`: the bundle's default preset.
+    /// The decoding loop. `None` means the bundle's default preset.
     pub policy: Option<Policy>,
-    /// The texts that are allowed; `None`: any text.
+    /// The allowed texts. `None` means any text.
     pub constraint: Option<Automaton>,
-    /// The text ends before the first of these.
+    /// The text ends before the first of these strings.
     pub stop_strings: Vec<String>,
-    /// Milliseconds after which no pass starts; 0: no deadline. For a scheduler's request they count from its submission.
+    /// No pass starts after this many milliseconds. 0 means no deadline. For a scheduler, the time
+    /// starts when the request is submitted.
     pub deadline_ms: f64,
-    /// How many passes the request makes at most; 0: any number.
+    /// The largest number of passes. 0 means any number.
     pub max_steps: i32,
-    /// If true, text of the prompt or of a message that spells a special token, such as `<|eos|>`, is that token. If false, it is
-    /// ordinary text.
+    /// If true, the text of a special token in the prompt or in a message, such as `<|eos|>`,
+    /// becomes this token. If false, it is ordinary text.
     pub special_tokens: bool,
 }
 
 impl Options {
-    /// As C takes them. The pointers in the struct are valid as long as `self` and `stops`.
+    /// Converts the options to the C struct. Its pointers are valid as long as `self` and `stops`.
     fn raw(&self, stops: &Stops) -> sys::dlm_request {
         let mut request = MaybeUninit::<sys::dlm_request>::uninit();
         // SAFETY: init fills the struct.
@@ -216,7 +223,7 @@ impl Options {
     }
 }
 
-/// The stop strings of a request, where C finds them.
+/// The stop strings of a request in the form that C needs.
 struct Stops {
     raw: Vec<*const c_char>,
     _strings: Vec<CString>,
@@ -229,17 +236,17 @@ impl Stops {
     }
 }
 
-/// Why a request ended.
+/// The reason why a request ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Finish {
-    /// The denoiser wrote an end token, or the text came to a stop string.
+    /// The denoiser wrote an end token, or the text contains a stop string.
     Stop,
     /// All tokens were generated, without an end token.
     Length,
-    /// [`Options::max_steps`] passes were made.
+    /// [`Options::max_steps`] was reached.
     Steps,
-    /// [`Options::deadline_ms`] was over.
+    /// [`Options::deadline_ms`] was reached.
     Deadline,
     /// The request was cancelled.
     Cancelled,
@@ -263,23 +270,23 @@ impl From<i32> for Finish {
     }
 }
 
-/// What a request generated.
+/// The result of a request.
 #[derive(Debug, Clone)]
 pub struct Generation {
     /// The generated text, without the prompt, up to the first end token.
     pub text: String,
-    /// Why the request ended.
+    /// The reason why the request ended.
     pub finish: Finish,
-    /// How many passes the request took part in.
+    /// The number of passes in which the request took part.
     pub passes: i32,
-    /// How many tokens the prompt has.
+    /// The number of tokens of the prompt.
     pub prompt_tokens: i32,
-    /// How many tokens were generated before the first end token.
+    /// The number of tokens that were generated before the first end token.
     pub completion_tokens: i32,
 }
 
 impl Generation {
-    /// SAFETY: `result` is the library's, of a request that did not fail.
+    /// SAFETY: `result` must be the library's result of a request that did not fail.
     unsafe fn new(result: *const sys::dlm_result) -> Self {
         // SAFETY: its text has `text_size` bytes, and its statistics are there.
         let (result, text, stats) = unsafe {
@@ -296,7 +303,7 @@ impl Generation {
     }
 }
 
-/// Messages of a chat as C takes them; the texts are borrowed.
+/// The messages of a chat in the form that C needs. The texts are borrowed.
 struct Messages<'a> {
     raw: Vec<sys::dlm_message>,
     _roles: Vec<CString>,
@@ -321,13 +328,13 @@ pub struct Session {
     _not_sync: PhantomData<Cell<()>>,
 }
 
-/// The caller's function, and the value of its panic.
+/// The caller's function, and the value with which it panicked, if it did.
 struct Listener<'a> {
     on_text: &'a mut dyn FnMut(&str) -> ControlFlow<()>,
     panicked: Option<Box<dyn Any + Send>>,
 }
 
-/// A panic must not unwind through C, so it is kept and ends the request.
+/// A panic must not unwind through C, so its value is kept and the request ends.
 extern "C" fn on_step(user: *mut c_void, step: *const sys::dlm_step) -> i32 {
     // SAFETY: `user` is the Listener of the call that runs, and the step's text has `text_size` bytes of UTF-8.
     let (listener, text) = unsafe {
@@ -361,8 +368,8 @@ impl Session {
         Canceller(self.raw.clone())
     }
 
-    /// Generates the text after a prompt. `on_text` receives the text that each step adds, in whole characters; `Break` ends the
-    /// request with an error.
+    /// Generates the text after a prompt. `on_text` receives the text that each step adds, in whole
+    /// characters. If it returns `Break`, the request ends with an error.
     pub fn generate_text(
         &mut self,
         prompt: &str,
@@ -389,7 +396,7 @@ impl Session {
         })
     }
 
-    /// `give` sets what is given.
+    /// `give` sets the prompt or the chat of the request.
     fn generate(
         &mut self,
         options: &Options,
@@ -410,7 +417,7 @@ impl Session {
             resume_unwind(panic);
         }
         self.done(status)?;
-        // SAFETY: the session's until its next request.
+        // SAFETY: the result belongs to the session and is valid until its next request.
         Ok(unsafe { Generation::new(result) })
     }
 
@@ -418,12 +425,12 @@ impl Session {
         if status == sys::DLM_OK {
             return Ok(());
         }
-        // SAFETY: NUL-terminated, the session's.
+        // SAFETY: the text belongs to the session and ends with NUL.
         Err(Error { status, sentence: unsafe { text_of(sys::dlm_session_last_error(self.raw.raw)) } })
     }
 }
 
-/// Compiles only if the types may be shared and moved as the header says.
+/// Only compiles if the types may be shared and moved between threads as the header says.
 #[allow(dead_code)]
 fn threads_are_as_the_header_says() {
     fn shared<T: Send + Sync>() {}

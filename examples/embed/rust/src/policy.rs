@@ -5,8 +5,9 @@ use std::ptr::null;
 
 use crate::{c_string, check, sys, Bundle, Error, Result};
 
-/// A decoding loop: one of the bundle's presets or effort levels ([`Bundle::preset`], [`Bundle::effort`]), perhaps with changed
-/// fields. The fields are those of `dlm_policy` in `dlm_runtime.h`.
+/// A decoding loop. It is one of the bundle's presets or effort levels ([`Bundle::preset`],
+/// [`Bundle::effort`]), and its fields can be changed. The fields are those of `dlm_policy` in
+/// `dlm_runtime.h`.
 #[derive(Debug, Clone)]
 pub struct Policy {
     raw: sys::dlm_policy,
@@ -68,7 +69,8 @@ impl Policy {
         }
         let mut known = Vec::new();
         let mut next = field.choices;
-        // SAFETY: a static list of static strings that ends with NULL; the field of this offset is such a string.
+        // SAFETY: `choices` is a static list of static strings that ends with NULL, and the field
+        // at this offset is such a string.
         unsafe {
             while !(*next).is_null() {
                 let choice = CStr::from_ptr(*next).to_string_lossy();
@@ -85,7 +87,8 @@ impl Policy {
     }
 }
 
-/// What the library says about a field. Fields that this wrapper's struct does not hold are unknown.
+/// The library's description of a field. A field that the struct of this wrapper does not have is
+/// unknown.
 fn field_of(name: &str) -> Result<&'static sys::dlm_policy_field> {
     // SAFETY: static fields, until NULL; their names are NUL-terminated.
     unsafe {

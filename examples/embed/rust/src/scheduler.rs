@@ -11,20 +11,22 @@ struct RawScheduler {
     _bundle: Bundle, // outlives it
 }
 
-// SAFETY: dlm_runtime.h, threads: a scheduler may be shared.
+// SAFETY: by dlm_runtime.h, threads may share a scheduler.
 unsafe impl Send for RawScheduler {}
 unsafe impl Sync for RawScheduler {}
 
 impl Drop for RawScheduler {
     fn drop(&mut self) {
-        // SAFETY: nobody runs it any more.
+        // SAFETY: no thread runs the scheduler any more.
         unsafe { sys::dlm_scheduler_destroy(self.raw) }
     }
 }
 
-/// Runs requests of any number of threads in passes that they share, on a thread that it starts.
+/// Runs requests of any number of threads in shared passes. The passes run on a thread that the
+/// scheduler starts.
 ///
-/// When it is dropped, requests that are not done end with [`Finish::Cancelled`](crate::Finish::Cancelled).
+/// When the scheduler is dropped, unfinished requests end with
+/// [`Finish::Cancelled`](crate::Finish::Cancelled).
 pub struct Scheduler {
     raw: Arc<RawScheduler>,
     bundle: Bundle,
@@ -40,8 +42,8 @@ impl Scheduler {
         let raw = Arc::new(RawScheduler { raw, _bundle: bundle.clone() });
         let run = raw.clone();
         let passes = move || {
-            // A failure of the thread is each job's own failure, which Job::wait returns.
-            // SAFETY: this is the only thread that runs it.
+            // If the thread fails, every job fails with the same error, which Job::wait returns.
+            // SAFETY: this is the only thread that runs the scheduler.
             let _ =
                 check(|message, capacity| unsafe { sys::dlm_scheduler_run(run.raw, 0, None, null_mut(), message, capacity) });
         };
@@ -52,7 +54,8 @@ impl Scheduler {
         Ok(Self { raw, bundle: bundle.clone(), passes: Some(passes) })
     }
 
-    /// Hands in a request for the text after a prompt. Fails with `DLM_BUSY` (status 10) if too many requests wait.
+    /// Submits a request for the text after a prompt. Fails with `DLM_BUSY` (status 10) if too many
+    /// requests are waiting.
     pub fn submit_text(&self, prompt: &str, options: &Options) -> Result<Job> {
         self.submit(options, |request| {
             request.prompt = prompt.as_ptr().cast();
@@ -60,7 +63,8 @@ impl Scheduler {
         })
     }
 
-    /// Hands in a request for the assistant's answer to a chat, a list of roles and contents.
+    /// Submits a request for the assistant's answer to a chat, which is a list of roles and
+    /// contents.
     pub fn submit_chat(&self, chat: &[(&str, &str)], options: &Options) -> Result<Job> {
         let messages = Messages::new(chat)?;
         self.submit(options, |request| {
@@ -89,33 +93,37 @@ impl Drop for Scheduler {
     }
 }
 
-/// A request that was handed to a [`Scheduler`]. It is cancelled if it is dropped before it is done.
+/// A request that was submitted to a [`Scheduler`]. If it is dropped before it is finished, it is
+/// cancelled.
 pub struct Job {
     raw: *mut sys::dlm_job,
     _bundle: Bundle, // outlives it
     _not_sync: PhantomData<Cell<()>>,
 }
 
-// SAFETY: dlm_runtime.h, threads: a job belongs to one thread at a time.
+// SAFETY: by dlm_runtime.h, a job belongs to one thread at a time.
 unsafe impl Send for Job {}
 
 impl Job {
-    /// Whether the request is done, so that [`Job::wait`] returns at once.
+    /// Whether the request is finished, so that [`Job::wait`] returns at once.
     pub fn is_done(&self) -> bool {
         // SAFETY: the handle is open.
         unsafe { sys::dlm_job_wait(self.raw, 0.0) != 0 }
     }
 
-    /// Ends the request within one pass. [`Job::wait`] returns what it has, with [`Finish::Cancelled`](crate::Finish::Cancelled).
+    /// Ends the request within one pass. [`Job::wait`] returns its text so far, with
+    /// [`Finish::Cancelled`](crate::Finish::Cancelled).
     pub fn cancel(&self) {
         // SAFETY: from any thread.
         unsafe { sys::dlm_job_cancel(self.raw) }
     }
 
-    /// Waits until the request is done and returns what it generated, or why it failed.
+    /// Waits until the request is finished. Returns what it generated, or the error with which it
+    /// failed.
     pub fn wait(self) -> Result<Generation> {
         let mut result = null();
-        // SAFETY: the result is the job's until it is destroyed, and is there once the request has ended.
+        // SAFETY: the request has ended, so the job has a result. It is valid until the job is
+        // destroyed.
         unsafe {
             sys::dlm_job_wait(self.raw, -1.0);
             match sys::dlm_job_result(self.raw, &mut result) {
@@ -128,7 +136,8 @@ impl Job {
 
 impl Drop for Job {
     fn drop(&mut self) {
-        // SAFETY: nobody uses it any more. The request has no callback, so nothing of it is called later.
+        // SAFETY: nothing uses the job any more. The request has no callback, so the library will
+        // not call back.
         unsafe { sys::dlm_job_destroy(self.raw) }
     }
 }

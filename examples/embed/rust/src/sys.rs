@@ -1,5 +1,6 @@
-//! The part of dlm_runtime.h that the wrapper calls, written by hand. Structs with a `struct_size` may grow in C: the library
-//! reads the size of those that it is given, and its own begin with the fields that are here.
+//! The part of dlm_runtime.h that the wrapper calls, written by hand. Structs with a `struct_size`
+//! may grow in C. The library reads the size of the structs that it receives, and its own structs
+//! begin with the fields that are declared here.
 
 #![allow(non_camel_case_types)]
 

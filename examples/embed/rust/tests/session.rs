@@ -1,5 +1,6 @@
-//! Tests of the wrapper on the bundle in `$DLM_BUNDLE`. `$DLM_EFFORT_BUNDLE` is a bundle with effort levels, and `$DLM_AUTOMATON` a
-//! constraint file for their vocabulary that allows "yes" and "no".
+//! Tests of the wrapper. `$DLM_BUNDLE` is the bundle under test, and `$DLM_EFFORT_BUNDLE` is a
+//! bundle with effort levels. `$DLM_AUTOMATON` is a constraint file for their vocabulary that
+//! allows "yes" and "no".
 
 use std::ops::ControlFlow;
 use std::panic::{catch_unwind, AssertUnwindSafe};
@@ -17,7 +18,7 @@ fn bundle() -> Bundle {
     Bundle::open(&given("DLM_BUNDLE"), 1).unwrap()
 }
 
-/// What a session of its own generates.
+/// The text that a separate session generates for a prompt.
 fn alone(bundle: &Bundle, prompt: &str, options: &Options) -> String {
     Session::new(bundle).unwrap().generate_text(prompt, options, |_| ControlFlow::Continue(())).unwrap().text
 }

@@ -1,5 +1,6 @@
-//! schedule BUNDLE PRESET AUTOMATON PROMPT...: hands all prompts to a scheduler at once and prints one answer a line. PRESET is
-//! one of the bundle's, AUTOMATON a file that `dlm-export compile` wrote; - takes the bundle's default, or no constraint.
+//! schedule BUNDLE PRESET AUTOMATON PROMPT... submits all prompts to a scheduler at once and prints
+//! one answer per line. PRESET is a preset of the bundle, or - for the default preset. AUTOMATON is
+//! a file that `dlm-export compile` wrote, or - for no constraint.
 
 use std::process::ExitCode;
 
