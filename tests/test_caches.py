@@ -565,7 +565,8 @@ def test_a_cache_that_is_not_to_be_had_is_refused(
 
 def test_a_plain_graph_takes_no_rounded_cache(llada_checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        dlm_runtime.DlmError, match="needs an operator of ours, which --plain-graph excludes"
+        dlm_runtime.DlmError,
+        match="needs one of dlm-export's own operators, which --plain-graph excludes",
     ):
         build(llada_checkpoint, tmp_path / "b", BuildOptions(plain_graph=True, cache_dtype="int8"))
 

@@ -302,7 +302,7 @@ def test_what_no_source_prints_is_told_beside_the_rates() -> None:
     }
     assert derived == {
         "agx-orin": {
-            "fp16": "half of int8's: an Ampere tensor core makes half as many products of it"
+            "fp16": "half of int8's: an Ampere tensor core computes half as many fp16 products"
         }
     }
     assert find("agx-orin").rates["fp16"] == find("agx-orin").rates["int8"] / 2

@@ -218,9 +218,9 @@ def test_patterns_cut_text_where_the_librarys_expressions_do(
 @pytest.mark.parametrize(
     ("pattern", "reason"),
     [
-        (r"a*", "matches texts of no length"),
+        (r"a*", "matches an empty text"),
         (r"(?<=a)b", "a group of that kind at character 0"),
-        (r"(?!ab)c", "something before the ) of a group at character 4"),
+        (r"(?!ab)c", "unsupported syntax before the ) of a group at character 4"),
         (r"a+?b", "a lazy or possessive repeat at character 2"),
         (r"a++b", "a lazy or possessive repeat at character 2"),
         (r"\bword", "\\b at character 0"),
@@ -229,8 +229,8 @@ def test_patterns_cut_text_where_the_librarys_expressions_do(
         (r"[a&&b]", "a class of that kind at character 2"),
         (r"\p{Nonsense}", r"names \p{Nonsense}, which is unknown"),
         (r"a)", "an unmatched )"),
-        (r"(?:a?b*)+c", "a repeat of what may have no length"),
-        (r"(?:a|\s?|\S){2}\s", "a repeat of what may have no length"),
+        (r"(?:a?b*)+c", "a repeat of a part that can match an empty text"),
+        (r"(?:a|\s?|\S){2}\s", "a repeat of a part that can match an empty text"),
         (r"a{99}", "such counts"),
         (r"(?:[ab]{60}){60}", "more than 2048 places"),
         (r"(?:a|b)+a(?:a|b){12}", "more than 1024 states"),
@@ -394,16 +394,16 @@ def test_a_chat_that_is_more_than_segments_is_refused(
     ("template", "reason"),
     [
         (None, "it has no chat template"),
-        ("{{ messages | tojson }}", "no chat of the proof has a compiled form"),
+        ("{{ messages | tojson }}", "its compiled chat template rejects all test conversations"),
         (
             "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
-            "has no plain place|changes the content",
+            "does not insert the content of a user message|changes the content",
         ),
-        ("{{ messages[0].content }}{{ now() }}", "has no plain place"),
-        ("{% for %}", "not valid Jinja|has no plain place"),
+        ("{{ messages[0].content }}{{ now() }}", "does not insert the content of a user message"),
+        ("{% for %}", "not valid Jinja|does not insert the content of a user message"),
         (
             CHATML + "{% if messages | length > 3 %}{{ raise_exception('long') }}{% endif %}",
-            "which no two of these roles do alone",
+            "although it accepts each two of these roles",
         ),
     ],
 )

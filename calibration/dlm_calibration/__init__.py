@@ -1,3 +1,5 @@
-"""Calibration data and number formats: masked canvases to run a denoiser on, for parity and
-calibration, and the quantisation of weights and activations.
+"""Calibration data and number formats for diffusion language models.
+
+This package makes the partly masked canvases that a denoiser is run on for calibration and for
+parity checks. It also quantises weights and activations.
 """

@@ -1,4 +1,8 @@
-"""Processes matrices in blocks that fit a core's cache, on all cores, and by groups of rows."""
+"""Processes matrices on all cores.
+
+Each matrix is divided into blocks that fit the cache of a core. Other functions process a matrix in
+groups of rows.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ def group_amax(w: np.ndarray | Lazy, group_size: int) -> np.ndarray:
     """The largest absolute value of each group of ``group_size`` rows, fp32 ``[ceil(K /
     group_size), N]``.
 
-    The last group may be short. Raises QuantisationError if a value of ``w`` ``[K, N]`` is not
+    The last group may be shorter. Raises QuantisationError if a value of ``w`` ``[K, N]`` is not
     finite.
     """
     rows, columns = w.shape
@@ -32,13 +36,14 @@ def group_amax(w: np.ndarray | Lazy, group_size: int) -> np.ndarray:
 
 
 def check_finite(w: np.ndarray | Lazy) -> None:
-    """Raises QuantisationError for NaN or infinite values, with their number and the first
-    position.
+    """Raises QuantisationError if a value is NaN or infinite.
+
+    The error gives the number of such values, and the position of the first one.
     """
     count, first = 0, (0, 0)
     for start, stop in row_blocks(w.shape[0], w.shape[1], 1):
         block = np.asarray(w[start:stop, :], dtype=np.float32)
-        # Needs no temporary array, because max and min propagate NaN.
+        # max and min propagate NaN. Checking them first needs no temporary array.
         if np.isfinite(block.max()) and np.isfinite(block.min()):
             continue
         bad = np.argwhere(~np.isfinite(block))
@@ -53,8 +58,9 @@ def check_finite(w: np.ndarray | Lazy) -> None:
 
 
 def row_blocks(rows: int, columns: int, multiple: int) -> Iterator[tuple[int, int]]:
-    """Yield ``(start, stop)`` of blocks of rows of about ``_BLOCK`` elements; all but the last have
-    a multiple of ``multiple`` rows.
+    """Yield ``(start, stop)`` of blocks of rows, each of about ``_BLOCK`` elements.
+
+    The number of rows in a block is a multiple of ``multiple``, except in the last block.
     """
     step = max(1, _BLOCK // (max(columns, 1) * multiple)) * multiple
     for start in range(0, rows, step):
@@ -62,7 +68,10 @@ def row_blocks(rows: int, columns: int, multiple: int) -> Iterator[tuple[int, in
 
 
 def for_columns(w: np.ndarray | Lazy, function: Callable[[slice], None]) -> None:
-    """Call ``function`` on all cores with slices of ``w``'s columns of about ``_BLOCK`` elements."""
+    """Call ``function``, on all cores, for slices that together cover the columns of ``w``.
+
+    The columns of a slice have about ``_BLOCK`` elements.
+    """
     rows, columns = w.shape
     for _ in ahead(function, slices(columns, max(1, _BLOCK // rows))):
         pass
@@ -73,15 +82,15 @@ def columns_of(w: np.ndarray | Lazy, at: slice) -> np.ndarray:
 
 
 def ranges_of(w: np.ndarray | Lazy, block: np.ndarray, group_size: int) -> np.ndarray:
-    """``group_amax`` of columns of ``w``."""
+    """The result of ``group_amax`` for ``block``, which holds some columns of ``w``."""
     magnitude = np.abs(block)
     out = np.empty((-(-len(block) // group_size), block.shape[1]), dtype=np.float32)
     for groups, values in by_group(magnitude, group_size):
         if group_size > _SMALL_GROUP:
             values.max(axis=1, out=out[groups])
             continue
-        # numpy reduces a short axis slowly; one row of every group at a time takes a quarter of the
-        # time.
+        # numpy is slow at reducing a short axis. Processing one row of every group at a time takes
+        # a quarter of the time.
         largest = values[:, 0].copy(order="K")
         for i in range(1, values.shape[1]):
             np.maximum(largest, values[:, i], out=largest)
@@ -92,8 +101,11 @@ def ranges_of(w: np.ndarray | Lazy, block: np.ndarray, group_size: int) -> np.nd
 
 
 def by_group(matrix: np.ndarray, group_size: int) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield slices of groups and views ``[groups, rows, N]`` of ``[K, N]``: full groups, then a
-    short one.
+    """Yield the groups of rows of ``matrix`` ``[K, N]``, as pairs of group numbers (a slice) and a
+    view.
+
+    The view is ``[groups, rows, N]``. The first pair has all full groups. If the last group is
+    shorter, a second pair has that group.
     """
     whole = len(matrix) // group_size
     if whole:
@@ -103,10 +115,11 @@ def by_group(matrix: np.ndarray, group_size: int) -> Iterator[tuple[slice, np.nd
 
 
 def put(out: np.ndarray, block: np.ndarray) -> None:
-    """Copy a block of bytes in either memory order."""
+    """Copy a block of bytes into ``out``. Both may be in any memory order."""
     if block.strides[0] < block.strides[1] and not out.strides[0] < out.strides[1]:
-        # Columns whose distance is a power of two share cache lines, which makes a transposition
-        # ten times slower.
+        # If the distance between columns is a power of two, the columns compete for the same cache
+        # lines, and a transposition takes ten times as long. A copy with another distance avoids
+        # this.
         apart = np.empty((block.shape[1], block.shape[0] + 64), block.dtype)[:, : block.shape[0]].T
         apart[...] = block
         block = apart
@@ -114,5 +127,5 @@ def put(out: np.ndarray, block: np.ndarray) -> None:
 
 
 def grouped(matrix: np.ndarray, group_size: int) -> np.ndarray:
-    """``[K, N]`` viewed as ``[K / group_size, group_size, N]``."""
+    """View ``[K, N]`` as ``[K / group_size, group_size, N]``."""
     return matrix.reshape(-1, group_size, matrix.shape[1])

@@ -4,14 +4,16 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 
 class CalibrationError(DlmError):
-    """The calibration data or a denoiser's activations cannot be used to find ranges."""
+    """Raised if activation ranges cannot be found, because the calibration data or the denoiser's
+    activations are unusable.
+    """
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class QuantisationError(DlmError):
-    """A tensor cannot be quantised: its values are not finite, or its shape does not fit the
-    format.
+    """Raised if a tensor cannot be quantised, because it contains NaN or infinity, or because its
+    shape does not fit the format.
     """
 
     exit_code = ExitCode.WRONG_INPUT

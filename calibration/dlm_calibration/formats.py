@@ -1,9 +1,11 @@
-"""The number formats of quantised denoisers, bit-exact, in numpy.
+"""The number formats of quantised denoisers in numpy, equal bit by bit to those of the runtimes.
 
 INT8 and INT4 are symmetric integers. FP8 is E4M3 without infinities (arXiv:2209.05433). NVFP4 is
-E2M1 (OCP Microscaling Formats 1.0) in groups of 16 with one E4M3 scale per group and one fp32 scale
-per tensor, as in NVIDIA's modelopt. Rounding is half to even everywhere, as in ONNX QuantizeLinear.
-Matrices are quantised in blocks on all cores, so temporary memory stays at a few MiB per core
+E2M1 (OCP Microscaling Formats 1.0) in groups of 16 values. As in NVIDIA's modelopt, each group has
+an E4M3 scale, and each tensor has an fp32 scale. All rounding is half to even, as in ONNX
+QuantizeLinear.
+
+Matrices are quantised in blocks on all cores. The temporary memory is therefore a few MiB per core,
 whatever the size of the matrix.
 """
 
@@ -35,7 +37,7 @@ FP32: ScaleType = np.dtype(np.float32)
 FP16: ScaleType = np.dtype(np.float16)
 E2M1_VALUES = np.array(
     [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32
-)  # by code; bit 3 is the sign
+)  # the value of each code; bit 3 is the sign
 INT4_GROUP_SIZE = 128  # default, as usual in GPTQ and AWQ
 NVFP4_GROUP_SIZE = 16  # fixed by the format
 
@@ -47,18 +49,21 @@ _CODE_LIMITS = {
     if known.code_limits is not None
 }
 _SMALLEST_E4M3 = np.float32(2**-9)
-# Smaller scales are replaced with 1: fp32 subnormals lose bits, and some devices flush them to
-# zero. NVFP4 multiplies its tensor scale by group scales down to 2**-9, and the product must stay a
-# normal number.
+# Smaller scales are replaced by 1, because fp32 subnormals lose bits and some devices flush them to
+# zero. NVFP4 multiplies the scale of the tensor by group scales as small as 2**-9, and the product
+# must stay a normal number.
 _SMALLEST_SCALE = np.finfo(np.float32).tiny
 _INT4_LEVELS = (7, 7.5, 8, 8.5, 9, 9.5)
-"""Candidate codes (in magnitude) for a group's largest value in INT4. Values beyond the last code
-saturate, which costs less than coarser steps for the whole group.
+"""Magnitudes of the code that the largest value of an INT4 group may get. All of them are tried.
+
+A value whose code would be outside the format saturates. This costs less than coarser steps for the
+whole group.
 """
-SMALLEST_FP16_SCALE = np.float32(
-    2.0**-20
-)  # a subnormal with four bits; rounding a smaller scale would cost more than one code
-SMALLEST_ROW = np.float32(1e-30)  # smallest range of a row of activations, so zeros have codes
+# A subnormal fp16 number with four significant bits. Rounding a smaller scale to fp16 could cause
+# an error of more than one code.
+SMALLEST_FP16_SCALE = np.float32(2.0**-20)
+# Smallest range of a row of activations, so that a row of zeros does not divide by 0.
+SMALLEST_ROW = np.float32(1e-30)
 _SMALLEST_GLOBAL_SCALE = _SMALLEST_SCALE / _SMALLEST_E4M3
 
 
@@ -72,8 +77,8 @@ class QuantisedWeight:
     | fp8 | ml_dtypes.float8_e4m3fn [K, N] | fp32 [N] |
     | nvfp4 | uint8 0..15 [N, K], E2M1 | ml_dtypes.float8_e4m3fn [N, K / 16] |
 
-    ``global_scale`` is nvfp4's fp32 scale of the tensor, otherwise ``None``. ``group_size`` counts
-    along K; ``None`` for int8 and fp8.
+    ``global_scale`` is the fp32 scale of the whole tensor in nvfp4, and ``None`` in other formats.
+    ``group_size`` is a number of input channels (K). It is ``None`` for int8 and fp8.
     """
 
     format: str
@@ -89,7 +94,9 @@ class QuantisedWeight:
         return (second, first) if self.format == "nvfp4" else (first, second)
 
     def dequantise(self) -> np.ndarray:
-        """The matrix as fp32 ``[K, N]``; multiplies in the order of ONNX DequantizeLinear."""
+        """The matrix as fp32 ``[K, N]``. Factors are multiplied in the same order as in ONNX
+        DequantizeLinear.
+        """
         rows, columns = self.shape
         out = np.empty((rows, columns), dtype=np.float32)
         for start, stop in row_blocks(rows, columns, self.group_size or 1):
@@ -129,26 +136,30 @@ def quantise_weight(
     scale_dtype: ScaleType = FP32,
     is_signed: bool = False,
 ) -> QuantisedWeight:
-    """Quantise ``w`` ``[K, N]`` of any float type, rounding its fp32 values half to even.
+    """Quantise ``w`` ``[K, N]`` of any float type. Its fp32 values are rounded half to even.
 
-    int8: codes -127..127, scale amax / 127 per column. int4: codes -8..7, scale from
-    ``int4_scales`` per group. fp8: scale amax / 448 per column. nvfp4: global scale amax / (6 *
-    448), group scale E4M3(amax of 16 rows / (6 * global scale)). A zero range gives scale 1 and
-    codes 0.
+    | format | codes | scale |
+    | int8 | -127..127 | amax / 127 per column |
+    | int4 | -8..7 | from ``int4_scales``, per group |
+    | fp8 | E4M3 | amax / 448 per column |
+    | nvfp4 | E2M1 | global: amax / (6 * 448); per group of 16: E4M3(amax of the group / (6 * global scale)) |
+
+    ``amax`` is the largest absolute value of the column, group or tensor. Where it is zero, the
+    scale is 1 and the codes are 0.
 
     Args:
         w: The matrix.
         format: One of ``NUMBER_FORMATS``.
-        group_size: Rows per group of int4; default 128.
-        amax: Range to use instead of the largest absolute value: a scalar, or an array that
-            broadcasts to the scales' shape (nvfp4: a scalar). Larger values saturate.
-        scale_dtype: The type of scales in the graph. Scales are rounded to it before codes are
-            chosen, but returned as fp32.
+        group_size: Rows in a group of int4; default 128.
+        amax: Range to use instead of the largest absolute value. It is a scalar, or an array that
+            broadcasts to the shape of the scales; for nvfp4 it is a scalar. Larger values saturate.
+        scale_dtype: The type of scales in the graph. Scales are rounded to this type before the
+            codes are chosen, and are returned as fp32.
         is_signed: Allow negative scales in int4; other formats ignore this.
 
     Raises:
-        QuantisationError: The format is unknown, does not support the group size or K, or values or
-            ranges are not finite.
+        QuantisationError: The format is unknown, or does not support the group size or K. Also
+            raised if values or ranges are not finite.
     """
     group_size = _checked_group_size(format, group_size)
     _check_matrix(w, format)
@@ -184,11 +195,12 @@ def quantise_weight(
 
 
 def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> np.ndarray:
-    """Codes of finite fp32 ``values`` with fp32 ``scales`` that broadcast to them, for int8, int4
-    and fp8.
+    """Codes of finite fp32 ``values`` in int8, int4 or fp8. The fp32 ``scales`` broadcast to the
+    values.
 
-    Divides like ONNX QuantizeLinear (a product with the reciprocal would round differently) and
-    saturates: int8 at -127 and 127, int4 at -8 and 7, fp8 at -448 and 448.
+    The function divides by the scale, as ONNX QuantizeLinear does, because a product with the
+    reciprocal would round differently. Codes saturate: int8 at -127 and 127, int4 at -8 and 7, fp8
+    at -448 and 448.
     """
     low, high = _CODE_LIMITS[format]
     with np.errstate(over="ignore"):  # values far outside the range saturate
@@ -203,10 +215,11 @@ def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> 
 
 
 def scales_of(amax: np.ndarray, format: str, scale_dtype: ScaleType = FP32) -> np.ndarray:
-    """fp32 scales that map ``amax`` to the largest code (nvfp4: the global scale); 1 where amax is
-    tiny.
+    """fp32 scales that map ``amax`` to the largest code of the format. For nvfp4 this is the global
+    scale.
 
-    They are exact values of ``scale_dtype``; fp16 scales are at least ``SMALLEST_FP16_SCALE``.
+    Where amax is tiny, the scale is 1. Scales are numbers that ``scale_dtype`` represents exactly.
+    Scales in fp16 are at least ``SMALLEST_FP16_SCALE``.
     """
     smallest = _SMALLEST_GLOBAL_SCALE if format == "nvfp4" else _SMALLEST_SCALE
     scales = np.asarray(amax, dtype=np.float32) / _LEVELS[format]
@@ -224,15 +237,22 @@ def int4_scales(
     *,
     is_signed: bool = False,
 ) -> np.ndarray:
-    """fp32 scales ``[G, N]`` of finite fp32 groups ``[G, size, N]`` with largest absolute values
-    ``amax`` ``[G, N]``.
+    """Find the best fp32 scale for each group of int4 values.
 
-    Tries six scales from amax / 7 to amax / 9.5 and takes the one with the least weighted squared
-    error, the largest among equals. An error's weight is the value's square, as in llama.cpp's
-    IQ4_NL, times ``weights`` ``[G, size, N]`` (or an array that broadcasts to it). Clipping large
-    weights costs a network more than the plain error suggests (figures in BENCHMARKS.md). With
-    ``is_signed``, the scale is negative if the largest value is positive, so that this value gets a
-    negative code: there are eight negative codes and seven positive ones.
+    For each group, the function tries six scales, from amax / 7 to amax / 9.5, and takes the one
+    with the smallest weighted squared error. Among equal errors, the largest scale wins. The weight
+    of an error is the square of the value, as in llama.cpp's IQ4_NL, because clipping large weights
+    costs a network more than the plain error suggests (figures in BENCHMARKS.md).
+
+    Args:
+        values: Finite fp32 groups ``[G, size, N]``.
+        amax: The largest absolute value of each group, ``[G, N]``.
+        scale_dtype: The type that scales are rounded to.
+        weights: Additional factors for the weights of errors; an array that broadcasts to ``[G,
+            size, N]``.
+        is_signed: Make the scale negative if the largest value is positive. That value then gets a
+            negative code. This helps because there are eight negative codes and seven positive
+            ones.
     """
     widest = scales_of(amax, "int4", scale_dtype)
     sign = np.float32(1)
@@ -249,12 +269,13 @@ def int4_scales(
         error = np.rint(exact)
         np.clip(error, *_CODE_LIMITS["int4"], out=error)
         error -= exact
-        # Errors are in steps, so squares stay within fp32's range whatever the weights' magnitude.
+        # Errors are measured in steps, so their squares stay within the range of fp32 however large
+        # the weights are.
         error *= error
         error *= counted
-        with np.errstate(
-            over="ignore", invalid="ignore"
-        ):  # groups below the smallest scale keep scale 1: their candidates never win
+        # Groups below the smallest scale keep scale 1, because none of their candidates has a
+        # smaller error.
+        with np.errstate(over="ignore", invalid="ignore"):
             total = error.sum(1) * (scales / widest) ** 2
         best = np.where(total < least, scales, best)
         np.minimum(least, total, out=least)
@@ -262,7 +283,7 @@ def int4_scales(
 
 
 def round_scales(scales: np.ndarray, scale_dtype: ScaleType) -> np.ndarray:
-    """Positive fp32 scales rounded to ``scale_dtype``, returned as fp32."""
+    """Round positive fp32 scales to ``scale_dtype`` and return them as fp32."""
     if scale_dtype == FP32:
         return scales
     if scale_dtype == FP16:
@@ -272,7 +293,7 @@ def round_scales(scales: np.ndarray, scale_dtype: ScaleType) -> np.ndarray:
 
 
 def with_scales(weight: QuantisedWeight, scale_dtype: ScaleType) -> QuantisedWeight:
-    """The same codes with scales rounded to ``scale_dtype``."""
+    """The same weight with its scales rounded to ``scale_dtype``. The codes do not change."""
     if weight.global_scale is not None:
         rounded = round_scales(np.asarray(weight.global_scale), scale_dtype)
         return replace(weight, global_scale=np.float32(float(rounded)))
@@ -282,10 +303,10 @@ def with_scales(weight: QuantisedWeight, scale_dtype: ScaleType) -> QuantisedWei
 def weight_ranges(
     w: np.ndarray | Lazy, format: str, group_size: int | None = None
 ) -> tuple[np.ndarray, int | None]:
-    """Each group's largest absolute value, fp32 ``[G, N]``, and the format's group size (``None``: one
-    group per column).
+    """Each group's largest absolute value, fp32 ``[G, N]``, and the group size of the format.
 
-    Raises QuantisationError as ``quantise_weight`` does.
+    The group size is ``None`` if each column is one group. Raises QuantisationError as
+    ``quantise_weight`` does.
     """
     group_size = _checked_group_size(format, group_size)
     _check_matrix(w, format)
@@ -295,15 +316,17 @@ def weight_ranges(
 def quantise_activation(
     x: np.ndarray, format: str, amax: float | None, scale_dtype: ScaleType = FP32
 ) -> np.ndarray:
-    """Quantise and dequantise ``x`` (fp32, any shape): the input that the layer sees.
+    """Quantise ``x`` (fp32, any shape) and dequantise it again. The result is the input that the
+    layer sees.
 
-    int8: scale ``amax / 127`` per tensor, codes -128..127; with amax ``None`` each row of the last axis
-    has its own range and codes -127..127. fp8: scale ``amax / 448`` per tensor. nvfp4: global scale
-    ``amax / (6 * 448)``, and dynamic scales for groups of 16 along the last axis. Values beyond
-    amax saturate.
+    - int8: the scale is ``amax / 127`` for the whole tensor, and codes are -128..127. If amax is
+      ``None``, each row of the last axis has its own range, and codes are -127..127.
+    - fp8: the scale is ``amax / 448`` for the whole tensor.
+    - nvfp4: the global scale is ``amax / (6 * 448)``, and groups of 16 along the last axis have
+      dynamic scales.
 
-    Raises QuantisationError for other formats, a missing or invalid amax, a last axis that nvfp4
-    cannot group, and values that are not finite.
+    Values beyond amax saturate. Raises QuantisationError for other formats, a missing or invalid
+    amax, a last axis that is not a multiple of 16 in nvfp4, and values that are not finite.
     """
     if format not in ("int8", "fp8", "nvfp4"):
         raise QuantisationError(
@@ -342,10 +365,10 @@ def quantise_activation(
 
 
 def activation_scale(format: str, amax: float | None, scale_dtype: ScaleType = FP32) -> np.float32:
-    """The static scale for an activation range, in ``scale_dtype``, used by the graph and by
-    ``quantise_activation``.
+    """The static scale for an activation range, rounded to ``scale_dtype``.
 
-    Raises QuantisationError if amax is missing, not finite or not positive.
+    The graph and ``quantise_activation`` both use it. Raises QuantisationError if amax is missing,
+    not finite or not positive.
     """
     if amax is None or not np.isfinite(amax) or amax <= 0:
         raise QuantisationError(
@@ -361,8 +384,9 @@ def activation_scale(format: str, amax: float | None, scale_dtype: ScaleType = F
 
 
 def nvfp4_group_scales(amax: np.ndarray, global_scale: np.float32) -> np.ndarray:
-    """E4M3 scales of groups with largest absolute values ``amax``: 1 for zeros, otherwise clipped
-    to 2**-9..448.
+    """E4M3 scales of groups whose largest absolute values are ``amax``.
+
+    A group of zeros gets scale 1. Other scales are clipped to 2**-9..448.
     """
     with np.errstate(over="ignore"):
         scales = amax / np.float32(np.float32(6) * global_scale)
@@ -374,12 +398,14 @@ def nvfp4_group_scales(amax: np.ndarray, global_scale: np.float32) -> np.ndarray
 
 
 def e2m1_codes(values: np.ndarray) -> np.ndarray:
-    """The E2M1 code, uint8 0..15, of each fp32 value: half to even, saturating at 6; -0 gets the
-    code of 0.
+    """The E2M1 code, uint8 0..15, of each fp32 value.
+
+    Values are rounded half to even and saturate at 6. -0 gets the code of 0.
     """
-    # Codes are 1/2 apart up to 2, 1 apart up to 4, 2 apart up to 6. Round at each of the three
-    # distances, counted in codes; the smallest result is the right one. Half to even goes to even
-    # codes.
+    # The values of neighbouring codes are 1/2 apart up to 2, 1 apart up to 4, and 2 apart up to 6.
+    # The code below rounds each value at each of the three distances and counts the result in
+    # codes. The smallest of the three results is the right one. A value halfway between two codes
+    # gets the even code.
     magnitude = np.abs(values)
     np.minimum(magnitude, np.float32(6), out=magnitude)
     codes = np.rint(magnitude + magnitude)
@@ -391,15 +417,17 @@ def e2m1_codes(values: np.ndarray) -> np.ndarray:
     magnitude += np.float32(4)
     np.minimum(codes, magnitude, out=codes)
     unsigned: np.ndarray = codes.astype(np.uint8)
-    # As in modelopt, a negative value that rounds to zero keeps its sign bit, but minus zero has
-    # none.
+    # As in modelopt, a negative value that rounds to zero keeps its sign bit. Minus zero itself
+    # gets no sign bit.
     unsigned |= (values < 0).view(np.uint8) << np.uint8(3)
     return unsigned
 
 
 def pack_nibbles(codes: np.ndarray) -> np.ndarray:
-    """Pack two codes (uint8 0..15) per byte along the last axis, which must be even; the first in
-    the low nibble, as in ONNX.
+    """Pack pairs of codes (uint8 0..15) along the last axis, two in a byte.
+
+    The first code of a pair is in the low four bits, as in ONNX. The length of the last axis must
+    be even.
     """
     if codes.ndim == 0 or codes.shape[-1] % 2:
         raise QuantisationError(
@@ -447,8 +475,9 @@ def _quantise_nvfp4(
 
 
 def _quantise_rows(x: np.ndarray) -> np.ndarray:
-    """Quantise each row of the last axis with its own symmetric range;
-    ``dlm_export.graph.functions`` has the ONNX version.
+    """Quantise each row of the last axis with its own symmetric range, and dequantise it.
+
+    ``dlm_export.graph.functions`` has the ONNX version of this function.
     """
     amax = np.maximum(np.abs(x).max(axis=-1, keepdims=True), SMALLEST_ROW)
     codes = np.rint(x * (np.float32(127) / amax))

@@ -1,9 +1,13 @@
-"""Metrics of a quantised denoiser's losses, computed from logits, canvases and texts.
+"""Metrics that say how much a quantised denoiser lost, computed from logits, canvases and texts.
 
-Cross-entropy, agreement and Kullback-Leibler divergence of masked positions, in nats; the
-likelihood bound of masked diffusion (arXiv:2502.09992, equation 6) in bits per byte; comparison of
-free runs; paired bootstrap intervals (Efron 1979). Computed in float64, because quantisation
-changes digits that fp32 sums lose.
+There are four kinds:
+
+- cross-entropy, agreement and Kullback-Leibler divergence at masked positions, in nats;
+- the likelihood bound of masked diffusion (arXiv:2502.09992, equation 6), in bits per byte;
+- comparisons of free runs, which are whole generations;
+- paired bootstrap intervals (Efron 1979).
+
+Everything is computed in float64, because quantisation changes digits that sums in fp32 lose.
 """
 
 from __future__ import annotations
@@ -19,13 +23,13 @@ import numpy as np
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import MASK_RATIOS
 
-RESAMPLES = 1000  # of the bootstrap; 25 of them lie beyond each end of a 95% interval
+RESAMPLES = 1000  # resamples of a bootstrap; 25 of them lie beyond each end of a 95% interval
 LEVEL = 0.95
 TOP = 5
-SHOWN_SAMPLES = 12  # free runs whose texts are kept
+SHOWN_SAMPLES = 12  # largest number of free runs whose texts are reported
 _CHUNK_ELEMENTS = (
     1 << 22
-)  # logits processed at a time: 32 MB in float64, 33 rows with a vocabulary of 126,464
+)  # Logits processed at a time: 32 MB in float64, or 33 rows with a vocabulary of 126,464.
 
 Decode = Callable[[list[int]], str | None]
 
@@ -35,11 +39,13 @@ Decode = Callable[[list[int]], str | None]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Scored positions of two denoisers, one entry per position, float64 or int64 ``[R]``.
+    """Metrics of two denoisers, a reference and a candidate, at R positions; float64 or int64
+    ``[R]``.
 
-    ``reference_ce``, ``candidate_ce``: cross-entropy of the true token. ``kl``: divergence of the
-    candidate from the reference. ``rank``: number of tokens that the candidate ranks before the
-    reference's best one (ties by id); 0 if both agree.
+    ``reference_ce`` and ``candidate_ce`` are the cross-entropies of the true token. ``kl`` is the
+    divergence of the candidate from the reference. ``rank`` is the number of tokens that the
+    candidate ranks before the reference's best token; equal probabilities are ranked by id. A rank
+    of 0 means that both have the same best token.
     """
 
     reference_ce: np.ndarray
@@ -49,14 +55,14 @@ class Rows:
 
     @classmethod
     def join(cls, parts: Sequence[Rows]) -> Rows:
-        """All rows of ``parts``, which may be empty."""
+        """Join ``parts`` into one object. ``parts`` may be empty."""
         if not parts:
             return cls(np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
         columns = zip(*((p.reference_ce, p.candidate_ce, p.kl, p.rank) for p in parts), strict=True)
         return cls(*(np.concatenate(column) for column in columns))
 
     def take(self, chosen: np.ndarray) -> Rows:
-        """The rows selected by ``chosen``, bool ``[R]`` or indices."""
+        """The rows selected by ``chosen``, which is bool ``[R]`` or an array of indices."""
         return Rows(
             self.reference_ce[chosen], self.candidate_ce[chosen], self.kl[chosen], self.rank[chosen]
         )
@@ -66,10 +72,9 @@ class Rows:
 
 
 def log_probabilities(logits: np.ndarray, mask_token_id: int) -> np.ndarray:
-    """Log-softmax ``[R, V]`` in float64 of raw logits ``[R, V]``; the mask token gets -inf, as it
-    is never predicted.
+    """Log-softmax ``[R, V]`` in float64 of raw logits ``[R, V]``.
 
-    NaN or infinite logits give NaN.
+    The mask token gets -inf, because it is never predicted. NaN or infinite logits give NaN.
     """
     x = np.array(logits, dtype=np.float64)
     x[:, mask_token_id] = -np.inf
@@ -80,20 +85,24 @@ def log_probabilities(logits: np.ndarray, mask_token_id: int) -> np.ndarray:
 
 
 def divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
-    """KL(p || q) in nats ``[R]`` of log-probabilities ``[R, V]``; at least 0, infinite if q
-    excludes a token that p does not.
+    """KL(p || q) in nats, ``[R]``, of log-probabilities ``[R, V]``.
+
+    The result is at least 0. It is infinite if q gives probability 0 to a token that p allows.
     """
     p = np.exp(log_p)
     with np.errstate(invalid="ignore"):
         terms = np.where(p > 0, p * (log_p - log_q), 0.0)
-    # Rounding could leave -1e-17 for equal distributions. NaN stays NaN.
+    # For equal distributions, rounding errors could give -1e-17. NaN stays NaN.
     out: np.ndarray = np.maximum(terms.sum(-1), 0.0)
     return out
 
 
 def rank_of(tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-    """Number of tokens of each row ``[R, V]`` that rank before ``tokens`` ``[R]``: likelier, or
-    equal with a lower id.
+    """For each row of ``[R, V]``, the number of tokens that rank before the token in ``tokens``
+    ``[R]``.
+
+    A token ranks before another one if it is likelier, or if it is equally likely and has a lower
+    id.
     """
     value = np.take_along_axis(log_probs, tokens[:, None], 1)
     is_lower = np.arange(log_probs.shape[1]) < tokens[:, None]
@@ -104,10 +113,11 @@ def rank_of(tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
 def compare_rows(
     reference: np.ndarray, candidate: np.ndarray, truth: np.ndarray, mask_token_id: int
 ) -> Rows:
-    """Compare raw logits ``[R, V]`` of both at positions with true tokens ``truth`` ``[R]``.
+    """Compare the raw logits ``[R, V]`` of two denoisers at positions with true tokens ``truth``
+    ``[R]``.
 
-    Entries are NaN or infinite where logits are. Temporary memory is bounded, whatever ``R`` and
-    ``V``.
+    Where logits are NaN or infinite, the metrics are NaN or infinite too. Temporary memory does not
+    grow with ``R`` or ``V``.
     """
     assert reference.shape == candidate.shape, (reference.shape, candidate.shape)
     count, vocab = reference.shape
@@ -129,10 +139,12 @@ def compare_rows(
 
 
 def summarise(rows: Rows, sample: np.ndarray, samples: int, seed: int) -> dict[str, Any]:
-    """Means over rows, and the bootstrap interval of the increase over ``samples`` samples.
+    """Summarise rows: the mean of each metric, and the bootstrap interval of the increase in
+    cross-entropy.
 
-    ``sample`` ``[R]`` is the sample of each row. ``ce_increase`` is relative (0.01: one per cent
-    more), ``None`` if the reference's loss is 0 and the candidate's is not. ``top5`` is the share of
+    ``sample`` ``[R]`` is the index of the sample that each row belongs to, and ``samples`` is the
+    number of samples. ``ce_increase`` is relative: 0.01 is an increase of one per cent. It is
+    ``None`` if the reference's loss is 0 and the candidate's loss is not. ``top5`` is the share of
     positions where the reference's best token is among the candidate's best five. Raises ValueError
     without rows.
     """
@@ -156,8 +168,9 @@ def summarise(rows: Rows, sample: np.ndarray, samples: int, seed: int) -> dict[s
 
 
 def is_told_from_zero(row: Mapping[str, Any]) -> bool:
-    """True if a row of ``summarise`` shows a significant increase: its interval is above 0, or it
-    is unbounded.
+    """True if a row of ``summarise`` shows a significant increase in cross-entropy.
+
+    An increase is significant if its interval is above 0, or if the increase is unbounded.
     """
     increase, interval = row["ce_increase"], row["ce_increase_interval"]
     if increase is None or not np.isfinite(increase):
@@ -166,7 +179,7 @@ def is_told_from_zero(row: Mapping[str, Any]) -> bool:
 
 
 def ratio(above: float, below: float) -> float | None:
-    """``above / below``; 1 if both are 0, ``None`` if only ``below`` is."""
+    """``above / below``. If both are 0 the ratio is 1; if only ``below`` is 0 it is ``None``."""
     if below == 0:
         return 1.0 if above == 0 else None
     return above / below
@@ -175,9 +188,9 @@ def ratio(above: float, below: float) -> float | None:
 def ratio_interval(above: np.ndarray, below: np.ndarray, seed: int) -> tuple[float, float] | None:
     """95% bootstrap interval of ``sum(above) / sum(below)``.
 
-    Each resample draws N pairs ``(above[i], below[i])`` with replacement. Both values of a pair
-    belong to the same sample, so the sample's difficulty cancels in the ratio. Returns ``None`` if
-    the ratio of a resample is undefined.
+    Each resample draws N pairs ``(above[i], below[i])`` with replacement. The two numbers of a pair
+    belong to the same sample, so the difficulty of the sample cancels out in the ratio. Returns
+    ``None`` if the ratio of a resample is undefined.
     """
     rng = np.random.default_rng(seed)
     found = []
@@ -199,16 +212,22 @@ def difference_interval(differences: np.ndarray, seed: int) -> tuple[float, floa
 
 
 def bits_per_byte(nats: float, text_bytes: int) -> float | None:
-    """A bound on the negative log-likelihood, in bits per byte of text; ``None`` without text."""
+    """Convert ``nats``, a bound on the negative log-likelihood of a text, to bits per byte of the
+    text.
+
+    Returns ``None`` if the text is empty.
+    """
     return nats / math.log(2) / text_bytes if text_bytes else None
 
 
-# --- The frontier ---
+# --- The frontier: the positions that a denoiser commits next ---
 
 
 def jaccard(first: np.ndarray, second: np.ndarray) -> float:
-    """Size of the intersection divided by the size of the union of two sets, bool ``[M]``; 1 if
-    both are empty.
+    """Jaccard index of two sets, bool ``[M]``: the size of the intersection divided by that of the
+    union.
+
+    Returns 1 if both sets are empty.
     """
     union = int((first | second).sum())
     return int((first & second).sum()) / union if union else 1.0
@@ -218,7 +237,8 @@ def jaccard(first: np.ndarray, second: np.ndarray) -> float:
 class Commitment:
     """The tokens that a denoiser would commit at the ``M`` masked positions of a block.
 
-    Raw logits ``[M, V]``, best tokens ``[M]``, and which positions are chosen, bool ``[M]``.
+    ``logits`` are the raw logits ``[M, V]``, ``guess`` the most likely tokens ``[M]``.
+    ``is_chosen``, bool ``[M]``, says which positions would be committed.
     """
 
     logits: np.ndarray
@@ -227,8 +247,9 @@ class Commitment:
 
 
 class Frontier:
-    """Differences in what two denoisers would commit, by mask ratio; states are added one at a
-    time.
+    """Compares what two denoisers would commit, for each range of mask ratios.
+
+    The caller adds the states one at a time.
     """
 
     def __init__(self, mask_token_id: int) -> None:
@@ -241,10 +262,10 @@ class Frontier:
         self._frontier_kl: list[np.ndarray] = []
 
     def add(self, mask_ratio: float, reference: Commitment, candidate: Commitment) -> None:
-        """Compare both at one state; ``mask_ratio`` is the masked share of positions after the
-        prompt.
+        """Compare both denoisers at one state.
 
-        A flip is a position that both commit with different tokens.
+        ``mask_ratio`` is the share of positions after the prompt that are masked. A flip is a
+        position where both denoisers commit, but different tokens.
         """
         both = reference.is_chosen & candidate.is_chosen
         rows = compare_rows(
@@ -268,7 +289,7 @@ class Frontier:
         return float(np.concatenate(self._frontier_kl).mean())
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for accuracy.json; omits mask ratios without states."""
+        """Plain values for accuracy.json. Mask ratios without states are left out."""
         buckets, shared = np.array(self._buckets), np.array(self._jaccard)
         committed, flips = np.array(self._committed), np.array(self._flips)
 
@@ -290,7 +311,7 @@ class Frontier:
         return {"buckets": rows, **overall, "flip_rate": rate, "kl_mean": self.frontier_kl}
 
 
-# --- Free runs ---
+# --- Free runs: whole generations of both denoisers ---
 
 
 def until_end(tokens: Sequence[int], eos_token_ids: Iterable[int]) -> list[int]:
@@ -303,13 +324,14 @@ def until_end(tokens: Sequence[int], eos_token_ids: Iterable[int]) -> list[int]:
 
 
 def token_agreement(first: Sequence[int], second: Sequence[int]) -> tuple[int, int]:
-    """Number of positions with equal tokens, and number of positions of the longer sequence."""
+    """The number of positions with equal tokens, and the length of the longer sequence."""
     return sum(a == b for a, b in zip(first, second, strict=False)), max(len(first), len(second))
 
 
 def first_divergence(first: Sequence[int], second: Sequence[int]) -> int | None:
-    """Position of the first difference, ``None`` for equal sequences; a longer sequence differs where
-    the other ends.
+    """Position of the first difference, or ``None`` for equal sequences.
+
+    If one sequence is the start of the other, they differ at the end of the shorter one.
     """
     for i, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
@@ -320,9 +342,9 @@ def first_divergence(first: Sequence[int], second: Sequence[int]) -> int | None:
 def same_answer(text: str | None, answer: str) -> bool:
     """True if ``text`` gives the same answer as ``answer``.
 
-    A JSON object or array must be equal as JSON; key order, spacing, and 1 or 1.0 do not matter.
-    Other answers must be equal as text, with runs of whitespace counted as one space. A missing
-    text is wrong.
+    If ``answer`` is a JSON object or array, the two are compared as JSON values: key order,
+    spacing, and the difference between 1 and 1.0 do not matter. Other answers are compared as text,
+    where any run of whitespace counts as one space. If ``text`` is ``None``, the result is False.
     """
     if text is None:
         return False
@@ -347,13 +369,15 @@ def _same_json(first: Any, second: Any) -> bool:
         return len(first) == len(second) and all(
             _same_json(a, b) for a, b in zip(first, second, strict=True)
         )
-    # In Python true equals 1, in JSON it does not.
+    # In Python True equals 1; in JSON true and 1 differ.
     return isinstance(first, bool) == isinstance(second, bool) and bool(first == second)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One generation: tokens up to and including the first end token, their text, and passes."""
+    """One generation: its tokens up to and including the first end token, their text, and the
+    number of passes (NFE).
+    """
 
     tokens: list[int]
     text: str | None
@@ -367,7 +391,7 @@ def as_run(
     eos_token_ids: Sequence[int],
     decode: Decode,
 ) -> Run:
-    """A run from its finished canvas. The end token is not decoded."""
+    """Make a ``Run`` from the canvas of a finished generation. The end token is not decoded."""
     written = until_end(tokens[len(prompt) :], eos_token_ids)
     is_ended = bool(written) and written[-1] in eos_token_ids
     return Run(written, decode(written[:-1] if is_ended else written), nfe)
@@ -381,10 +405,11 @@ def summarise_runs(
     seed: int,
     reference_nfe: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """Compare free runs, for accuracy.json. ``prompts`` are the texts to show.
+    """Compare the free runs of two denoisers, for accuracy.json. ``prompts`` are the prompt texts
+    to show.
 
-    A reference's run may be unknown (``None``). Its passes are then estimates, given for all prompts by
-    ``reference_nfe``, and figures that compare texts are ``None``.
+    A run of the reference may be unknown (``None``). Then figures that compare texts are ``None``,
+    and ``reference_nfe`` has an estimate of the number of passes for each prompt.
     """
     known = [run for run in reference if run is not None]
     pairs = list(zip(known, candidate, strict=True)) if len(known) == len(candidate) else []
@@ -397,7 +422,7 @@ def summarise_runs(
     passes = reference_nfe if reference_nfe is not None else [run.nfe for run in known]
     theirs, ours = np.array(passes), np.array([run.nfe for run in candidate])
     interval = ratio_interval(ours, theirs, seed)
-    # First those that differ, then those that cannot be compared.
+    # Runs that differ come first, then runs that cannot be compared, then equal runs.
     order = sorted(
         range(len(candidate)), key=lambda i: (parted[i] is None, reference[i] is not None)
     )[:SHOWN_SAMPLES]
@@ -431,9 +456,10 @@ def summarise_runs(
 def _task(
     samples: Sequence[Sample], reference: Sequence[Run | None], candidate: Sequence[Run], seed: int
 ) -> dict[str, Any] | None:
-    """Share of right answers of both sides, over the samples with an answer; ``None`` without any.
+    """Share of right answers of both denoisers, over the samples that have an answer.
 
-    The reference's share and the difference are ``None`` unless all its runs are known.
+    Returns ``None`` if no sample has an answer. The reference's share and the difference are
+    ``None`` unless all of the reference's runs are known.
     """
     answered = [
         (sample.answer, theirs, ours)

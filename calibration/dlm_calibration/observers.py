@@ -1,10 +1,14 @@
-"""Statistics of layer inputs from calibration: ranges, outliers, and their drift over mask ratios.
+"""Collects statistics of layer inputs during calibration: ranges, outliers, and drift over mask
+ratios.
 
-Masked and committed positions are counted separately, and so are mask-ratio buckets. A range from
-clean text alone would miss the states that a denoiser works on (arXiv:2508.14896). Memory per layer
-is constant. Magnitudes are counted in 2048 bins of equal relative width, 32 per octave from 2**-32
-to 2**32. So no range must be known in advance, the order of passes does not matter, and one huge
-activation, as is common in language models, does not reduce the resolution of the others.
+Statistics are kept separately for masked and committed positions, and for each bucket of mask
+ratios. A range that is found on clean text alone would be wrong for the partly masked canvases that
+a denoiser works on (arXiv:2508.14896).
+
+Magnitudes are counted in a histogram of 2048 bins of equal relative width, 32 per octave, from
+2**-32 to 2**32. This has three advantages: no range must be known in advance, the order of passes
+does not matter, and a single huge activation, which is common in language models, does not make the
+bins of the others coarser. The memory per layer is constant.
 """
 
 from __future__ import annotations
@@ -21,33 +25,39 @@ Method = Literal["max", "percentile", "mse", "entropy"]
 Levels = Literal["int8", "fp8"]
 
 SMALLEST_AMAX = 2.0**-64
-"""Range of an input that was always zero; every format derives a normal fp32 scale from it."""
+"""Range of an input that was always zero. Every format derives a normal (not subnormal) fp32 scale
+from it.
+"""
 PERCENTILE = 99.99
 """Percentage of magnitudes that the method ``percentile`` keeps."""
 
 _BINS = 2048
-_BITS = 5  # mantissa bits that select a bin: 32 per octave
+_BITS = 5  # mantissa bits that select a bin, which gives 32 bins per octave
 _FIRST_OCTAVE = -32
 _OFFSET = (127 + _FIRST_OCTAVE) << _BITS  # fp32's exponent bias
 _EDGES = np.ldexp(1 + np.arange(32) / 32, np.arange(_FIRST_OCTAVE, -_FIRST_OCTAVE)[:, None]).ravel()
 _EDGES = np.append(_EDGES, np.ldexp(1.0, -_FIRST_OCTAVE))
 _EDGES[0] = 0.0  # the first bin includes zeros and tiny values
 
-_BUCKETS = 11  # ten for mask ratios, then one for clean states: bucket -1 is the last index
+# Ten for mask ratios, then one for clean states (their bucket, -1, is the last index).
+_BUCKETS = 11
 _CHUNK = 1 << 18  # elements processed at a time
-_MSE_CLIPS = 2.0 ** (-np.arange(161) / 16)  # shares of the largest magnitude, down to 1/1024
-_MSE_POINTS = 8  # points per bin; a bin may span several INT8 levels
+# Clipping ranges to try, as shares of the largest magnitude, down to 1/1024.
+_MSE_CLIPS = 2.0 ** (-np.arange(161) / 16)
+# Points per bin at which the error is computed, because a bin may span several INT8 levels.
+_MSE_POINTS = 8
 _ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = (
     2048,
     128,
     16,
-)  # as in TensorRT's INT8 calibration (Migacz, GTC 2017)
+)  # The same numbers as in TensorRT's INT8 calibration (Migacz, GTC 2017).
 
 
 class Observer:
-    """Statistics of one layer's input of ``channels`` features.
+    """Statistics of the input of one layer, which has ``channels`` features.
 
-    Keeps ``keep_rows`` input vectors, a uniform random sample drawn with ``seed``.
+    The observer also keeps ``keep_rows`` input vectors: a uniform random sample, drawn with
+    ``seed``.
     """
 
     def __init__(self, layer: str, channels: int, *, keep_rows: int = 0, seed: int = 0) -> None:
@@ -56,22 +66,23 @@ class Observer:
         self.count = 0  # input vectors seen
         self._rng = np.random.default_rng(seed)
         self._rows = np.empty((keep_rows, channels), dtype=np.float32)
-        self._channel_amax = np.zeros((2, channels), dtype=np.float32)  # committed, masked
+        # row 0: committed positions, row 1: masked positions
+        self._channel_amax = np.zeros((2, channels), dtype=np.float32)
         self._vectors = np.zeros((_BUCKETS, 2), dtype=np.int64)
         self._amax = np.zeros((_BUCKETS, 2), dtype=np.float64)
         self._powers = np.zeros((_BUCKETS, 2, 4), dtype=np.float64)  # sums of x, x**2, x**3, x**4
         self._counts = np.zeros((_BUCKETS, 2, _BINS), dtype=np.int64)
 
     def add(self, x: np.ndarray, is_masked: np.ndarray, bucket: int) -> None:
-        """Add the input of one pass.
+        """Add a layer's input in one pass to the statistics.
 
         Args:
-            x: fp32 ``[P, K]`` without padding.
-            is_masked: bool ``[P]``.
+            x: Input vectors, fp32 ``[P, K]``, without padding.
+            is_masked: Whether each position is masked, bool ``[P]``.
             bucket: The state's bucket, -1..9.
 
         Raises:
-            CalibrationError: ``x`` contains NaN or infinity; nothing is added then.
+            CalibrationError: ``x`` contains NaN or infinity; then nothing is added.
         """
         x = np.ascontiguousarray(x, dtype=np.float32)
         assert x.shape == (len(x), self.channels), (
@@ -111,20 +122,22 @@ class Observer:
 
     @property
     def rows(self) -> np.ndarray:
-        """The kept input vectors, fp32 ``[at most keep_rows, K]``."""
+        """The input vectors that were kept, fp32 ``[at most keep_rows, K]``."""
         return self._rows[: self.count]
 
     def amax(self, method: Method, *, levels: Levels) -> float:
-        """The clipping range for magnitudes, greater than 0 and at most the largest one seen.
+        """The clipping range for magnitudes. It is greater than 0 and at most the largest magnitude
+        seen.
 
         Args:
-            method: ``max`` takes the largest magnitude, ``percentile`` the ``PERCENTILE`` of all.
-                ``mse`` minimises the squared error in ``levels``. ``entropy`` minimises the
-                divergence of the magnitudes rounded to ``levels`` (Migacz, GTC 2017).
+            method: How the range is chosen. ``max`` takes the largest magnitude. ``percentile``
+                takes the magnitude that ``PERCENTILE`` per cent do not exceed. ``mse`` minimises
+                the squared rounding error. ``entropy`` minimises the divergence between the
+                magnitudes and the rounded magnitudes (Migacz, GTC 2017).
             levels: The format that values are rounded to.
 
         Returns:
-            The range; ``SMALLEST_AMAX`` for an input that was always zero.
+            The range, or ``SMALLEST_AMAX`` for an input that was always zero.
 
         Raises:
             CalibrationError: No input was observed.
@@ -148,12 +161,13 @@ class Observer:
     def statistics(
         self, *, bucket: int | None = None, is_masked: bool | None = None
     ) -> dict[str, float | None]:
-        """``count`` (input vectors), ``amax``, ``p999`` and ``p9999`` of magnitudes, and
-        ``kurtosis`` of values.
+        """Statistics of the inputs in one bucket, or in all buckets.
 
-        ``bucket`` selects one bucket (-1: clean states; ``None``: all), ``is_masked`` masked or
-        committed positions (``None``: both). Without observations everything except the count is ``None``;
-        a constant has no kurtosis.
+        The keys are ``count`` (the number of input vectors), ``amax``, ``p999`` and ``p9999`` (the
+        largest magnitude and two percentiles), and ``kurtosis`` of the values. ``bucket`` selects
+        one bucket; -1 selects clean states, and ``None`` selects all. ``is_masked`` selects masked
+        or committed positions; ``None`` selects both. If nothing was observed, everything except
+        the count is ``None``. If all values are equal, the kurtosis is ``None``.
         """
         buckets = slice(None) if bucket is None else [bucket]
         groups = slice(None) if is_masked is None else [int(is_masked)]
@@ -173,11 +187,12 @@ class Observer:
         }
 
     def summary(self) -> dict[str, Any]:
-        """The layer's row of the range-drift table, as plain values; ``None`` without observations.
+        """The layer's row of the table of range drift, as plain values.
 
-        ``by_bucket`` and its masked and committed parts are the largest magnitudes in the ten
-        mask-ratio buckets. ``drift`` is the largest divided by the smallest, ``None`` with fewer than
-        two.
+        ``by_bucket``, ``masked_by_bucket`` and ``committed_by_bucket`` are the largest magnitudes
+        in each of the ten buckets of mask ratios; ``None`` means that nothing was observed.
+        ``drift`` is the largest number of ``by_bucket`` divided by the smallest. It is ``None`` if
+        fewer than two buckets have observations.
         """
         masked, committed = (
             [
@@ -201,20 +216,21 @@ class Observer:
         }
 
     def _take(self, x: np.ndarray, bucket: int, group: int) -> None:
-        """Count ``x``, fp32 ``[P, K]`` with P > 0, for committed (group 0) or masked (1) positions
-        of a bucket.
+        """Add ``x``, fp32 ``[P, K]`` with P > 0, to the statistics of a bucket.
+
+        ``group`` is 0 for committed and 1 for masked positions.
         """
         magnitudes = np.abs(x)
         channels = magnitudes.max(0)
         amax = float(channels.max())
-        # The bin is the exponent and the first mantissa bits, the upper bits of a positive fp32
-        # number.
+        # The bin is given by the exponent and the first mantissa bits. In a positive fp32 number
+        # these are the upper bits.
         bins = magnitudes.view(np.int32) >> (23 - _BITS)
         bins -= _OFFSET
         np.clip(bins, 0, _BINS - 1, out=bins)
-        if amax > SMALLEST_AMAX:  # tiny values add nothing to the power sums
-            # Values are scaled to 1 so that powers cannot overflow, and summed in fp32 over one
-            # chunk.
+        if amax > SMALLEST_AMAX:  # tiny values would not change the power sums
+            # The values are divided by the largest one, so that powers cannot overflow. Each chunk
+            # is summed in fp32.
             values = (x / np.float32(amax)).ravel()
             squares = values * values
             powers = (
@@ -232,20 +248,20 @@ class Observer:
         self._counts[bucket, group] += np.bincount(bins.ravel(), minlength=_BINS)
 
     def _keep(self, x: np.ndarray) -> None:
-        """Keep a uniform sample of rows (reservoir sampling; Vitter, 1985, algorithm R)."""
+        """Update the uniform random sample of rows (reservoir sampling; Vitter, 1985, algorithm R)."""
         at = np.arange(self.count, self.count + len(x))
         slots = np.where(at < len(self._rows), at, self._rng.integers(0, at + 1))
         kept = np.flatnonzero(slots < len(self._rows))
         self._rows[slots[kept]] = x[
             kept
-        ]  # if two rows get the same slot, the later one must stay, and does
+        ]  # If two rows get the same slot, the later row must win. numpy assigns in this order.
 
 
 class Observers(dict[str, Observer]):
-    """Observers of a denoiser's layers, by layer."""
+    """The observers of a denoiser's layers, by name of the layer."""
 
     def check(self, layers: Iterable[str]) -> None:
-        """Raises CalibrationError that names every layer without an observation."""
+        """Raises CalibrationError if a layer was never observed. The error names all such layers."""
         missing = [layer for layer in layers if layer not in self or not self[layer].count]
         if missing:
             raise CalibrationError(
@@ -257,12 +273,16 @@ class Observers(dict[str, Observer]):
 
 
 def _to_int8(x: np.ndarray, clip: float) -> np.ndarray:
-    """Magnitudes ``x``, float64, rounded to INT8 with range ``clip``: 127 equal steps."""
+    """Round magnitudes ``x``, float64, to INT8 with range ``clip``, which is divided into 127 equal
+    steps.
+    """
     return np.asarray(np.minimum(np.rint(x * (127 / clip)), 127) * (clip / 127))
 
 
 def _to_fp8(x: np.ndarray, clip: float) -> np.ndarray:
-    """Magnitudes ``x``, float64, rounded to E4M3 with range ``clip``; its largest number is 448."""
+    """Round magnitudes ``x``, float64, to E4M3. ``clip`` is mapped to the largest number of the
+    format, 448.
+    """
     codes = np.minimum(x * (448 / clip), 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
     return codes.astype(np.float64) * (clip / 448)
 
@@ -274,8 +294,9 @@ _ROUNDINGS: dict[Levels, Callable[[np.ndarray, float], np.ndarray]] = {
 
 
 def _cumulative(counts: np.ndarray, largest: float) -> tuple[np.ndarray, np.ndarray]:
-    """Bin edges in ascending order, and how many values are at most as large; the last used bin
-    ends at ``largest``.
+    """The bin edges in ascending order, and for each edge the number of values below it.
+
+    The last bin that contains values ends at ``largest``.
     """
     last = int(np.flatnonzero(counts)[-1])
     edges = _EDGES[: last + 2].copy()
@@ -284,7 +305,9 @@ def _cumulative(counts: np.ndarray, largest: float) -> tuple[np.ndarray, np.ndar
 
 
 def _percentile(counts: np.ndarray, percent: float, largest: float) -> float:
-    """The magnitude that this percentage of values does not exceed, interpolated within its bin."""
+    """The magnitude that ``percent`` per cent of the values do not exceed. It is interpolated
+    within its bin.
+    """
     edges, cumulative = _cumulative(counts, largest)
     rank = cumulative[-1] * percent / 100
     first = int(np.searchsorted(cumulative, rank))
@@ -293,12 +316,13 @@ def _percentile(counts: np.ndarray, percent: float, largest: float) -> float:
 
 
 def _kurtosis(powers: np.ndarray, count: int) -> float | None:
-    """Fourth central moment divided by the squared variance (3 for a normal distribution), from
-    power sums.
+    """Kurtosis from sums of powers: the fourth central moment divided by the squared variance.
+
+    It is 3 for a normal distribution, and ``None`` if all values are equal.
     """
     mean, second, third, fourth = (float(power) / count for power in powers)
     variance = second - mean**2
-    if variance <= 1e-12 * second:  # rounding error only: the values are constant
+    if variance <= 1e-12 * second:  # nothing but rounding errors, so the values are constant
         return None
     return (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2
 
@@ -306,7 +330,10 @@ def _kurtosis(powers: np.ndarray, count: int) -> float | None:
 def _least_squares(
     counts: np.ndarray, largest: float, rounded: Callable[[np.ndarray, float], np.ndarray]
 ) -> float:
-    """The range with the smallest rounding error, summed over points spread through each bin."""
+    """The clipping range with the smallest squared rounding error.
+
+    The error is summed over points that are spread evenly through each bin.
+    """
     edges, _ = _cumulative(counts, largest)
     used = np.flatnonzero(counts)
     starts, widths = edges[used], edges[used + 1] - edges[used]
@@ -316,20 +343,22 @@ def _least_squares(
     weights = np.repeat(counts[used], _MSE_POINTS).astype(np.float64)
     clips = largest * _MSE_CLIPS
     errors = [float(weights @ (points - rounded(points, clip)) ** 2) for clip in clips]
-    return float(clips[int(np.argmin(errors))])  # the largest among equals
+    # argmin takes the first, so among equal errors the widest range wins
+    return float(clips[int(np.argmin(errors))])
 
 
 def _least_divergence(
     counts: np.ndarray, largest: float, rounded: Callable[[np.ndarray, float], np.ndarray]
 ) -> float:
-    """The range that loses least information: the smallest Kullback-Leibler divergence of rounded
-    from clipped magnitudes.
+    """The clipping range that loses the least information.
+
+    It minimises the Kullback-Leibler divergence of the rounded magnitudes from the clipped ones.
     """
     edges, cumulative = _cumulative(counts, largest)
     grid = np.linspace(0, largest, _ENTROPY_BINS + 1)
     even = np.diff(
         np.interp(grid, edges[1:], cumulative[1:])
-    )  # without zeros: they are always exact and would dominate
+    )  # Zeros are left out, because they are always exact and would dominate the divergence.
     centres = (grid[:-1] + grid[1:]) / 2
     best, least = largest, np.inf
     for bins in range(_ENTROPY_BINS, _ENTROPY_FIRST - 1, -_ENTROPY_STRIDE):
@@ -349,8 +378,9 @@ def _least_divergence(
 
 
 def _divergence(p: np.ndarray, q: np.ndarray) -> float:
-    """Kullback-Leibler divergence of two normalised histograms; infinite if ``q`` is zero where
-    ``p`` is not.
+    """Kullback-Leibler divergence of two histograms, which are normalised first.
+
+    It is infinite if ``q`` is zero where ``p`` is not.
     """
     if not p.any() or not q.any():
         return float(np.inf)

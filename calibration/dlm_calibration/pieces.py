@@ -13,18 +13,20 @@ from typing import TypeVar
 import numpy as np
 
 Index = tuple[slice, ...]
-"""A part of an array: one slice per leading axis; an empty tuple selects everything."""
+"""A part of an array: one slice for each of the leading axes. An empty tuple selects everything."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-PIECE = 1 << 20  # elements
-_FEWEST_ROWS = 32  # rows of a matrix per piece
+PIECE = 1 << 20  # elements in a piece
+_FEWEST_ROWS = 32  # smallest number of rows in a piece of a matrix
 MOST_CORES = 8  # a disk cannot feed more, and each core needs memory
 
 
 @dataclass(frozen=True)
 class Lazy:
-    """An array whose parts are read when indexed; ``read`` returns a part in any memory order."""
+    """An array that is read in parts, when they are indexed. ``read`` may return a part in any
+    memory order.
+    """
 
     shape: tuple[int, ...]
     read: Callable[[Index], np.ndarray]
@@ -34,16 +36,16 @@ class Lazy:
 
 
 def slices(length: int, step: int) -> list[slice]:
-    """Split ``length`` every ``step``; the last slice may be shorter."""
+    """Split ``length`` into slices of ``step``. The last slice may be shorter."""
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
 def row_slices(shape: tuple[int, ...]) -> list[slice]:
-    """Split the first axis of an array into pieces of about ``PIECE`` elements, an even number
-    each.
+    """Split the first axis of an array into slices of about ``PIECE`` elements.
 
-    Pieces of a matrix have enough rows to use whole cache lines even if it is stored transposed. In
-    a stack of large matrices, each matrix is a piece.
+    A slice has an even number of rows. Slices of a matrix have enough rows to use whole cache lines
+    even if the matrix is stored transposed. If the array is a stack of large matrices, each slice
+    has one matrix.
     """
     size = math.prod(shape[1:])
     fewest = _FEWEST_ROWS if len(shape) < 3 else 1 + size % 2
@@ -52,10 +54,11 @@ def row_slices(shape: tuple[int, ...]) -> list[slice]:
 
 
 def ahead(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
-    """Yield the function's result for each item, in order; all cores work a few items ahead.
+    """Yield the function's result for each item, in order. All cores compute results of the next
+    few items in advance.
 
-    Exceptions of ``function`` are raised at the item's turn. The function should mostly run without
-    Python's global lock.
+    If ``function`` raises an exception, it is raised here when the item's result is due. To benefit
+    from several cores, the function should release Python's global lock most of the time.
     """
     cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
     if cores == 1 or len(items) < 2:

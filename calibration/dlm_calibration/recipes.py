@@ -53,7 +53,10 @@ EMBEDDINGS = ("int8", "fp8")
 
 @dataclass(frozen=True)
 class Recipe:
-    """See the module docstring. ``layers`` are ``(pattern, format)`` pairs; the last match wins."""
+    """A quantisation recipe; the module docstring explains the fields.
+
+    ``layers`` are pairs of a pattern and a format. The last pattern that matches a layer wins.
+    """
 
     name: str
     layers: tuple[tuple[str, str], ...]
@@ -80,7 +83,9 @@ class Recipe:
             raise RecipeError(f"recipe {self.name}: smoothing {self.smoothing} is outside 0..1")
 
     def formats(self, layers: Sequence[str]) -> dict[str, str]:
-        """Layer -> name of its format. Raises RecipeError for a pattern that matches no layer."""
+        """Map each layer to the name of its format. Raises RecipeError if a pattern matches no
+        layer.
+        """
         chosen = dict.fromkeys(layers, HIGH)
         for pattern, name in self.layers:
             matched = fnmatch.filter(layers, pattern)
@@ -92,12 +97,12 @@ class Recipe:
         return chosen
 
     def needs_states(self, formats: Mapping[str, str]) -> bool:
-        """True if this recipe needs calibration runs of the denoiser."""
+        """True if this recipe needs calibration, which runs the denoiser on calibration states."""
         is_static = any(FORMATS[name].is_static for name in formats.values())
         return is_static or self.solver != "nearest" or self.smoothing is not None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for the manifest; ``recipe_from`` reads them."""
+        """The recipe as plain values for the manifest. ``recipe_from`` reads them."""
         values = {
             key: value
             for key, value in asdict(self).items()
@@ -111,7 +116,7 @@ def _recipe(name: str, description: str, layers: Mapping[str, str], **options: A
 
 
 def _int4(group_size: int) -> dict[str, str]:
-    """Formats of INT4 layers with dynamic activations; the head is in INT8."""
+    """Formats of a network with INT4 layers and dynamic activations. The head is in INT8."""
     return {"*": "int8-dynamic", "blocks.*": f"int4-g{group_size}-dynamic"}
 
 
@@ -190,11 +195,14 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 _MOST_BYTES = 1 << 20
-_MOST_PARTS = 200  # parts of a dotted key, because tomllib's time grows with their square
+# limit of dots in a line, because tomllib's time grows with the square of a dotted key's parts
+_MOST_PARTS = 200
 
 
 def find(name: str) -> Recipe:
-    """Find a preset by name, or read a ``.toml`` file. Raises RecipeError that lists the presets."""
+    """Find a preset by its name, or read a ``.toml`` file. The RecipeError for other names lists
+    the presets.
+    """
     if name in RECIPES:
         return RECIPES[name]
     if name.endswith(".toml"):
@@ -205,8 +213,9 @@ def find(name: str) -> Recipe:
 
 
 def for_experts(recipe: Recipe) -> Recipe:
-    """Adapt a preset to networks with experts: ``nvfp4`` keeps attention, a small part there, in
-    FP8.
+    """Adapt a preset to a network with experts.
+
+    Only ``nvfp4`` changes: attention, which is a small part of such a network, is kept in FP8.
     """
     preset = RECIPES["nvfp4"]
     is_preset = (recipe.name, recipe.layers) == (preset.name, preset.layers)
@@ -223,13 +232,15 @@ def read_recipe(path: Path) -> Recipe:
     except (
         ValueError,
         RecursionError,
-    ) as err:  # TOMLDecodeError is a ValueError, and so is an integer with thousands of digits
+        # TOMLDecodeError is a ValueError. Python raises ValueError too for an integer with thousands of
+        # digits.
+    ) as err:
         raise RecipeError(f"{path}: not TOML ({err})") from err
     return recipe_from(values, str(path))
 
 
 def recipe_from(values: Mapping[str, Any], where: str) -> Recipe:
-    """Create a recipe from plain values: the reverse of ``as_dict``. Raises RecipeError."""
+    """Create a recipe from plain values. This is the reverse of ``as_dict``. Raises RecipeError."""
     types: dict[str, tuple[type, ...]] = {
         "name": (str,),
         "layers": (dict,),
@@ -264,7 +275,7 @@ def recipe_from(values: Mapping[str, Any], where: str) -> Recipe:
 
 
 def abridged(layers: Sequence[str]) -> str:
-    """Layer names with the block number replaced by N, each once."""
+    """List layer names for an error message: block numbers become N, and each name occurs once."""
     return ", ".join(
         dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.N.", layer) for layer in layers)
     )

@@ -1,4 +1,4 @@
-"""Samples: prompts and completions read from files, as token ids."""
+"""Reads samples from files: prompts with their completions, or plain text, as token ids."""
 
 from __future__ import annotations
 
@@ -19,18 +19,22 @@ if TYPE_CHECKING:
     from dlm_runtime.text.tokenizer import Tokenizer
 
 _BUILTIN = Path(__file__).parent / "builtin.jsonl"
-_MOST_SAMPLES = 100_000  # bounds memory: a sample is at most one canvas long
-_MOST_BYTES = 1 << 20  # per line, or per paragraph of text: far more than any canvas holds
+_MOST_SAMPLES = 100_000  # limits memory, together with the length of a canvas
+_MOST_BYTES = 1 << 20  # largest line or paragraph, far more than any canvas holds
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One piece of calibration data.
 
-    ``tokens``, int64 ``[L]``, are a prompt, its completion and one end token, or plain text. The
-    first ``prompt_length`` are never masked (0 for plain text). ``prompt`` and ``answer`` are the
-    texts of prompt and completion, ``None`` for plain text. A prompt read without its completion has
-    only its own tokens, and no answer.
+    There are three kinds of samples. The ``tokens``, int64 ``[L]``, are:
+
+    - a prompt, its completion and one end token; or
+    - a prompt alone, when completions are not read (``answer`` is ``None``); or
+    - plain text (``prompt`` and ``answer`` are ``None``).
+
+    The first ``prompt_length`` tokens are never masked; the number is 0 for plain text. ``prompt``
+    and ``answer`` are the texts of the prompt and of its completion.
     """
 
     tokens: np.ndarray
@@ -50,9 +54,13 @@ def read_samples(
 ) -> list[Sample]:
     """Read samples from a JSONL file, or from the paragraphs of a ``.txt`` file.
 
-    A JSON line is an object with ``prompt`` and ``completion``, with ``messages`` (the assistant's
-    last message is the completion, the messages before it are the prompt), or with ``text``; the
-    first of these that exists is used. Other keys and blank lines are ignored.
+    A JSON line is an object with one of the following keys. If several of them exist, the first one
+    is used. Other keys and blank lines are ignored.
+
+    - ``prompt`` and ``completion``.
+    - ``messages``: the assistant's last message is the completion; the messages before it are the
+      prompt.
+    - ``text``: plain text.
 
     Args:
         path: The file.
@@ -60,12 +68,13 @@ def read_samples(
         eos_token_id: End token to add after completions.
         max_canvas_length: Longest sample in tokens.
         limit: Stop after this many samples, without checking the rest.
-        prompts_only: Completions are optional and not read, and messages may end with the user's.
+        prompts_only: Read prompts without completions. Lines may then omit the completion, and
+            messages may end with the user's message.
 
     Raises:
-        CalibrationError: With the line's number if a line is wrong: not UTF-8, not JSON, without
-            these keys, or too long. Also for an unreadable file, no samples, no tokenizer or no
-            chat template.
+        CalibrationError: A line is not UTF-8, is not JSON, has none of these keys, or is too long;
+            the error names its number. Also raised if the file is unreadable or has no samples, and
+            if there is no tokenizer or no chat template.
     """
     if tokenizer is None:
         raise CalibrationError(
@@ -107,11 +116,11 @@ def builtin_samples(
     max_canvas_length: int,
     limit: int | None = None,
 ) -> list[Sample]:
-    """The short English prompts and completions of this package, as chats if the tokenizer has a
-    template.
+    """The short English prompts and completions that come with this package.
 
-    For use without data from the denoiser's own task; its ranges there may differ. Samples too long
-    for the canvas are skipped. Raises CalibrationError without a tokenizer, or if none fits.
+    They are for use without data of the denoiser's own task, where activation ranges may differ. If
+    the tokenizer has a chat template, the samples are formatted as chats. Samples that are too long
+    for the canvas are skipped. Raises CalibrationError without a tokenizer, or if no sample fits.
     """
     if tokenizer is None:
         raise CalibrationError(
@@ -136,7 +145,7 @@ def builtin_samples(
 
 
 def samples_sha256(samples: Iterable[Sample]) -> str:
-    """Hash of the tokens, prompt lengths and answers, in order."""
+    """Hash of the samples' tokens, prompt lengths and answers, in order."""
     digest = hashlib.sha256()
     for sample in samples:
         answer = b"" if sample.answer is None else sample.answer.encode("utf-8", "surrogatepass")
@@ -151,8 +160,9 @@ def samples_sha256(samples: Iterable[Sample]) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the number and text of each line, one at a time, without trailing space. Raises
-    CalibrationError.
+    """Yield the number and the text of each line, one at a time, without trailing space.
+
+    Raises CalibrationError.
     """
     try:
         if not path.is_file():
@@ -177,7 +187,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _paragraphs(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the first line number and text of each paragraph. Raises CalibrationError."""
+    """Yield each paragraph's text with the number of its first line. Raises CalibrationError."""
     lines: list[str] = []
     first = size = 0
     for number, text in itertools.chain(_lines(path), [(0, "")]):
@@ -197,7 +207,7 @@ def _paragraphs(path: Path) -> Iterator[tuple[int, str]]:
 def _json_sample(
     line: str, tokenizer: Tokenizer, eos_token_id: int | None, *, prompts_only: bool
 ) -> Sample:
-    """Read one JSON line. Raises ValueError (RequestError is one) with the reason."""
+    """Read one JSON line. Raises ValueError (or RequestError, a subclass) with the reason."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as err:
@@ -232,10 +242,11 @@ def _string(record: dict[str, Any], key: str) -> str:
 
 
 def _conversation(messages: Any, prompts_only: bool) -> tuple[list[dict[str, Any]], str | None]:
-    """The messages before the assistant's last one, and its text.
+    """Split a chat into the messages before the assistant's last message, and the text of that
+    message.
 
-    With ``prompts_only``: all messages except a final one of the assistant, and ``None``. Raises
-    ValueError.
+    With ``prompts_only``, the text is ``None``, and only a final message of the assistant is left
+    out. Raises ValueError.
     """
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages is not a list of objects with role and content")
@@ -265,7 +276,8 @@ def _completed(
     completion: str | None,
     eos_token_id: int | None,
 ) -> Sample:
-    """Encode a prompt and its completion as a sample. ``eos_token_id``, if given, is appended.
+    """Encode a prompt and its completion as a sample. ``eos_token_id``, if not ``None``, is
+    appended.
 
     Without a completion, the sample has only the prompt. Samples are trusted text, so the text of a
     special token is encoded as that token. Raises ValueError if the completion is empty.
@@ -285,13 +297,15 @@ def _completed(
 
 
 def _text_sample(text: str, tokenizer: Tokenizer, eos_token_id: int | None) -> Sample:
-    """Encode plain text as a sample. The text of a special token is encoded as that token. Raises
-    ValueError if the text is empty.
+    """Encode plain text as a sample. The text of a special token is encoded as that token.
+
+    Raises ValueError if the text is empty.
     """
     plain, wrapped = tokenizer.encode_plain(text, True), tokenizer.encode(text, True)
     if not plain:
         raise ValueError("there is no text: leave this line out")
-    # Keep a token that starts every text: its activations are often the largest. Leave out the
-    # wrapping of a prompt.
+    # Some tokenizers start every text with a special token. That token is kept, because its
+    # activations are often the largest. Other tokens that the tokenizer puts around a prompt are
+    # left out.
     tokens = wrapped if wrapped[-len(plain) :] == plain else plain
     return Sample(np.array(tokens, dtype=np.int64), 0)

@@ -1,7 +1,8 @@
-"""Turns each layer's loss in each format into a path of ever smaller assignments.
+"""Finds which layers to quantise first, from the loss of each layer in each format.
 
-Losses are assumed to add up over layers, which holds while they are small. The caller measures the
-actual loss of the assignments it considers.
+The result is a path of assignments of formats to layers. Each assignment on the path needs fewer
+bytes than the one before. Its predicted loss is the sum of the layers' losses, which is accurate
+while they are small. The caller measures the real loss of the assignments that it considers.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Choice:
-    """One format for one layer: ``loss`` (frontier KL in nats when only this layer is quantised)
-    and ``cost`` (bytes).
+    """One format for one layer.
+
+    ``loss`` is the frontier KL in nats when only this layer is quantised. ``cost`` is its size in
+    bytes.
     """
 
     format: str
@@ -23,9 +26,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Point:
-    """A format for every layer, with the predicted loss and the cost of this assignment.
+    """An assignment of formats to all layers, with its predicted loss and its cost.
 
-    ``formats`` maps layers to formats. The predicted loss is the sum over layers.
+    ``formats`` maps layers to formats. The predicted loss is the sum of the layers' losses.
     """
 
     formats: dict[str, str]
@@ -34,17 +37,17 @@ class Point:
 
 
 def efficient(choices: list[Choice]) -> list[Choice]:
-    """Return the lower convex hull of loss over cost, most expensive choice first.
+    """Return the lower convex hull of loss over cost, starting with the most expensive choice.
 
-    If costs are equal, the smaller loss wins, then the smaller name, so the result does not depend on
-    the input order.
+    If costs are equal, the smaller loss wins. If losses are equal too, the name that sorts first
+    wins, so that the result does not depend on the order of the input.
     """
     ranked = sorted(choices, key=lambda c: (-c.cost, c.loss, c.format))
     hull: list[Choice] = []
     for choice in ranked:
         if hull and choice.cost == hull[-1].cost:
             continue
-        # A more expensive choice with more loss is useless.
+        # A choice that is more expensive and loses at least as much is useless.
         while hull and hull[-1].loss >= choice.loss:
             hull.pop()
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], choice):
@@ -58,10 +61,11 @@ def _slope(dear: Choice, cheap: Choice) -> float:
 
 
 def trade_off(layers: Mapping[str, list[Choice]]) -> list[Point]:
-    """The path from the most expensive assignment to the cheapest: each step takes the move that
-    loses least per byte saved.
+    """Return the path of assignments from the most expensive to the cheapest.
 
-    Every layer needs a choice. Deterministic: ties follow the order of ``layers``.
+    Each step changes the format of one layer: the one where the change loses least per byte saved.
+    Every layer needs at least one choice. The result is deterministic, because ties are resolved by
+    the order of ``layers``.
     """
     hulls = {layer: efficient(choices) for layer, choices in layers.items()}
     now = dict.fromkeys(layers, 0)
@@ -79,7 +83,7 @@ def trade_off(layers: Mapping[str, list[Choice]]) -> list[Point]:
         )
 
     path = [point()]
-    # Slopes rise along a hull, so sorting keeps each layer's moves in order.
+    # Slopes rise along a hull, so the sorted order keeps the moves of each layer in their order.
     for _, _, index, layer in sorted(moves):
         now[layer] = index
         path.append(point())

@@ -1,9 +1,9 @@
-"""Improves weights for a given format: smoothing, AWQ scaling and Hadamard rotation, in numpy.
+"""Changes weights so that a number format represents them better: smoothing, AWQ and rotation.
 
-Weights are ``w`` ``[K, N]``, used as ``x @ w``; their K input channels are scaled or rotated.
-Methods: SmoothQuant (arXiv:2211.10438), AWQ (arXiv:2306.00978), rotation as in QuaRot
-(arXiv:2404.00456). Scales are used as ``(x / scales) @ (scales[:, None] * w)``; the division is
-folded into the operator that produces x.
+A weight is a matrix ``w`` ``[K, N]``, used as ``x @ w``. Smoothing (SmoothQuant, arXiv:2211.10438)
+and AWQ (arXiv:2306.00978) multiply each of the K input channels by a scale: ``(x / scales) @
+(scales[:, None] * w)``. The division is folded into the operator that produces ``x``. Rotation
+multiplies the input channels by a Hadamard matrix, as in QuaRot (arXiv:2404.00456).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from dlm_calibration.errors import QuantisationError
 
 _SCALE_LIMIT = (
-    1e4  # scales stay within 1 / limit .. limit, because they are folded into fp16 weights
+    1e4  # Scales are clipped to 1 / limit .. limit, because they are folded into fp16 weights.
 )
 _LARGEST_ROTATION = 1024
 
@@ -23,16 +23,16 @@ _LARGEST_ROTATION = 1024
 def smooth_scales(
     activation_channel_amax: np.ndarray, weight_channel_amax: np.ndarray, alpha: float = 0.5
 ) -> np.ndarray:
-    """SmoothQuant's scale of each input channel: ``activation_amax ** alpha / weight_amax ** (1 -
-    alpha)``.
+    """SmoothQuant's scale of each input channel.
 
-    Channels with a zero range on either side get scale 1.
+    The scale is ``activation_amax ** alpha / weight_amax ** (1 - alpha)``. It is 1 for a channel
+    where the activations or the weights are all zero.
 
     Args:
         activation_channel_amax: Largest input magnitude per channel, ``[K]``.
         weight_channel_amax: Largest weight magnitude per channel, ``[K]``, over all matrices that
             read the input.
-        alpha: Strength, 0..1; default 0.5.
+        alpha: How much of the range moves from activations to weights, 0..1; default 0.5.
 
     Returns:
         fp32 ``[K]``, clipped to 1e-4..1e4.
@@ -69,20 +69,22 @@ def awq_scales(
     quantise: Callable[[np.ndarray], np.ndarray],
     grid: int = 20,
 ) -> tuple[np.ndarray, float, float]:
-    """AWQ's search for scales of the form ``mean|x| ** ratio``.
+    """Search for AWQ's scale of each input channel: the channel's mean input magnitude to the power
+    of a ratio.
 
-    Tries the ratios 0 (no scaling), 1 / grid .. 1; among equal losses the smaller ratio wins.
-    Channels that no input uses get scale 1.
+    All channels use the same ratio. The function tries the ratios 0 (no scaling), 1 / grid, 2 /
+    grid, up to 1, and takes the ratio with the smallest loss. Among equal losses, the smallest
+    ratio wins. Channels whose inputs are all zero get scale 1.
 
     Args:
         inputs: Calibration inputs ``[P, K]`` of each matrix.
         weights: Matrices ``[K, N]`` that share an input, such as q, k and v.
-        quantise: Returns a matrix quantised and dequantised.
-        grid: Number of steps, at least 1; default 20.
+        quantise: A function that quantises a matrix and returns it dequantised.
+        grid: Number of steps between ratio 0 and ratio 1, at least 1; default 20.
 
     Returns:
-        Scales fp32 ``[K]``, and the loss before and after: mean squared error of outputs, summed
-        over matrices.
+        The scales, fp32 ``[K]``, the loss without scales, and the loss with them. The loss is the
+            mean squared error of the outputs, summed over the matrices.
 
     Raises:
         QuantisationError: Shapes do not match, or the inputs are empty or not finite.
@@ -124,8 +126,8 @@ def awq_scales(
     for ratio in np.arange(1, grid + 1) / grid if is_live.any() else ():
         scales = np.ones(inputs[0].shape[1])
         scales[is_live] = magnitude[is_live] ** ratio
-        # Centred on 1, as in AWQ: a common factor does not affect rounding, but it affects fp16
-        # weights.
+        # As in AWQ, the scales are centred on 1. A common factor would not change the rounding, but
+        # it could take fp16 weights out of range.
         scales[is_live] /= np.sqrt(scales[is_live].max()) * np.sqrt(scales[is_live].min())
         candidate = np.clip(scales, 1 / _SCALE_LIMIT, _SCALE_LIMIT).astype(np.float32)
         candidate_loss = loss(candidate)
@@ -135,10 +137,11 @@ def awq_scales(
 
 
 def hadamard(size: int) -> np.ndarray:
-    """The orthonormal Hadamard matrix (Sylvester's, symmetric), fp32 ``[n, n]``.
+    """The orthonormal Hadamard matrix in Sylvester's construction, fp32 ``[n, n]``. The matrix is
+    symmetric.
 
-    n is the largest power of two that divides ``size``, at most 1024 (1 for odd sizes). Raises
-    ValueError if size < 1.
+    n is the largest power of two that divides ``size``, but at most 1024. For an odd size, n is 1.
+    Raises ValueError if size < 1.
     """
     if size < 1:
         raise ValueError(f"size {size} is not positive")
@@ -151,8 +154,10 @@ def hadamard(size: int) -> np.ndarray:
 
 
 def rotate(x: np.ndarray) -> np.ndarray:
-    """``x`` ``[..., K]`` with each run of n channels multiplied by ``hadamard(K)``, in fp32:
-    ``rotate(x) @ rotate_rows(w)`` equals ``x @ w``.
+    """Multiply each group of n neighbouring channels of ``x`` ``[..., K]`` by ``hadamard(K)``, in
+    fp32.
+
+    The product of the layer does not change: ``rotate(x) @ rotate_rows(w)`` equals ``x @ w``.
     """
     matrix = hadamard(x.shape[-1])
     blocks = np.asarray(x, dtype=np.float32).reshape(*x.shape[:-1], -1, len(matrix))
@@ -161,7 +166,9 @@ def rotate(x: np.ndarray) -> np.ndarray:
 
 
 def rotate_rows(w: np.ndarray) -> np.ndarray:
-    """``w`` ``[K, N]`` with ``hadamard(K)`` applied to each run of n rows, fp32; see ``rotate``."""
+    """Multiply each group of n neighbouring rows of ``w`` ``[K, N]`` by ``hadamard(K)``, in fp32;
+    see ``rotate``.
+    """
     matrix = hadamard(w.shape[0])
     blocks = np.asarray(w, dtype=np.float32).reshape(-1, len(matrix), w.shape[1])
     rotated: np.ndarray = (matrix @ blocks).reshape(w.shape)  # the matrix is its own transpose

@@ -1,9 +1,10 @@
-"""Calibration canvases: samples, randomly masked samples, or canvases of a denoiser's own runs.
+"""Makes calibration states, which are canvases to run a denoiser on, from samples.
 
-Masked states follow the forward process of masked diffusion (arXiv:2502.09992, section 2.1). Their
-mask ratios are stratified, so that every bucket has states. Trajectories are canvases of a run, on
-which the easy positions are already committed. The forward process hardly ever draws such canvases.
-Clean text is a third source.
+There are three kinds of state. A masked state is a sample with random mask tokens, as in the
+forward process of masked diffusion (arXiv:2502.09992, section 2.1). The mask ratios are stratified,
+so that every range of ratios gets states. A trajectory state is a canvas from a real generation,
+where the denoiser has already committed the easy positions. Random masking almost never produces
+such canvases. A clean state is the sample without mask tokens.
 """
 
 from __future__ import annotations
@@ -26,24 +27,27 @@ from dlm_calibration.samples import Sample
 if TYPE_CHECKING:
     pass
 
-MASK_RATIOS = tuple(round(0.05 + 0.1 * i, 2) for i in range(10))  # one per bucket of width 0.1
-TRAJECTORY_POINTS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)  # shares of a run's passes
+# The middle of each of ten buckets.
+MASK_RATIOS = tuple(round(0.05 + 0.1 * i, 2) for i in range(10))
+# Positions in a run: 0 is its first pass, 1 its last pass.
+TRAJECTORY_POINTS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 Source = Literal["masked", "trajectory", "clean"]
 SOURCES: tuple[Source, ...] = ("masked", "trajectory", "clean")
-MIX = (0.5, 0.4, 0.1)  # shares of SOURCES
+MIX = (0.5, 0.4, 0.1)  # default share of each of SOURCES
 PER_SAMPLE = 8
 
 Trajectories = Callable[[Sequence["Sample"]], Iterable[Sequence[np.ndarray]]]
 
 
-# --- States: canvases with masks ---
+# --- States ---
 
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """One canvas to run the denoiser on: int64 ``[L]``, with mask tokens.
+    """One canvas to run the denoiser on, int64 ``[L]``.
 
-    ``mask_ratio`` is the masked share of the positions after the prompt.
+    The canvas contains mask tokens unless ``source`` is "clean". ``mask_ratio`` is the share of
+    positions after the prompt that hold the mask token.
     """
 
     canvas: np.ndarray
@@ -53,21 +57,23 @@ class State:
 
     @property
     def bucket(self) -> int:
-        """0..9, the mask ratio in tenths rounded down (9 for a full mask); -1 for clean states."""
-        # The ratio is a quotient of small integers; 1e-9 exceeds its rounding error and is far less
-        # than one position.
+        """The mask ratio in tenths, rounded down: 0..9. A ratio of 1 is in bucket 9, and clean
+        states have bucket -1.
+        """
+        # The ratio is a quotient of small integers, so it may be slightly too small. Adding 1e-9
+        # corrects this error. It is far less than the difference that one position makes.
         return -1 if self.source == "clean" else min(9, math.floor(self.mask_ratio * 10 + 1e-9))
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Hash of the canvas and the prompt's length."""
+        """Hash of the canvas and of the prompt's length."""
         return hashlib.sha256(
             np.array([self.prompt_length, *self.canvas], "<i8").tobytes()
         ).hexdigest()
 
 
 def write_states(states: Sequence[State], path: Path) -> None:
-    """Write states to a file, atomically."""
+    """Write states to a file. The file appears only when it is complete."""
     arrays = {
         "tokens": np.concatenate([state.canvas for state in states]),
         "lengths": np.array([len(state.canvas) for state in states], np.int64),
@@ -82,7 +88,7 @@ def write_states(states: Sequence[State], path: Path) -> None:
 
 
 def read_states(path: Path) -> list[State]:
-    """Read a file of ``write_states``. Raises CalibrationError for any other file."""
+    """Read a file that ``write_states`` wrote. Raises CalibrationError for any other file."""
     names = ("tokens", "lengths", "prompt_lengths", "mask_ratios", "sources")
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -119,25 +125,28 @@ def make_states(
     mix: Sequence[float] = MIX,
     trajectories: Trajectories | None = None,
 ) -> Iterator[State]:
-    """Yield states of every sample, one at a time, the same for the same arguments.
+    """Yield calibration states of every sample, one at a time. Equal arguments give equal states.
 
-    A sample has at most one clean state, so ``mix=(0, 0, 1)`` gives one state per sample. Mask
-    ratios and trajectory points are used equally often over all samples.
+    A sample has at most one clean state, so ``mix=(0, 0, 1)`` gives one state per sample. Over all
+    samples together, each mask ratio and each trajectory point is used about equally often.
 
     Args:
         samples: The data.
         mask_token_id: The mask token.
-        pad_token_id: Pads completions to whole blocks within the canvas, as in training and
-            decoding; ``None`` does not pad.
-        block_length: Length of blocks; 0 does not pad.
+        pad_token_id: The token that pads a completion to a whole number of blocks, as training and
+            decoding do. A canvas never gets longer than ``max_canvas_length``. With ``None``,
+            completions are not padded.
+        block_length: Length of a block in tokens. With 0, completions are not padded.
         max_canvas_length: Longest canvas in tokens.
         seed: Seed of the random masks.
         per_sample: States per sample.
-        mix: Shares of ``SOURCES`` over all samples together.
-        trajectories: Called once with the samples that need runs; gives, for each in order, the
-            canvases after each pass of a run from its prompt. States are taken at
-            ``TRAJECTORY_POINTS``, from the canvas before the first pass to the last one with a mask
-            token. Without runs, or for runs that are too short, states are randomly masked.
+        mix: Share of each of ``SOURCES`` among the states of all samples together.
+        trajectories: A function that generates from prompts. It is called once, with the samples
+            that need trajectory states. For each of these samples, in order, it returns the
+            canvases after each pass. The states are taken from these canvases at
+            ``TRAJECTORY_POINTS``: point 0 is the canvas before the first pass, and point 1 is the
+            last canvas that has a mask token. Without this function, or where a run has too few
+            passes, randomly masked states take their place.
 
     Raises:
         CalibrationError: The mix is not valid, or a sample contains the mask token.
@@ -211,11 +220,11 @@ def mask_independently(
     rng: np.random.Generator,
     protected: int = 0,
 ) -> np.ndarray:
-    """Return a copy of ``tokens`` ``[L]`` with random mask tokens.
+    """Return a copy of ``tokens`` ``[L]`` where each position is masked independently.
 
-    Each position after the first ``protected`` ones is masked with probability ``mask_ratio``. At
-    least one position is masked. Raises ValueError if the ratio is outside (0, 1] or no position
-    can be masked.
+    Each position after the first ``protected`` positions is masked with probability ``mask_ratio``.
+    At least one position is masked. Raises ValueError if the ratio is outside (0, 1] or if all
+    positions are protected.
     """
     _check_maskable(tokens, mask_ratio, protected)
     is_masked = rng.random(len(tokens)) < mask_ratio
@@ -234,16 +243,16 @@ def mask_share(
 ) -> np.ndarray:
     """Return a copy of ``tokens`` ``[L]`` with a fixed number of random mask tokens.
 
-    The share ``mask_ratio`` of the positions after the first ``protected`` ones is masked, but at
-    least one position. The fixed number (arXiv:2502.09992, section 2.4) keeps short canvases in the
-    bucket of their mask ratio. Raises ValueError if the ratio is outside (0, 1] or
-    no position can be masked.
+    The number is the share ``mask_ratio`` of the positions after the first ``protected`` positions,
+    rounded, and at least 1. Because the number is fixed (arXiv:2502.09992, section 2.4), the real
+    mask ratio of a short canvas stays close to ``mask_ratio``. Raises ValueError if the ratio is
+    outside (0, 1] or if all positions are protected.
     """
     _check_maskable(tokens, mask_ratio, protected)
     positions = len(tokens) - protected
     count = max(
         1, math.ceil(mask_ratio * positions - 0.5)
-    )  # halves round down: 1.5 of 10 gives 1, in the bucket of 0.15
+    )  # Halves round down, so that the real ratio stays in its bucket: 1.5 of 10 positions gives 1.
     out = np.array(tokens, dtype=np.int64)
     out[protected + rng.choice(positions, size=count, replace=False)] = mask_token_id
     return out
@@ -252,7 +261,9 @@ def mask_share(
 def random_tokens(
     length: int, vocab_size: int, excluded: tuple[int, ...], rng: np.random.Generator
 ) -> np.ndarray:
-    """``length`` ids drawn uniformly from the vocabulary without the excluded ones, int64."""
+    """Draw ``length`` token ids uniformly from the vocabulary, int64. The ids in ``excluded`` are
+    never drawn.
+    """
     allowed = np.setdiff1d(np.arange(vocab_size), np.array(excluded, dtype=np.int64))
     return rng.choice(allowed, size=length).astype(np.int64)
 
@@ -265,8 +276,9 @@ def _check_maskable(tokens: np.ndarray, mask_ratio: float, protected: int) -> No
 
 
 def _rounds(values: Sequence[float], rng: np.random.Generator) -> Iterator[float]:
-    """The values in endless rounds, shuffled anew in each round, so no value coincides with every
-    n-th sample.
+    """Yield the values forever. Each round yields every value once, in a new random order.
+
+    The order changes so that no value always falls on the same samples.
     """
     while True:
         for i in rng.permutation(len(values)):
@@ -274,8 +286,10 @@ def _rounds(values: Sequence[float], rng: np.random.Generator) -> Iterator[float
 
 
 def _alternating(shares: Sequence[float]) -> Iterator[int]:
-    """Endless indices; the count of each stays as close to its share as integers allow, at any
-    time.
+    """Yield indices of ``shares`` forever, so that each index occurs in proportion to its share.
+
+    At any time, the number of times that an index has occurred is as close to its share as integers
+    allow.
     """
     owed = [0.0] * len(shares)
     while True:
@@ -288,7 +302,10 @@ def _alternating(shares: Sequence[float]) -> Iterator[int]:
 def pad_to_blocks(
     sample: Sample, pad_token_id: int | None, block_length: int, max_canvas_length: int
 ) -> np.ndarray:
-    """The sample's tokens ``[L]``, with a completion padded to whole blocks or to the canvas's end."""
+    """The sample's tokens ``[L]``, where a completion is padded to a whole number of blocks.
+
+    The result is not padded beyond ``max_canvas_length``.
+    """
     if sample.answer is None or block_length < 1 or pad_token_id is None:
         return sample.tokens
     blocks = -(-(len(sample.tokens) - sample.prompt_length) // block_length)
@@ -301,8 +318,8 @@ def pad_to_blocks(
 def _pass_inputs(
     canvases: Sequence[np.ndarray], mask_token_id: int, prompt_length: int
 ) -> list[np.ndarray]:
-    """The canvas before each pass of a run: the initial one, then those that still contain a mask
-    token.
+    """The canvases that went into the passes of a run: the initial canvas, then each canvas that
+    still contains a mask token.
     """
     inputs = [canvas for canvas in canvases if (canvas == mask_token_id).any()]
     if not len(canvases):
@@ -315,9 +332,12 @@ def _pass_inputs(
 def _next_pass(
     count: int, taken: set[int], uses: np.ndarray, rng: np.random.Generator
 ) -> int | None:
-    """Index of an unused pass among a run's ``count``, at the least used trajectory point, or ``None``.
+    """Choose a pass of a run for the next trajectory state; returns its index among ``count``
+    passes.
 
-    Updates ``taken`` and ``uses``, int64 counts per point.
+    The trajectory points are tried in turn, the least used point first. The first point whose pass
+    is not in ``taken`` is chosen. Returns ``None`` if there is no such point. Updates ``taken`` and
+    ``uses``, which counts the states per point (int64).
     """
     for point in np.lexsort((rng.random(len(uses)), uses)) if count else ():
         index = round(TRAJECTORY_POINTS[point] * (count - 1))

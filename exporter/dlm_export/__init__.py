@@ -1,4 +1,6 @@
-"""dlm-export: diffusion language model checkpoints to bundles that run without Python's model code."""
+"""dlm-export: exports checkpoints of diffusion language models to bundles, which run without
+Python's model code.
+"""
 
 import os
 

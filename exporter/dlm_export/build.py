@@ -1,4 +1,4 @@
-"""Builds a bundle from a checkpoint, stage by stage."""
+"""Builds a bundle from a checkpoint or from an unquantised bundle, stage by stage."""
 
 from __future__ import annotations
 
@@ -36,20 +36,24 @@ from dlm_export.tensorrt.engine import Built
 
 __all__ = ["BuildOptions", "BuildReport", "QuantiseOptions", "build", "build_from"]
 
-SMALL_FILES_BYTES = 32 << 20  # upper bound for graph, tokenizer, manifest, report
+SMALL_FILES_BYTES = 32 << 20  # upper bound of the graph, tokenizer, manifest and report together
 
 
 @dataclass(frozen=True)
 class BuildReport:
-    """Result of a build: seconds per stage, bytes per file, and parity, if it was checked."""
+    """The result of a build.
+
+    It has the seconds of each stage, the bytes of each file, and parity if it was checked.
+    """
 
     output: Path
     network: NetworkSpec
     precision: str
     simulated: bool
     kernels: dict[str, Any] | None
-    """Calls of native kernels, and modules with plain operators and the reason (``Fused.as_dict``);
-    ``None`` for GPUs.
+    """Which modules call native kernels, and which use plain operators and why (``Fused.as_dict``).
+
+    It is ``None`` for GPUs.
     """
     stages_s: dict[str, float]
     files_bytes: dict[str, int]
@@ -58,12 +62,13 @@ class BuildReport:
     threshold: Refit | None
     levels: Levels | None
     cache: dict[str, Any] | None
-    """The cost of rounding keys and values in the cache (``rounded_cache.judge_cache``); ``None`` if
-    they are not rounded.
+    """What rounding the keys and values in the cache costs (``rounded_cache.judge_cache``).
+
+    It is ``None`` if they are not rounded.
     """
     curve: list[CurvePoint]
     tuning: Tuning | None
-    """The times that the curve is based on, if any."""
+    """The measured times that the curve is based on, if any."""
     engines: list[Built]
     deferred: dict[str, str]
     """Target -> the command that builds its engine on the device."""
@@ -102,14 +107,14 @@ def build(
     hub: Hub | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
-    """Build a bundle from a checkpoint folder or an unquantised bundle. A failed build leaves
-    nothing behind.
+    """Build a bundle from a checkpoint folder or an unquantised bundle. A failed build leaves no
+    files behind.
 
     Args:
         source_path: The checkpoint or bundle.
         output: Folder of the new bundle.
         options: What to build; ``None`` builds an fp32 bundle for the CPU.
-        overrides: Values that the checkpoint lacks or has wrong.
+        overrides: Values to use where those of the checkpoint are missing or wrong.
         hub: Where the checkpoint was fetched from, for the manifest; ``None`` for a folder.
         progress: Receives the stages.
 
@@ -118,10 +123,10 @@ def build(
 
     Raises:
         CheckpointError, TargetError, RecipeError, CalibrationError, OutputError, EngineError,
-            DeviceError, ResumeError, MemoryLimitError: the bundle cannot be built.
+            DeviceError, ResumeError, MemoryLimitError: The bundle cannot be built.
         ParityError: The finished bundle differs from torch.
-        AccuracyError: It misses a budget.
-        AuditError: An engine's formats are not the requested ones.
+        AccuracyError: The bundle exceeds an accuracy budget.
+        AuditError: The formats of an engine are not the requested ones.
     """
     request, stages = check_request(options or BuildOptions()), Stages(progress)
     stages.progress.start("read source", 1)
@@ -137,14 +142,14 @@ def build_from(
     *,
     progress: Progress | None = None,
 ) -> BuildReport:
-    """``build`` from an open source."""
+    """``build`` for a source that is open already."""
     return _make(
         check_job(check_request(options or BuildOptions()), source), output, Stages(progress)
     )
 
 
 def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
-    """Run the stages in order."""
+    """Run the stages of the build in order."""
     request, source = job.request, job.source
     check_outside(output, source.path)
     kept = request.options.resume
@@ -152,7 +157,7 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
         raise work.ResumeError(
             f"--resume {kept}: is inside the new bundle, which is replaced as a whole; choose another folder"
         )
-    # An engine contains the weights once more.
+    # Each engine contains a further copy of the weights.
     needed = (1 + len(request.builders)) * (
         write.data_bytes(source.network, job.base, job.formats, table_dtype(job).itemsize)
         + SMALL_FILES_BYTES
@@ -189,8 +194,8 @@ def _make_manifest(
     precision = {"name": job.base} if quantised is None else quantised.precision_record()
     if written.embedding_dtype is not None:
         precision["embedding_dtype"] = written.embedding_dtype
-    # A graph for a GPU is judged as written: a CPU kernel must not interpret its integers
-    # differently.
+    # A graph for a GPU is judged on the CPU in floating point, as it is written. Otherwise, kernels
+    # of the CPU could compute its integers in another way.
     is_simulated = quantised is not None and (request.on_gpu or quantised.is_simulated_on_cpu)
     return make_manifest(
         source.network,
@@ -221,7 +226,7 @@ def _make_manifest(
 def _build_engines(
     job: Job, folder: Path, manifest: Mapping[str, Any], hashed: Mapping[str, Any], stages: Stages
 ) -> list[Built]:
-    """Build an engine for every target that can be built here."""
+    """Build the engine of every target whose engine this machine can build."""
     request, made = job.request, []
     for target in request.targets:
         if target.name in request.builders:
@@ -247,7 +252,7 @@ def _build_engines(
 def _write_proof(
     proof: Proof, folder: Path, manifest: Mapping[str, Any], hashed: Mapping[str, Any]
 ) -> None:
-    """Write accuracy.json, and the report if the bundle was judged."""
+    """Write accuracy.json. If the bundle was judged, write the report too."""
     (folder / ACCURACY_FILE).write_text(json.dumps(proof.record, indent=1, allow_nan=False) + "\n")
     if proof.judgement is not None:
         sizes = {name: entry["bytes"] for name, entry in hashed.items()}
@@ -276,7 +281,7 @@ def _report(
     if job.source.has_effort and levels is None:
         warnings.append(
             f"the effort levels of {job.source.path} were fitted to it and are not in this bundle: "
-            f"`dlm-export effort {output} --data FILE` fits some"
+            f"`dlm-export effort {output} --data FILE` fits new ones"
         )
     warnings += [
         f"TensorRT, {built.target}: {warning}" for built in engines for warning in built.warnings

@@ -1,8 +1,8 @@
-"""The GPUs that bundles can be built for by name, one record each, with the sources of its figures.
-To add a device, add a record.
+"""The GPUs that bundles can be built for by name, with their figures and the sources of these.
 
-A vendor's GB counts as 10**9 bytes, at most what drivers report. Rates are dense, without sparsity;
-rates published only as sparse are halved, with a comment.
+To add a device, add a record. One GB of a vendor is counted as 10**9 bytes, which is at most what
+the driver reports. Rates are dense, which means without sparsity. If a vendor publishes only the
+rate with sparsity, the record has half of it, and a comment says so.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU by name; ``None`` and missing keys mean that no source gives the figure.
+    """A GPU that has a name. ``None`` and missing keys mean that no source gives the figure.
 
-    ``sm`` is the compute capability (89 is 8.9). ``tera`` has its rates in 10**12 operations per
-    second for fp16, int8, int4, fp8, nvfp4; ``derived`` explains rates that no source gives
-    directly. ``is_shared``: the host's programs use the same memory.
+    - ``sm``: the compute capability; 89 is 8.9.
+    - ``is_shared``: programs on the CPU use the same memory.
+    - ``tera``: rates in 10**12 operations per second, for fp16, int8, int4, fp8 and nvfp4.
+    - ``derived``: explains rates that no source gives directly.
     """
 
     name: str
@@ -61,8 +62,8 @@ DEVICES = (
         is_shared=True,
         tera={"fp16": 17, "int8": 33},
     ),
-    # Its 157 sparse TOPS include the two DLAs, which engines here do not use; no page gives the
-    # GPU's part.
+    # The published rate, 157 sparse TOPS, includes the two DLAs, which the engines here do not use.
+    # No page says how much of it the GPU has.
     Device(
         "orin-nx",
         87,
@@ -72,9 +73,9 @@ DEVICES = (
         gb_per_s=102.4,
         is_shared=True,
     ),
-    # int8: the GPU's part of 275 TOPS at MAXN, published as sparse (170 in the brief, which
-    # rounds). fp16: by the brief a tensor core makes 16 fp16 products in the time of 32 int8
-    # products, and Orin Nano's two published rates have the same ratio.
+    # int8: the GPU's part of 275 TOPS at MAXN, published as sparse. (The brief says 170, which is
+    # rounded.) fp16: according to the brief, a tensor core computes 16 fp16 products in the time of
+    # 32 int8 products. The two published rates of the Orin Nano have the same ratio.
     Device(
         "agx-orin",
         87,
@@ -84,7 +85,9 @@ DEVICES = (
         gb_per_s=204.8,
         is_shared=True,
         tera={"fp16": 171 / 4, "int8": 171 / 2},
-        derived={"fp16": "half of int8's: an Ampere tensor core makes half as many products of it"},
+        derived={
+            "fp16": "half of int8's: an Ampere tensor core computes half as many fp16 products"
+        },
     ),
     Device(
         "rtx4090",
@@ -133,7 +136,7 @@ DEVICES = (
         gb_per_s=4800,
         tera={"fp16": 1979 / 2, "int8": 3958 / 2, "fp8": 3958 / 2},
     ),
-    # Published for eight GPUs; nvfp4 is dense, the others are sparse.
+    # The rates are published for eight GPUs. The rate of nvfp4 is dense, the others are sparse.
     Device(
         "b200",
         100,
@@ -143,7 +146,8 @@ DEVICES = (
         gb_per_s=64000 / 8,
         tera={"fp16": 36000 / 16, "int8": 72000 / 16, "fp8": 72000 / 16, "nvfp4": 72000 / 8},
     ),
-    # The same; the memory is 2.1 TB for eight, although 288 GB are installed.
+    # The rates are published for eight GPUs. The rate of nvfp4 is dense, the others are sparse. The
+    # memory available is 2.1 TB for eight GPUs, although 288 GB are installed in each.
     Device(
         "b300",
         103,

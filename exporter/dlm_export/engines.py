@@ -1,6 +1,7 @@
-"""The two TensorRT variants that build and run engines, one record each.
+"""The two TensorRT variants that can build and run engines.
 
-``name`` is used in the manifest, the native library and ``--builder``; ``kind`` is used by targets.
+The manifest, the native library and ``--builder`` refer to a variant by its ``name``; targets refer
+to it by its ``kind``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EngineBuilder:
-    """``modules``: alternative Python packages; ``libraries``: run its engines, newest first."""
+    """One TensorRT variant.
+
+    ``modules`` are the Python packages that can build engines; any one of them is enough.
+    ``libraries`` are the shared libraries that can run its engines, newest first.
+    """
 
     name: str
     kind: str

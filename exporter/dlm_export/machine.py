@@ -1,4 +1,4 @@
-"""This machine: processor, memory, GPU, and the engines that it can build."""
+"""Describes this machine: its processor, memory and GPU, and the engines that it can build."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlm_export.targets import Target
 
 @dataclass(frozen=True)
 class Builders:
-    """Installed packages that can build or run engines, and the SM of the GPU."""
+    """Which packages are installed that can build or run engines, and the SM of the GPU."""
 
     onnxruntime: bool
     rtx: bool
@@ -25,15 +25,16 @@ class Builders:
 
 
 def builders_here() -> Builders:
-    """Those of this machine. Imports none of the packages."""
+    """Find the ``Builders`` of this machine, without importing the packages."""
     rtx, tensorrt = (any(map(find_spec, builder.modules)) for builder in (RTX, TENSORRT))
     return Builders(bool(find_spec("onnxruntime")), rtx, tensorrt, device_sm())
 
 
 def engine_here(target: Target, here: Builders | None = None) -> tuple[bool, str]:
-    """Check if this machine can build the target's engine now, and say how, or how else.
+    """Check whether this machine can build the target's engine now.
 
-    Imports no builder. ``here`` replaces this machine.
+    The text says how the engine is built here, or what to do instead. ``here`` describes another
+    machine, or this one if it is ``None``. No builder is imported.
     """
     here = here or builders_here()
     if target.sm is None:
@@ -56,18 +57,21 @@ def engine_here(target: Target, here: Builders | None = None) -> tuple[bool, str
 
 
 def reported_sms(sm: int) -> tuple[int, ...]:
-    """SMs that the driver of such a device may report: CUDA before 13 reports Thor as 10.1."""
+    """SMs that the driver of a device may report. CUDA before version 13 reports Thor as 10.1
+    instead of 11.0.
+    """
     return (110, 101) if sm == 110 else (sm,)
 
 
 def device_sm() -> int | None:
-    """SM of the first GPU, from libcuda, or ``None`` without driver or GPU."""
+    """SM of the first GPU according to libcuda, or ``None`` if there is no driver or no GPU."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    # CUdevice_attribute: 75 and 76 are the compute capability, major and minor. 0 is CUDA_SUCCESS.
+    # 75 and 76 are the values of CUdevice_attribute for the major and minor compute capability. 0
+    # is CUDA_SUCCESS, so these calls stop at the first error.
     failed = (
         cuda.cuInit(0)
         or cuda.cuDeviceGet(ctypes.byref(device), 0)
@@ -78,7 +82,7 @@ def device_sm() -> int | None:
 
 
 def _processor() -> str:
-    """The first processor's name in Linux; empty if unknown."""
+    """Linux's name of the first processor, or an empty string if it is unknown."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text(errors="replace").splitlines() if info.is_file() else []:
         if line.startswith("model name"):
@@ -87,8 +91,9 @@ def _processor() -> str:
 
 
 def this_machine() -> dict[str, Any]:
-    """This machine: processor, cores, memory in bytes, SM of its GPU, ONNX Runtime's version and
-    library; ``None`` if missing.
+    """Describe this machine: its processor, memory, GPU, and ONNX Runtime.
+
+    A value is ``None`` if the machine lacks the thing.
     """
     from importlib import metadata
 

@@ -1,4 +1,4 @@
-"""Memory of this machine and process: available, in use, and returned to the system."""
+"""Measures the memory of this machine and process, and returns freed memory to the system."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def _trim() -> Callable[[int], int] | None:
 
 
 def give_back() -> None:
-    """Return freed heap pages to the system, with glibc; does nothing elsewhere.
+    """Return freed heap pages to the system. This needs glibc; with other C libraries it does
+    nothing.
 
-    Reading a checkpoint tensor by tensor fragments the heap, by a fifth of the denoiser's size at 1
-    B parameters.
+    Reading a checkpoint one tensor at a time fragments the heap. For a denoiser of 1 B parameters,
+    the unused pages amount to a fifth of its size.
     """
     trim = _trim()
     if trim is not None:
@@ -42,7 +43,9 @@ def resident_bytes() -> int:
 
 
 def available_memory_bytes() -> int | None:
-    """Memory that a new program may use without swapping, by Linux, or ``None`` if unknown."""
+    """Memory that a new program may use without swapping, as Linux estimates it. ``None`` if it is
+    unknown.
+    """
     info = Path("/proc/meminfo")
     for line in info.read_text().splitlines() if info.is_file() else []:
         if line.startswith("MemAvailable:"):
@@ -51,8 +54,10 @@ def available_memory_bytes() -> int | None:
 
 
 def check_host_memory(needed: int, holder: str, instead: str) -> None:
-    """Raises DlmError if this machine is known to have less than ``needed`` bytes; ``holder`` says
-    what they are for.
+    """Raises DlmError if this machine has fewer than ``needed`` bytes of available memory.
+
+    ``holder`` says what the memory is for, and ``instead`` what the user can do. If the available
+    memory is unknown, the check passes.
     """
     available = available_memory_bytes()
     if available is not None and needed > available:

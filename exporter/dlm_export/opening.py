@@ -24,4 +24,6 @@ class Opening:
 
 
 ON_CPU = Opening(engine="onnxruntime")
-"""Runs any bundle's graph on the CPU, also a bundle for GPUs."""
+"""Opens a bundle with ONNX Runtime on the CPU. This works for every bundle, even for one made for
+GPUs.
+"""

@@ -1,13 +1,15 @@
-"""Writes output atomically: it is claimed while it is made, then moved into place in one step.
+"""Writes output atomically. New output is made in a temporary folder and moved into place in one
+step.
 
-While a process writes ``NAME``, the folder ``.NAME.dlm-export`` beside it is the claim. It contains
-the unfinished output and ``owner``, a file with the process's number, which is locked (flock) as
-long as the process lives. If the process is killed, the lock ends but the folder stays. The next
-process that writes ``NAME`` can therefore tell abandoned claims from active ones, and clears them.
+While a process writes ``NAME``, the temporary folder is ``.NAME.dlm-export`` in the same parent
+folder. It is called the claim. It contains the unfinished output and a file ``owner`` with the
+process's number. The process keeps ``owner`` locked (flock) as long as it lives. If the process is
+killed, the system releases the lock but the folder remains. The next process that writes ``NAME``
+can therefore tell abandoned claims from active ones, and removes the contents of abandoned ones.
 
-The move uses renameat2(2): RENAME_NOREPLACE for new output, RENAME_EXCHANGE to replace old output.
-The path thus always has either the old or the new output; the old one is then deleted from the
-claim.
+The move uses renameat2(2): RENAME_NOREPLACE for new output, and RENAME_EXCHANGE to replace old
+output. At any time, the path thus has either the old or the complete new output. After an exchange
+the old output is in the claim, and is deleted there.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from pathlib import Path
 from dlm_runtime.errors import DlmError, ExitCode
 
 OWNER, NEW, OLD = "owner", "new", "old"
-"""Entries of a claim: the locked file, the unfinished output, and the replaced output if it could
-not be exchanged.
+"""Entries of a claim: the locked file, the unfinished output, and the replaced output on a file
+system that cannot exchange two paths.
 """
 
 _AT_FDCWD = -100
@@ -39,11 +41,13 @@ _Look = dict[str, tuple[int, ...]]
 
 
 class OutputError(DlmError):
-    """Output cannot be written: no space, no permission, or another process is writing it."""
+    """Raised if output cannot be written: no space, no permission, or another process is writing
+    it.
+    """
 
 
 class TakenError(OutputError):
-    """The existing output must not be replaced."""
+    """Raised if output exists already and must not be replaced."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -52,20 +56,22 @@ class TakenError(OutputError):
 def claimed(
     output: Path, *, force: bool, kept_because: Callable[[Path], str | None], needed_bytes: int = 0
 ) -> Iterator[Path]:
-    """Yield a path for a new file or folder, which becomes ``output`` if the block succeeds, and is
-    deleted otherwise.
+    """Yield a path where the block writes a new file or folder.
+
+    If the block succeeds, the new file or folder becomes ``output``. Otherwise it is deleted.
 
     Args:
         output: Final path.
         force: Replace existing output.
-        kept_because: Says why an existing path must never be replaced, or ``None`` if ``force`` may
-            replace it.
-        needed_bytes: Disk space to check for.
+        kept_because: A function that says why an existing path must never be replaced. It returns
+            ``None`` if ``force`` may replace the path.
+        needed_bytes: Disk space that must be free.
 
     Raises:
         TakenError: Existing output must not be replaced.
-        OutputError: Another process is writing there, the disk is full or fails, or the existing
-            output changed meanwhile; it is then left alone.
+        OutputError: Another process is writing there, or the disk is full or fails. Also raised if
+            another process has changed the existing output in the meantime; that output is then
+            kept.
     """
     output = Path(os.path.abspath(output))
     _check(output, force, kept_because)
@@ -74,7 +80,8 @@ def claimed(
         output.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(output.parent).free
     except OSError as err:
-        is_wrong = isinstance(err, (FileExistsError, NotADirectoryError))  # a file is in the way
+        # A file is where a folder is needed.
+        is_wrong = isinstance(err, (FileExistsError, NotADirectoryError))
         raise (TakenError if is_wrong else OutputError)(
             f"{output}: cannot write there ({err.strerror})"
         ) from err
@@ -85,7 +92,8 @@ def claimed(
                 f"{output}: needs {needed_bytes:,} bytes of disk, only {free:,} are free"
             )
         claim = held.enter_context(_claim(output))
-        # Check again under the claim, which may have restored output after a kill.
+        # Check again now that this process holds the claim: taking the claim may have restored
+        # output of a process that was killed.
         _check(output, force, kept_because)
         try:
             before = _look(output)
@@ -105,7 +113,7 @@ def claimed(
 
 
 def claimed_file(output: Path, *, force: bool) -> contextlib.AbstractContextManager[Path]:
-    """``claimed`` for a file; ``force`` allows replacing a file, but nothing else."""
+    """``claimed`` for a file. ``force`` allows replacing a regular file, and nothing else."""
     return claimed(
         output,
         force=force,
@@ -116,7 +124,10 @@ def claimed_file(output: Path, *, force: bool) -> contextlib.AbstractContextMana
 
 
 def check_outside(output: Path, *sources: Path) -> None:
-    """Raises TakenError if ``output`` is one of the ``sources`` or inside one; follows links."""
+    """Raises TakenError if ``output`` is one of the ``sources`` or is inside one of them.
+
+    Symbolic links are followed.
+    """
     for source in sources:
         wanted, read = output.resolve(), source.resolve()
         if wanted == read:
@@ -129,12 +140,14 @@ def check_outside(output: Path, *sources: Path) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yield a path beside ``path`` to write, which replaces ``path`` if the block succeeds. For our
-    own files only.
+    """Yield a path next to ``path``. If the block succeeds, the file written there replaces
+    ``path``.
+
+    Use this for files that belong to dlm-export only, because ``path`` is replaced without a check.
     """
     new = path.with_name(f"{path.name}.new")
     try:
-        new.unlink(missing_ok=True)  # a symbolic link there would be followed
+        new.unlink(missing_ok=True)  # writing would follow a symbolic link
         yield new
         os.replace(new, path)
     finally:
@@ -143,8 +156,9 @@ def replaced(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a bundle's folder, so that no other process changes or replaces it. Raises OutputError
-    if it is locked.
+    """Lock a bundle's folder, so that no other process changes or replaces it.
+
+    Raises OutputError if another process has locked it.
     """
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -154,7 +168,8 @@ def locked(folder: Path) -> Iterator[None]:
         raise OutputError(
             f"{folder}: another dlm-export is changing it. Wait for it, and try again."
         ) from err
-    except OSError:  # a file system without locks; changes are detected when moving
+    # The file system has no locks. Changes by others are still detected when output is moved.
+    except OSError:
         pass
     try:
         if not os.path.samestat(os.fstat(held), os.stat(folder)):
@@ -185,7 +200,9 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 @contextlib.contextmanager
 def _claim(output: Path) -> Iterator[Path]:
-    """Hold the claim of ``output``, cleared of a killed process's leftovers, within the block."""
+    """Hold the claim of ``output`` within the block. Files that a killed process left in the claim
+    are removed first.
+    """
     claim = output.with_name(f".{output.name}.dlm-export")
     try:
         owner = _take(claim, output)
@@ -198,17 +215,20 @@ def _claim(output: Path) -> Iterator[Path]:
         _clear(claim, NEW, OLD)
         yield claim
     finally:
-        _clear(claim, NEW)  # old output that could not be restored stays, as the message says
+        # Old output that could not be restored is kept, as the error message says.
+        _clear(claim, NEW)
         if not os.path.lexists(claim / OLD):
-            os.unlink(claim / OWNER)  # last, because a folder without it is never cleared
+            # Removed last, because a claim without this file is never cleared.
+            os.unlink(claim / OWNER)
             with contextlib.suppress(OSError):  # another process is using it already
                 os.rmdir(claim)
         os.close(owner)
 
 
 def _take(claim: Path, output: Path) -> int:
-    """Create the claim, or take over an abandoned one; returns ``owner``, open and locked. Raises
-    OutputError, OSError.
+    """Create the claim, or take over an abandoned one. Returns the file ``owner``, open and locked.
+
+    Raises OutputError, OSError.
     """
     while True:
         try:
@@ -228,7 +248,7 @@ def _take(claim: Path, output: Path) -> int:
                 claim / OWNER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
             )
         except FileNotFoundError:
-            continue  # its owner has finished and removed it
+            continue  # the owner has finished and removed the claim
         try:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as err:
@@ -239,8 +259,9 @@ def _take(claim: Path, output: Path) -> int:
                 f"{output}: {who} is writing it. Wait for it, or choose another name."
             ) from err
         except OSError as err:
-            # No locks, as on some network file systems. Only one process can create a claim, but an
-            # existing one may be active or abandoned, so it is not cleared.
+            # The file system has no locks, which is true of some network file systems. Creating a
+            # claim is safe there, because only one process can create it. A claim that exists
+            # already may be active or abandoned, so it is not taken over.
             if not is_new:
                 os.close(owner)
                 raise OutputError(
@@ -254,11 +275,11 @@ def _take(claim: Path, output: Path) -> int:
                 return owner
         except FileNotFoundError:
             pass
-        os.close(owner)  # the claim was removed before it was locked
+        os.close(owner)  # another process removed the claim before this one locked it
 
 
 def _clear(claim: Path, *names: str) -> None:
-    """Remove unfinished or replaced output from a claim, and nothing else."""
+    """Remove the entries ``names`` from a claim."""
     for path in (claim / name for name in names):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -270,14 +291,15 @@ def _clear(claim: Path, *names: str) -> None:
 
 
 def _place(new: Path, output: Path, before: _Look | None) -> None:
-    """Move ``new`` to ``output``, if that is still in the state ``before``; the replaced output is
-    then at ``new``.
+    """Move ``new`` to ``output``, provided that ``output`` has not changed since ``before`` was
+    recorded.
 
-    Raises OutputError if other output is there, which stays.
+    Replaced output is then at the path ``new``. Raises OutputError if another process has written
+    ``output`` in the meantime. Its output is then kept.
     """
     lost = f"{output}: another process wrote there meanwhile. Its output was left alone, and the new one was discarded."
     if not os.path.lexists(output):
-        before = None  # the old output was deleted on purpose
+        before = None  # someone has deleted the old output, so nothing is replaced
     if before is None:
         try:
             _move(new, output)
@@ -289,21 +311,21 @@ def _place(new: Path, output: Path, before: _Look | None) -> None:
     ours = os.lstat(new)
     try:
         _exchange(new, output)
-    finally:  # also after Ctrl-C: the replaced output is deleted soon
+    finally:  # This must run after Ctrl-C too, because the replaced output is deleted soon.
         if not os.path.samestat(os.lstat(new), ours) and _look(new) != before:
             _exchange(new, output)
             raise OutputError(lost)
 
 
 def _move(source: Path, to: Path) -> None:
-    """Rename to a path that does not exist. Raises FileExistsError."""
+    """Rename ``source`` to a path that does not exist. Raises FileExistsError if it does."""
     try:
         _renameat2(source, to, _NOREPLACE)
     except OSError as err:
         if err.errno not in _NOT_OFFERED:
             raise
-        # Next best: renaming a folder can replace only an empty folder; for a file there is a short
-        # race.
+        # The next best method. Renaming a folder can replace an empty folder and nothing else. For
+        # a file, another process may create the path between this check and the renaming.
         if os.path.lexists(to):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(to)) from err
         os.rename(source, to)
@@ -316,19 +338,22 @@ def _exchange(source: Path, to: Path) -> None:
     except OSError as err:
         if err.errno not in _NOT_OFFERED:
             raise
-        # Two renames, between which the path does not exist. After a kill there, the next claim
-        # restores it.
+        # Two renames. Between them the path does not exist. If the process is killed there, the
+        # next claim restores the old output.
         aside = source.parent.with_name(OLD)
         try:
             os.rename(to, aside)
             os.rename(source, to)
-        finally:  # also after Ctrl-C between the renames
+        finally:  # runs after Ctrl-C between the renames too
             if os.path.lexists(aside):
                 os.rename(aside, to if os.path.lexists(source) else source)
 
 
 def _renameat2(source: Path, to: Path, flags: int) -> None:
-    """renameat2(2), in glibc since 2.28. Raises OSError; ENOSYS if the C library lacks it."""
+    """Call renameat2(2), which glibc has since version 2.28.
+
+    Raises OSError, with ENOSYS if the C library lacks the function.
+    """
     try:
         function = _LIBC.renameat2
     except AttributeError:
@@ -339,7 +364,9 @@ def _renameat2(source: Path, to: Path, flags: int) -> None:
 
 
 def _look(path: Path) -> _Look | None:
-    """The state of a path: identity, size and time of its files, or ``None`` if it does not exist."""
+    """Record the state of a path: the identity, size and time of each of its files. ``None`` if
+    there is no such path.
+    """
     if not os.path.lexists(path):
         return None
     found = {"": _mark(path)}

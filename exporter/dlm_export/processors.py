@@ -1,4 +1,4 @@
-"""The native runtime's CPU kernels by instruction set, and which of them run here."""
+"""The CPU kernels of the native runtime by instruction set, and which of them this machine can run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dlm_runtime.abi import native as _native
 
 @dataclass(frozen=True)
 class KernelSet:
-    """Kernels for one instruction set.
+    """The kernels for one kind of processor.
 
-    ``codes`` multiply quantised rows by INT8 and INT4 weights; ``floats`` compute NVFP4 layers,
-    attention and candidates.
+    ``codes`` is the instruction set that multiplies quantised rows by INT8 and INT4 weights.
+    ``floats`` is the one that computes NVFP4 layers, attention and candidates.
     """
 
     name: str
@@ -23,7 +23,9 @@ class KernelSet:
 
     @property
     def instructions(self) -> dict[str, str]:
-        """Instruction set per format of a linear layer, and for attention and candidates."""
+        """The instruction set used for each format of a linear layer, for attention, and for
+        candidates.
+        """
         codes, floats = self.codes, self.floats
         return {
             "int8": codes,
@@ -41,11 +43,14 @@ KERNEL_SETS = (
     KernelSet("avx2", "Haswell, Zen and later", "AVX2", "AVX2"),
     KernelSet("neon-dotprod", "Arm v8.2 with dot products", "NEON dot", "NEON"),
 )
-"""Fastest first per architecture. $DLM_KERNELS accepts their names."""
+"""For each architecture, the fastest set comes first. $DLM_KERNELS accepts these names."""
 
 
 def list_kernels() -> list[dict[str, Any]]:
-    """Plain values of each of ``KERNEL_SETS``; ``refusal``: why it does not run here, or ``None``."""
+    """Describe each of ``KERNEL_SETS`` in plain values.
+
+    ``refusal`` is the reason why the set does not run on this machine, or ``None`` if it does.
+    """
     here = _native.kernel_sets()
     return [
         {

@@ -1,4 +1,4 @@
-"""Progress of long commands, and the time of their stages."""
+"""Reports the progress of long commands, and measures the time of their stages."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Receives stages, each with a number of units of work."""
+    """Receives the progress of a command, which consists of stages. Each stage has a number of
+    units of work.
+    """
 
     def start(self, stage: str, total: int) -> None:
-        """Start a stage of ``total`` units; the previous stage has ended."""
+        """Start a stage of ``total`` units. The previous stage has then ended."""
 
     def advance(self, units: int = 1) -> None:
-        """Report finished units of the current stage."""
+        """Report that units of the current stage are finished."""
 
 
 class Silent:
-    """Progress that is not shown."""
+    """Discards progress."""
 
     def start(self, stage: str, total: int) -> None: ...
 
@@ -27,8 +29,9 @@ class Silent:
 
 
 class Stages:
-    """Reports stages to ``progress`` as they begin, and keeps the ``seconds`` of those that
-    succeeded, by name.
+    """Reports stages to ``progress`` as they begin.
+
+    ``seconds`` has the time of each stage that has succeeded, by its name.
     """
 
     def __init__(self, progress: Progress | None = None) -> None:

@@ -14,7 +14,10 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Ended(BaseException):
-    """A signal arrived. Not KeyboardInterrupt, which click converts to an exit code."""
+    """Raised when a signal arrives that ends the process.
+
+    This is not KeyboardInterrupt, because click converts that to an exit code.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -22,13 +25,14 @@ class _Ended(BaseException):
 
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Within the block, ``handler`` receives signals that end a process, except ignored ones
-    (``nohup``).
+    """Within the block, call ``handler`` for signals that end a process.
 
-    Does nothing outside the main thread, because only that may set handlers.
+    Signals that the process ignores, for example under ``nohup``, stay ignored. Outside the main
+    thread this does nothing, because Python lets only the main thread set handlers.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    # None: the handler was not set from Python, so Python cannot restore it.
+    # getsignal returns None for a handler that was not set from Python. Python cannot restore such
+    # a handler, so it is kept.
     numbers = [
         number
         for number in ENDING
@@ -44,10 +48,10 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 @contextmanager
 def cancelling(cancel: threading.Event) -> Iterator[None]:
-    """Within the block, the first ending signal sets ``cancel``; the process then dies after the
-    block.
+    """Within the block, the first signal that ends the process sets ``cancel``.
 
-    A second signal ends it at once. For use inside ``dying_by_signal``.
+    The block can then finish its work, and the process dies after it. A second signal ends the
+    process at once. Use this inside ``dying_by_signal``.
     """
     ending: list[int] = []
 
@@ -65,7 +69,9 @@ def cancelling(cancel: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def interrupted_by(on_interrupt: Callable[[], bool]) -> Iterator[None]:
-    """Within the block, Ctrl-C calls ``on_interrupt``; if it returns False, also the old handler."""
+    """Within the block, Ctrl-C calls ``on_interrupt``. If that returns False, the previous handler
+    is called too.
+    """
     before = signal.getsignal(signal.SIGINT)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -87,10 +93,11 @@ def interrupted_by(on_interrupt: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def dying_by_signal() -> Iterator[None]:
-    """Within the block, a signal that ends the process raises an exception, so everything is
-    cleaned up; then the process dies by the signal.
+    """Within the block, a signal that ends the process raises an exception.
 
-    An exit code of 128 + n would tell a script the same, but a shell would continue its loop.
+    The exception lets the code clean up. Then the process dies by the same signal. Exiting with
+    code 128 + n would not be enough: a shell that runs the command in a loop would continue the
+    loop.
     """
 
     def end(number: int, _: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""The source of a bundle: a checkpoint folder, or an unquantised bundle."""
+"""Opens the source of a bundle: a checkpoint folder, or an unquantised bundle."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from dlm_runtime.tools import FORMATS
 
 @dataclass(frozen=True)
 class Source:
-    """A denoiser to build from, with its text files and presets."""
+    """A denoiser to build a bundle from, with its text files and presets."""
 
     path: Path
     network: NetworkSpec
@@ -49,21 +49,21 @@ class Source:
     presets: dict[str, Policy]
     default_preset: str
     precision: str
-    """fp32, fp16 or bf16: the type of most of its weights."""
+    """The type of most of the weights: fp32, fp16 or bf16."""
     notes: tuple[str, ...] = ()
     """Messages about parts of a checkpoint that are not used."""
     config_sha256: str | None = None
     """Hash of the checkpoint's config.json; ``None`` for a bundle without it."""
     max_new_tokens: int | None = None
-    """Default number of mask tokens of a request, or ``None``."""
+    """Default number of mask tokens that a request fills, or ``None``."""
     json_layout: str | None = None
     """Name of the JSON layout that the denoiser was trained on, or ``None`` if unknown."""
     call_format: str | None = None
-    """Name of the tool-call format that it was trained on, or ``None`` if unknown."""
+    """Name of the tool-call format that the denoiser was trained on, or ``None`` if unknown."""
     hub: Hub | None = None
     """Where the checkpoint was fetched from; ``None`` for a folder."""
     has_effort: bool = False
-    """True if it is a bundle with effort levels, which apply to that bundle only."""
+    """True if the source is a bundle with effort levels. They apply to that bundle only."""
 
 
 def open_source(path: Path, overrides: Overrides | None = None) -> Source:
@@ -92,11 +92,10 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
 
 
 def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Source:
-    """Open the source of a bundle, with the mask token, canvas and blocks of the bundle's
-    ``manifest``.
+    """Open the source that a bundle was built from, at ``path``.
 
-    Raises CheckpointError, BundleError; CheckpointError also for a source with another denoiser,
-    with the difference.
+    The mask token, canvas and blocks are taken from the bundle's ``manifest``. Raises BundleError
+    or CheckpointError. If the source has another denoiser, CheckpointError says what differs.
     """
     built = network_of(manifest)
     overrides = None
@@ -114,11 +113,11 @@ def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Sou
 def _check_config(
     bundle: Path, manifest: Mapping[str, Any], path: Path, overrides: Overrides
 ) -> None:
-    """Raises CheckpointError if a checkpoint's config.json is not the bundle's and describes
+    """Raises CheckpointError if the checkpoint's config.json is not the bundle's and describes
     another network.
 
-    It is read with its own mask token first. The bundle's token may be outside its vocabulary, and
-    the error would blame the checkpoint.
+    The checkpoint is first read with its own mask token. The bundle's mask token may be outside the
+    checkpoint's vocabulary, and the error would then blame the checkpoint.
     """
     checkpoint = Checkpoint(path)
     theirs, ours = manifest.get("source", {}).get("config_sha256"), sha256(checkpoint.config.path)
@@ -148,16 +147,18 @@ def _stored_precision(checkpoint: Checkpoint) -> str:
 
 
 class BundleParameters:
-    """Initialisers of an unquantised bundle's graph, by the denoiser's parameter names."""
+    """The weights of an unquantised bundle, read from its graph by the denoiser's parameter names."""
 
     def __init__(self, folder: Path, network: NetworkSpec, files: Collection[str]) -> None:
-        """``files`` are listed in the bundle's manifest. Raises CheckpointError for a parameter
-        that is missing, has another shape, or is stored elsewhere.
+        """``files`` are the files that the bundle's manifest lists.
+
+        Raises CheckpointError if a parameter is missing, has another shape, or is stored in another
+        file.
         """
         self.path = folder / graph.GRAPH_FILE
         try:
             initializers = ir.load(self.path).graph.initializers
-        except Exception as err:  # protobuf's, and ValueError
+        except Exception as err:  # an exception of protobuf, or ValueError
             raise CheckpointError(
                 f"{self.path}: not a graph that onnx_ir can read ({err})"
             ) from err
@@ -190,8 +191,8 @@ class BundleParameters:
         stack = self._panels.get(parameter)
         tensor = self._tensors[parameter if stack is None else f"{parameter}.panels"]
         try:
-            # Do not use the tensor's own mapping, which all readers would share and which stays
-            # open.
+            # Do not use the tensor's own memory mapping. All readers would share it, and it is
+            # never closed.
             stored = (
                 np.memmap(
                     tensor.path, tensor.dtype.numpy(), "r", tensor.offset or 0, tensor.shape.numpy()
@@ -210,7 +211,7 @@ class BundleParameters:
         return array
 
     def view(self, parameter: str) -> None:
-        """Always ``None``: a bundle's parameters are read and checked each time."""
+        """Always returns ``None``, because a bundle's parameters are read and checked each time."""
 
     def stored_type(self, parameter: str) -> np.dtype:
         """See ``Parameters.stored_type``."""
@@ -219,7 +220,8 @@ class BundleParameters:
 
 
 def _open_bundle(path: Path, overrides: Overrides) -> Source:
-    # Opening checks the manifest, sizes and hashes, so the files are unchanged.
+    # Opening the bundle checks the manifest and the sizes and hashes of its files, so its files are
+    # unchanged.
     with dlm_runtime.open(path, engine="none") as bundle:
         manifest = bundle.manifest
         presets = {name: bundle.policy(name) for name in published_presets(manifest)}

@@ -1,7 +1,8 @@
-"""Targets: what each device can run, and checks of a precision against it.
+"""Targets: what each device can run, and checks that it can run a precision.
 
-A GPU's features follow from its SM, by NVIDIA's support matrices of TensorRT and TensorRT-RTX; its
-figures come from ``devices``. Rates are operations per second.
+The features of a GPU are derived from its SM (compute capability), according to NVIDIA's support
+matrices of TensorRT and TensorRT-RTX. Its figures are from ``devices``. Rates are in operations per
+second.
 """
 
 from __future__ import annotations
@@ -19,26 +20,29 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 FULL_PRECISIONS = ("fp32", "fp16")
 AUTO = "auto"
-STORED = "stored"  # keep a pre-quantised checkpoint's formats
+STORED = "stored"  # keep the formats of a checkpoint that is quantised already
 
 LEAST_SM = {"fp16": 75, "bf16": 80}
-"""Oldest SM per full precision (89 is 8.9). TensorRT-RTX 1.7 does not compile bf16 for 7.5."""
+"""Oldest SM that runs each full precision; 89 is 8.9. TensorRT-RTX 1.7 does not compile bf16 for
+7.5.
+"""
 GPU_ALIASES = {"int8": "int8-weight", "int4": "int4-g64"}
 CPU_ALIASES = {"int4-g64": "int4-g64-dynamic", "int4-g128": "int4-g128-dynamic"}
 
-# The CUDA provider's kernels (LayerFormat.on_cuda), by docs/OperatorKernels.md of ONNX Runtime and
-# libonnxruntime_providers_cuda.so of onnxruntime-gpu 1.31.1. It has all operators of fp16 and bf16
-# graphs at opset 23 (graph/cuda.py), and MatMulNBits, since 1.24.4. DequantizeLinear and
-# QuantizeLinear are listed at opset 21 without bf16 scales, BitShift is missing, and MatMulInteger
-# supports signed bytes only.
+# ``LayerFormat.on_cuda`` says which formats ONNX Runtime's CUDA provider can run. The sources are
+# docs/OperatorKernels.md of ONNX Runtime and libonnxruntime_providers_cuda.so of onnxruntime-gpu
+# 1.31.1. The provider has all operators of fp16 and bf16 graphs at opset 23 (graph/cuda.py). It has
+# MatMulNBits since 1.24.4. It has DequantizeLinear and QuantizeLinear at opset 21, but without bf16
+# scales. It lacks BitShift, and its MatMulInteger supports only signed bytes.
 NOT_ON_CUDA = "ONNX Runtime's CUDA provider has no kernel for operators of its graph"
 
-# SMs that TensorRT-RTX 1.7 builds for without a GPU: its ComputeCapability enumeration.
+# SMs that TensorRT-RTX 1.7 can build engines for without a GPU, from its enumeration
+# ComputeCapability.
 RTX_SM = (75, 80, 86, 89, 120, 121)
-# SMs with a generic name (sm89), and the standard TensorRT that supports them. Blackwell and FP4
-# came with 10.8, GB300, DGX B300 and DGX Spark with 10.14
-# (https://docs.nvidia.com/deeplearning/tensorrt/10.14.1/index.html and the release notes of
-# 10.8.0), Thor with JetPack 7; JetPack 7.2 for Orin has 10.16.
+# SMs that can be targets by a generic name such as sm89, and the versions of standard TensorRT that
+# support each. Blackwell and FP4 are supported since 10.8; GB300, DGX B300 and DGX Spark since
+# 10.14 (https://docs.nvidia.com/deeplearning/tensorrt/10.14.1/index.html and the release notes of
+# 10.8.0). Thor is supported since JetPack 7. For Orin, JetPack 7.2 has 10.16.
 TENSORRT_BY_SM = {
     75: "10.14 or later",
     80: "10.14 or later",
@@ -56,28 +60,31 @@ JETPACK_BY_SM = {87: "6, or 7.2 and later", 110: "7"}
 
 
 class TargetError(DlmError):
-    """A target does not exist, or does not support the request."""
+    """Raised if a target does not exist, or does not support the request."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True)
 class Target:
-    """A device profile; ``None`` and missing keys mean that no source gives the figure.
+    """What a device can run. ``None`` and missing keys mean that no source gives the figure.
 
     Attributes:
         formats: Supported formats of quantised layers.
         auto: Formats that ``--precision auto`` tries, cheapest first.
-        aliases: Name of ``--precision`` -> recipe it means here, if different.
+        aliases: Names for ``--precision`` that mean another recipe on this target, with that
+            recipe.
         note: Advice for users.
-        sm: Compute capability (89 is 8.9), ``None`` for a CPU.
-        memory_is_shared: The host's programs use the same ``memory_bytes``.
-        rates: Peak operations per second of the tensor cores by number format, with fp32
-            accumulation where the vendor distinguishes it.
-        derived: How rates that no source gives were derived.
+        sm: Compute capability (89 is 8.9); ``None`` for a CPU, and for any GPU through ONNX
+            Runtime.
+        memory_is_shared: Programs on the CPU use the same ``memory_bytes``.
+        rates: Peak operations per second of the tensor cores by number format. If the vendor gives
+            a rate for accumulation in fp32, that rate is used.
+        derived: How rates were derived that no source gives.
         provider: ONNX Runtime's provider if ``engine`` is "onnxruntime".
-        engine_kinds: "rtx" is TensorRT-RTX, which builds ahead of time without a GPU; "tensorrt" is
-            standard TensorRT on the device.
+        engine_kinds: Which TensorRT variants build its engines. "rtx" is TensorRT-RTX, which builds
+            ahead of time without a GPU. "tensorrt" is standard TensorRT, which builds on the
+            device.
         tensorrt, jetpack: Supported versions.
     """
 
@@ -103,39 +110,45 @@ class Target:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Everything that ``--precision`` accepts for it, except recipe files."""
+        """Everything that ``--precision`` accepts for this target, except recipe files."""
         meant = {name: recipes.RECIPES[self.aliases.get(name, name)] for name in recipes.RECIPES}
         names = [name for name, recipe in meant.items() if not self.missing(_formats(recipe))]
         return (*self.full_precisions, *names, *((AUTO, STORED) if self.formats else ()))
 
     @property
     def is_gpu(self) -> bool:
-        """True if its bundles contain a form of the graph for GPUs."""
+        """True if bundles for this target contain a graph for GPUs."""
         return self.sm is not None or self.provider != "cpu"
 
     @property
     def needs_plain_graph(self) -> bool:
-        """True if its TensorRT may be JetPack 6's 10.3, whose parser lacks opset 23's operators."""
+        """True if the target may have TensorRT 10.3 of JetPack 6, whose parser lacks the operators
+        of opset 23.
+        """
         return self.sm == 87
 
     def missing(self, formats: Iterable[str]) -> list[str]:
-        """Those of ``formats`` that the target does not support, each once."""
+        """The formats among ``formats`` that the target does not support, each once."""
         return sorted(set(formats) - {HIGH, *self.formats})
 
     def check_layers(self, layers: Mapping[str, str]) -> None:
-        """Raises TargetError if ``layers`` (layer -> format) of a bundle use an unsupported format."""
+        """Raises TargetError if a bundle uses a format that the target does not support.
+
+        ``layers`` maps the bundle's layers to formats.
+        """
         check([self], layers.values(), "the bundle")
 
     def recipe(self, precision: str) -> Recipe | None:
-        """``recipe_for`` this target only."""
+        """``recipe_for`` for this target alone."""
         return recipe_for([self], precision)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"precisions": list(self.precisions)}
 
     def why_not(self, name: str) -> str | None:
-        """The reason why a format or full precision does not run here, or ``None`` if no rule excludes
-        it.
+        """The reason why a format or a full precision does not run on this target.
+
+        Returns ``None`` if no known rule excludes it.
         """
         if self.sm is None:
             return NOT_ON_CUDA if self.provider == "cuda" and name != "fp32" else None
@@ -148,7 +161,7 @@ class Target:
 
 
 def _formats(recipe: Recipe) -> set[str]:
-    """Formats of a recipe's layers; an FP8 embedding table has the requirements of FP8 layers."""
+    """Formats of a recipe's layers. An FP8 embedding table has the same requirements as FP8 layers."""
     return {name for _, name in recipe.layers} | ({"fp8"} if recipe.embedding == "fp8" else set())
 
 
@@ -158,12 +171,12 @@ def _least_sm(name: str) -> int:
 
 
 def _formats_for(kind: str) -> tuple[str, ...]:
-    """Formats that ``--precision auto`` tries on targets of a kind: cpu, cuda or tensorrt."""
+    """Formats that ``--precision auto`` tries on one kind of target: cpu, cuda or tensorrt."""
     return tuple(name for name, known in FORMATS.items() if kind in known.auto)
 
 
 def sm_text(sm: int) -> str:
-    """Format an SM: 89 as 8.9, 121 as 12.1."""
+    """Format an SM for users: 89 becomes 8.9, 121 becomes 12.1."""
     return f"{sm // 10}.{sm % 10}"
 
 
@@ -226,8 +239,9 @@ GENERIC = {f"sm{sm}": sm for sm in TENSORRT_BY_SM}
 
 
 def find(name: str) -> Target:
-    """The target of this name, or of any GPU of an SM (``sm89``). Raises TargetError that lists the
-    choices.
+    """Find a target by its name. A name such as ``sm89`` stands for any GPU of that SM.
+
+    The TargetError for another name lists the choices.
     """
     if name in GENERIC:
         sm = GENERIC[name]
@@ -240,8 +254,10 @@ def find(name: str) -> Target:
 
 
 def find_all(names: Sequence[str]) -> list[Target]:
-    """The targets of one bundle, in the given order. Raises TargetError for no target, duplicates,
-    and a mix of cpu and GPUs.
+    """Find the targets of one bundle, in the order of ``names``.
+
+    Raises TargetError if there is no name, if a name occurs twice, or if a bundle cannot be for all
+    of the targets.
     """
     if not names:
         raise TargetError(
@@ -263,11 +279,11 @@ def find_all(names: Sequence[str]) -> list[Target]:
 
 
 def recipe_for(targets: Sequence[Target], precision: str) -> Recipe | None:
-    """The recipe of a precision for all of ``targets`` (from ``find_all``); ``None`` for full
-    precisions, auto and stored.
+    """The recipe that a precision means on all of ``targets``, which come from ``find_all``.
 
-    Raises TargetError that says which target does not support it, why, and what all of them
-    support; RecipeError.
+    Returns ``None`` for full precisions, auto and stored, which are not recipes. Raises
+    RecipeError, and TargetError that says which target does not support the precision, why, and
+    what all targets support.
     """
     if precision in (AUTO, STORED):
         for target in targets:
@@ -285,7 +301,10 @@ def recipe_for(targets: Sequence[Target], precision: str) -> Recipe | None:
 
 
 def check(targets: Sequence[Target], formats: Iterable[str], asker: str) -> None:
-    """Raises TargetError if a target does not support one of ``formats``, which ``asker`` needs."""
+    """Raises TargetError if a target does not support one of ``formats``.
+
+    ``asker`` is the name of what needs the formats, for the message.
+    """
     formats = list(formats)
     for target in targets:
         if missing := target.missing(formats):

@@ -1,4 +1,6 @@
-"""Where torch works during a build: its device, threads, memory limit, and folder for overflow."""
+"""The resources of a build: torch's device and threads, its memory limit, and folders for temporary
+data.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,24 @@ import torch
 from dlm_runtime.errors import DlmError, RequestError
 
 SMALL_MATRIX = 1 << 19
-"""Up to this many elements, a matrix product of a block takes one thread about a millisecond, too
-short to share.
+"""A layer whose largest matrix has at most this many elements runs on one thread.
+
+A matrix product then takes about a millisecond, which is too short to be divided between threads.
 """
 
 
 class DeviceError(DlmError):
-    """Torch does not find the requested device."""
+    """Raised if torch does not find the requested device."""
 
 
 @dataclass(frozen=True)
 class Workplace:
     """Resources for a build.
 
-    ``activation_bytes``: memory for the canvases' states (``None``: no limit); more goes to a file in
-    ``folder``. ``solved``: folder for solved weights (``None``: memory). ``states``: file of
-    calibration states.
+    - ``activation_bytes``: limit of memory for hidden states of canvases. Hidden states beyond the
+      limit go to a file in ``folder``. ``None`` means no limit.
+    - ``solved``: folder for the weights that a solver has rounded. ``None`` keeps them in memory.
+    - ``states``: file of calibration states.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -39,11 +43,11 @@ class Workplace:
 
 @contextmanager
 def threads_for(elements: int) -> Iterator[None]:
-    """Use one torch thread within the block if ``elements``, the largest matrix of a layer, is at
-    most ``SMALL_MATRIX``.
+    """Within the block, use one torch thread if matrices are small.
 
-    Threads that share a small product wait for each other at its end, and on a busy core for a time
-    slice.
+    ``elements`` is the size of the largest matrix of a layer. Matrices are small up to
+    ``SMALL_MATRIX`` elements. Threads that share a small product would wait for each other at its
+    end. If other programs use the cores, that wait can be as long as a time slice.
     """
     before = torch.get_num_threads()
     if elements <= SMALL_MATRIX:
@@ -55,8 +59,9 @@ def threads_for(elements: int) -> Iterator[None]:
 
 
 def find_device(name: str) -> torch.device:
-    """Find ``auto`` (a GPU if available), ``cpu``, ``cuda`` or ``cuda:1``. Raises DeviceError,
-    RequestError.
+    """Find a device by its name: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:1``.
+
+    Raises RequestError for another name, and DeviceError if the machine lacks the device.
     """
     kind, _, number = name.partition(":")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):

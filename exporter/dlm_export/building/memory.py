@@ -1,4 +1,7 @@
-"""Computes the least memory that a build needs from the network, before anything is read."""
+"""Computes the least memory that a build needs.
+
+It is computed from the network's description, before any weights are read.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,16 @@ from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.quantising import calibrate, gptq
 
 _FP32 = 4
-_OTHERS = 128 << 20  # memory outside the stages' counts: Python objects, engine workspaces
+_OTHERS = 128 << 20  # memory that the stages do not count: Python objects, workspaces of engines
 _ROUNDED = 16 << 20  # reported amounts are rounded up to multiples of this
 
 
 def activation_bytes(job: Job) -> int | None:
-    """Bytes available for the canvases' states: ``--memory`` or the free memory, less what a layer
-    needs.
+    """Bytes that remain for the hidden states of canvases.
 
-    ``None`` if the amount is unknown. Raises MemoryLimitError if a layer does not fit, with the amount
-    needed.
+    This is the limit given by ``--memory``, or the available memory, less the memory that the
+    largest stage needs for one layer. Returns ``None`` if the available memory is unknown. Raises
+    MemoryLimitError if a layer does not fit; the error says how much memory is needed.
     """
     asked = job.request.options.memory_bytes
     limit = memory.available_memory_bytes() if asked is None else asked
@@ -34,7 +37,7 @@ def activation_bytes(job: Job) -> int | None:
     held = resident_bytes() + _OTHERS
     if held + most > limit:
         given = f"--memory {asked:,}" if asked is not None else f"{limit:,} bytes are free"
-        # Rounded up, because the memory in use varies from run to run.
+        # Rounded up, because the memory in use differs from run to run.
         least = -(-(held + most) // _ROUNDED) * _ROUNDED
         raise MemoryLimitError(
             f"{given}: to {stage} needs {least:,} bytes, one layer at a time. Allow that much{_for_pace(job, least)}."
@@ -43,7 +46,10 @@ def activation_bytes(job: Job) -> int | None:
 
 
 def _for_pace(job: Job, least: int) -> str:
-    """The amount with which trajectories run together; otherwise each of them reads all layers."""
+    """The end of an error message: how much memory lets calibration run fast.
+
+    With this amount, generations run together. With less, each generation reads all layers again.
+    """
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     if recipe is None or formats is None or not recipe.needs_states(formats):
         return ""
@@ -52,7 +58,10 @@ def _for_pace(job: Job, least: int) -> str:
 
 
 def needed_bytes(job: Job) -> dict[str, int]:
-    """Stage, in words -> bytes that it needs at once, without the canvases' states."""
+    """The bytes that each stage needs at once, without the hidden states of canvases.
+
+    The keys describe the stages in words, for error messages.
+    """
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     blocks = [_layers_of(network, i) for i in range(len(network.layers))]
     held = [
@@ -63,10 +72,11 @@ def needed_bytes(job: Job) -> dict[str, int]:
     ]
     widest = max(max(layer.inputs, layer.outputs) for block in blocks for layer in block)
     pass_bytes = 4 * _FP32 * BATCH_TOKENS * widest
-    # The largest matrix, its codes, and a corrected or packed copy. Unquantised weights are
-    # processed in pieces.
+    # The largest matrix, its codes, and one more copy, which is corrected or packed. Unquantised
+    # weights need less, because they are processed in pieces.
     matrices = 3 * _FP32 * max((layer.inputs * layer.outputs for layer in held), default=0)
-    # In a graph for GPUs a stack of experts is one matrix: its codes, and each expert's codes.
+    # In a graph for GPUs, a stack of experts is one matrix. Its codes are in memory twice: as a
+    # whole, and for each expert.
     together = max(
         (2 * layer.count * layer.inputs * layer.outputs for layer in held if layer.is_stacked),
         default=0,
@@ -81,8 +91,9 @@ def needed_bytes(job: Job) -> dict[str, int]:
         )
         needs["calibrate"] = block + max(pass_bytes, matrices) + solving
     if job.request.options.check_parity and job.request.is_quantised:
-        # A torch block beside the graph's, and two while it is quantised. A quantised head is
-        # packed in memory, other heads are memory-mapped.
+        # Three blocks are in memory at once: the block in torch, the block of the graph, and while
+        # weights are quantised a second block in torch. A quantised head is packed in memory; other
+        # heads are memory-mapped.
         whole = max(
             sum(layer.count * layer.inputs * layer.outputs for layer in block) for block in blocks
         )
@@ -96,7 +107,7 @@ def _layers_of(network: NetworkSpec, i: int) -> list[LinearSpec]:
 
 
 def _solving_bytes(block: list[LinearSpec], formats: Mapping[str, str]) -> int:
-    """Bytes of the Gram matrices of a block's inputs, and of the largest one's factor."""
+    """Bytes of the Gram matrices of a block's inputs, and of the factor of the largest one."""
     sites = {layer.site: layer.inputs for layer in block if formats.get(layer.path, HIGH) != HIGH}
     if not sites:
         return 0

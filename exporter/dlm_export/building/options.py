@@ -18,8 +18,8 @@ from dlm_export.tensorrt.estimate import EngineOptions
 class QuantiseOptions:
     """How a quantised bundle is calibrated and judged.
 
-    If ``budgets`` are missed, no bundle is written. ``min_tokens_per_expert``: calibration tokens
-    that an expert needs for its weights to be solved.
+    A bundle that exceeds ``budgets`` is not written. ``min_tokens_per_expert`` is the number of
+    calibration tokens that an expert must get before a solver rounds its weights.
     """
 
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
@@ -36,20 +36,21 @@ class BuildOptions:
     """Options of a build.
 
     Attributes:
-        targets: One device, or several GPUs.
-        precision: fp32 or fp16 on a CPU, fp16 or bf16 on GPUs; or the name or file of a recipe,
-            ``auto`` or ``stored``.
-        activations: fp16 or bf16, for quantised bundles for GPUs; ``None`` follows the source.
-        cache_dtype: fp32, fp16 or int8 for stored keys and values on a CPU; ``None`` stores them
-            unrounded.
-        engine: How to build engines; ``None`` builds none here.
-        plain_graph: Write elementary operators only, for TensorRT before 10.14.
+        targets: Names of targets: one, or several GPUs.
+        precision: On a CPU fp32 or fp16, on GPUs fp16 or bf16. Or the name or file of a recipe,
+            ``auto``, or ``stored``.
+        activations: Type of activations in quantised bundles for GPUs: fp16 or bf16. ``None``
+            follows the source.
+        cache_dtype: Type of stored keys and values on a CPU: fp32, fp16 or int8. ``None`` stores
+            them in the type they are computed in.
+        engine: How to build engines; ``None`` builds none on this machine.
+        plain_graph: Write a graph of elementary operators only, for TensorRT before 10.14.
         force: Replace an existing bundle.
-        check_parity: False skips parity, and the judging of quantised bundles.
+        check_parity: Check parity with torch, and judge quantised bundles. False skips both.
         quantise: How to calibrate and judge quantised bundles.
         device: Torch's device: auto, cpu, cuda, cuda:1.
-        memory_bytes: Limit for torch; ``None`` uses the free memory.
-        resume: Folder that keeps finished stages of a quantised build, to continue from.
+        memory_bytes: Limit of memory for torch; ``None`` uses the memory that is available.
+        resume: Folder for finished stages of a quantised build. A later build continues from them.
     """
 
     targets: tuple[str, ...] = ("cpu",)

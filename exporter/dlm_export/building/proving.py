@@ -1,4 +1,6 @@
-"""Build stages that check a finished bundle: parity with torch, and the cost of quantisation."""
+"""The stages of a build that check a finished bundle: its parity with torch, and the cost of
+quantisation.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ from dlm_export.quantising import samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
-CACHE_SAMPLES = 8  # samples for judging a rounded cache, unless --judged is given
-# states per judged sample for ranking layers; one state costs as much as ten passes
+CACHE_SAMPLES = 8  # number of samples for judging a rounded cache, unless --judged is given
+# States per judged sample when layers are ranked. One state costs as much as ten passes.
 STATES_A_SAMPLE = 2
 
 
@@ -34,8 +36,8 @@ STATES_A_SAMPLE = 2
 class Proof:
     """Results of the checks.
 
-    ``judgement``, ``threshold`` and ``levels`` exist for quantised bundles. ``record`` is the
-    content of accuracy.json. ``cache`` is the cost of a rounded cache, see ``judge_cache``.
+    ``record`` is the content of accuracy.json. ``judgement``, ``threshold`` and ``levels`` exist
+    only for quantised bundles. ``cache`` is the cost of a rounded cache; see ``judge_cache``.
     """
 
     parity: Parity
@@ -46,7 +48,7 @@ class Proof:
     cache: dict[str, Any] | None = None
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """The manifest with the fitted effort levels and the preset's fitted threshold."""
+        """The manifest with the fitted effort levels, and with the fitted threshold in its preset."""
         if self.threshold is None or self.levels is None:
             return dict(manifest)
         presets = dict(manifest["loop"]["presets"])
@@ -71,9 +73,10 @@ def prove(
     workplace: Workplace,
     stages: Stages,
 ) -> Proof:
-    """Compare the bundle in ``folder`` with torch and judge it; messages call it ``output``.
+    """Compare the bundle in ``folder`` with torch, and judge it.
 
-    ``taps``: the layers' values in its graph. Raises ParityError, AccuracyError.
+    ``output`` is the path of the bundle in messages. ``taps`` says which values of the graph belong
+    to each layer. Raises ParityError, AccuracyError.
     """
     parity = (
         _check_pass(job, manifest, folder, workplace, stages)
@@ -102,7 +105,11 @@ def prove(
 def _check_pass(
     job: Job, manifest: Mapping[str, Any], folder: Path, workplace: Workplace, stages: Stages
 ) -> Parity:
-    """Parity of an unquantised bundle by whole passes, or by layers if experts differ."""
+    """Check parity of an unquantised bundle on whole passes.
+
+    If parity fails and the network has experts, check layer by layer instead, because a tiny
+    difference may choose another expert.
+    """
     source = job.source
     with stages.stage("check parity", against_torch.parity_units(source.presets, source.network)):
         parity = against_torch.check_parity(
@@ -127,7 +134,7 @@ def _check_layers(
     workplace: Workplace,
     stages: Stages,
 ) -> Parity:
-    """Parity of a quantised bundle: layer by layer with equal inputs."""
+    """Check parity of a quantised bundle layer by layer. Both sides get equal inputs."""
     with stages.stage("check parity", by_layer.units(job.source.network)):
         return by_layer.check_layers(
             folder,
@@ -145,7 +152,7 @@ def _check_layers(
 def _judge_cache(
     job: Job, quantised: Quantised | None, folder: Path, workplace: Workplace, stages: Stages
 ) -> dict[str, Any]:
-    """The cost of rounding keys and values alone."""
+    """Measure what it costs to round keys and values, without other effects."""
     source, options = job.source, job.request.options.quantise
     with dlm_runtime.open(folder, engine="onnxruntime", check_hashes=False) as bundle:
         if quantised is not None and quantised.calibration is not None:
@@ -168,7 +175,7 @@ def _judge_cache(
 def _judge(
     job: Job, quantised: Quantised, folder: Path, workplace: Workplace, stages: Stages
 ) -> tuple[Judgement, Refit | None, Levels | None]:
-    """Judge the bundle. If loops may run freely, also fit the threshold and the effort levels."""
+    """Judge the bundle. With the effort "full", also fit the threshold and the effort levels."""
     source, options = job.source, job.request.options.quantise
     numbers, calibration = quantised.numbers, quantised.calibration
     assert calibration is not None
@@ -181,7 +188,7 @@ def _judge(
             name = numbers.recipe.name
             how = JudgingOptions(options.calibration, effort, options.budgets)
             judgement = judge_source(source, bundle, judging, name, policy, how, advance, workplace)
-        # As many samples as were judged.
+        # Use as many samples as were judged.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
         threshold, levels = None, None
         if exact:
@@ -215,7 +222,9 @@ def _judge(
 
 
 def _statistics(done: Quantisation, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The calibration record for accuracy.json: provenance, and ranges of observed layers."""
+    """The record of calibration for accuracy.json: provenance, and the ranges of the layers
+    observed.
+    """
     if provenance is None or done.observers is None:
         return None
     layers = [observer.summary() for observer in done.observers.values()]

@@ -1,4 +1,6 @@
-"""Build stages that find a recipe's numbers: calibration states, search of the recipe, calibration."""
+"""The stages of a build that find the numbers of a recipe: make states, search the recipe,
+calibrate.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ from dlm_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Data, calibration states, and their record for the manifest; empty if not needed."""
+    """The calibration data and states, and their record for the manifest.
+
+    There are no states if the recipe does not need any.
+    """
 
     data: samples.Data
     states: list[State] = field(default_factory=list)
@@ -42,8 +47,9 @@ class Calibration:
 class Quantised:
     """Results of these stages.
 
-    ``calibration`` is ``None`` if neither ranges nor judging need it. ``curve`` and ``tuning`` come
-    from ``auto``: the trade-off curve, and measured times if it used them.
+    ``calibration`` is ``None`` if neither ranges nor judging need data. ``curve`` and ``tuning``
+    are results of ``auto``: the curve of size against loss, and measured times if the search used
+    them.
     """
 
     numbers: Quantisation
@@ -52,14 +58,14 @@ class Quantised:
     tuning: Tuning | None = None
 
     def uses(self, activations: str) -> bool:
-        """True if some layer's inputs use this number format."""
+        """True if the inputs of some layer have the number format ``activations``."""
         return any(
             FORMATS[name].activations == activations for name in self.numbers.formats.values()
         )
 
     @property
     def is_simulated_on_cpu(self) -> bool:
-        """True if a CPU can only simulate one of the formats."""
+        """True if a CPU can only simulate one of the formats, with exact values but in fp32."""
         return any(FORMATS[name].is_simulated_on_cpu for name in self.numbers.formats.values())
 
     def precision_record(self) -> dict[str, Any]:
@@ -76,7 +82,9 @@ class Quantised:
 def quantise(
     job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages: Stages
 ) -> Quantised:
-    """Find the recipe's numbers. Raises Checkpoint-, Recipe-, Calibration- or TargetError."""
+    """Find the numbers of the recipe. Raises CheckpointError, RecipeError, CalibrationError or
+    TargetError.
+    """
     request, source = job.request, job.source
     options = request.options.quantise
     is_stored = request.options.precision == STORED
@@ -85,7 +93,8 @@ def quantise(
     formats = job.formats
     if is_stored and recipe is not None:
         formats = recipe.formats(list(layers))
-    # A search measures on states; a pre-quantised checkpoint has its own ranges.
+    # A search measures losses on states. A pre-quantised checkpoint has ranges of its own and needs
+    # no states.
     needs_states = (
         recipe is None or formats is None or (not is_stored and recipe.needs_states(formats))
     )
@@ -132,7 +141,10 @@ def quantise(
 
 
 def stored_recipe(source: Source) -> Recipe:
-    """The formats of a pre-quantised checkpoint. Raises CheckpointError for other checkpoints."""
+    """The recipe that describes the formats of a pre-quantised checkpoint.
+
+    Raises CheckpointError for other checkpoints.
+    """
     quantised = (
         source.parameters.quantised if isinstance(source.parameters, families.Weights) else {}
     )
@@ -183,7 +195,7 @@ def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Sta
 
 
 def _tune(job: Job, stages: Stages) -> Tuning:
-    """Measure the formats' times on this processor, in one block's layers."""
+    """Measure on this processor how long a pass over the layers of one block takes in each format."""
     layers = [
         layer for members in search.searched(job.source.network).values() for layer in members
     ]
@@ -197,7 +209,7 @@ def _tune(job: Job, stages: Stages) -> Tuning:
 def _search(
     job: Job, calibration: Calibration, tuned: Tuning | None, workplace: Workplace, stages: Stages
 ) -> search.Found:
-    """``--precision auto``: find the cheapest recipe within the budget."""
+    """``--precision auto``: find the cheapest recipe whose loss is within the budget."""
     request, options = job.request, job.request.options.quantise
     formats = search.formats_for(request.targets, options.auto)
     network, exact = job.source.network, options.effort.name == "full"

@@ -1,4 +1,4 @@
-"""Checks the options of a build before any work: first alone, then against the source."""
+"""Checks the options of a build before any work: first on their own, then together with the source."""
 
 from __future__ import annotations
 
@@ -26,14 +26,20 @@ from dlm_export.workplace import find_device
 
 @dataclass(frozen=True)
 class Request:
-    """Checked options, and the objects that their names refer to."""
+    """Checked options of a build, and the objects that the names in the options refer to."""
 
     options: BuildOptions
     targets: tuple[Target, ...]
     recipe: Recipe | None
-    """``None`` in full precision, and for ``auto`` and ``stored``, whose recipe is found later."""
+    """The recipe of the precision.
+
+    It is ``None`` in full precision. It is also ``None`` for ``auto`` and ``stored``, whose recipe
+    is found later.
+    """
     builders: Mapping[str, Builder]
-    """Target -> the builder of its engine; engines of other targets are built on the device."""
+    """For each target's name, the builder of its engine. Engines of other targets are built on the
+    device.
+    """
     device: torch.device
     """The device that torch runs on."""
 
@@ -43,14 +49,14 @@ class Request:
 
     @property
     def form(self) -> operands.Form:
-        """The engine that the graph is written for."""
+        """The kind of engine that the graph is written for."""
         if not self.on_gpu:
             return "cpu"
         return "cuda" if self.targets[0].provider == "cuda" else "tensorrt"
 
     @property
     def is_plain(self) -> bool:
-        """True if the graph uses elementary operators only."""
+        """True if the graph uses only elementary operators."""
         return self.targets[0].needs_plain_graph or self.options.plain_graph
 
     @property
@@ -67,7 +73,7 @@ class Request:
         )
 
     def base_of(self, source: Source) -> str:
-        """The precision of unquantised parts: parameters, activations, cache."""
+        """The precision of the parts that are not quantised: parameters, activations, cache."""
         if not self.is_quantised:
             return self.options.precision
         if not self.on_gpu:
@@ -80,34 +86,36 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """A request for one source: the input of every build stage."""
+    """A checked request together with its source. Every stage of a build gets it."""
 
     request: Request
     source: Source
     base: str
-    """The precision of unquantised parts."""
+    """The precision of the parts that are not quantised."""
     preset: str
     """The preset whose canvases are used for calibration and judging."""
     formats: Mapping[str, str] | None
-    """Layer -> its format, if the recipe is known in advance."""
+    """The format of each layer, or ``None`` if the recipe is not known yet."""
     notes: tuple[str, ...] = ()
     """Messages about layers that got another format than requested."""
 
     @property
     def cache_dtype(self) -> str:
-        """Type of stored keys and values, a manifest value."""
+        """Type of stored keys and values, as the manifest names it."""
         return graph.CACHE_DTYPES[self.request.options.cache_dtype or self.base]
 
     @property
     def is_cache_judged(self) -> bool:
-        """True if the cost of a rounded cache will be measured."""
+        """True if the build measures what it costs to round the cache."""
         is_rounded = self.cache_dtype != graph.CACHE_DTYPES[self.base]
         return is_rounded and self.request.options.quantise.effort.name != "none"
 
 
 def check_request(options: BuildOptions) -> Request:
-    """Raises TargetError, RecipeError, CalibrationError, EngineError or DeviceError for options
-    that no source allows.
+    """Check options on their own, without a source.
+
+    Raises TargetError, RecipeError, CalibrationError, EngineError or DeviceError if the options are
+    wrong for every source.
     """
     devices = targets.find_all(options.targets)
     on_gpu = devices[0].is_gpu
@@ -146,11 +154,11 @@ def _check_cache(options: BuildOptions, *, on_gpu: bool) -> None:
     asked = f"--cache-dtype {options.cache_dtype}"
     if on_gpu:
         raise TargetError(
-            f"{asked} is for CPUs only: on a GPU, keys and values have the type of its activations. Omit it."
+            f"{asked} is for CPUs only: on a GPU, keys and values have the type of the activations. Omit it."
         )
     if options.plain_graph:
         raise TargetError(
-            f"{asked} needs an operator of ours, which --plain-graph excludes. Omit one of the two."
+            f"{asked} needs one of dlm-export's own operators, which --plain-graph excludes. Omit one of the two."
         )
     if options.precision in ("fp16", "bf16") and options.cache_dtype != options.precision:
         raise TargetError(
@@ -160,7 +168,9 @@ def _check_cache(options: BuildOptions, *, on_gpu: bool) -> None:
 
 
 def check_job(request: Request, source: Source) -> Job:
-    """Raises RequestError, RecipeError, EngineError or another DlmError if the build is impossible."""
+    """Check a request against its source. Raises a DlmError, such as RecipeError, if the build is
+    impossible.
+    """
     options, network = request.options, source.network
     if request.on_gpu:
         _check_dense(request, network)
@@ -200,11 +210,13 @@ def check_job(request: Request, source: Source) -> Job:
 
 
 DENSE_EXPERTS = 16
-"""Most experts per layer in a GPU's graph, which computes all of them for every token."""
+"""Largest number of experts per layer in a graph for GPUs, which computes all experts for every
+token.
+"""
 
 
 def _check_dense(request: Request, network: NetworkSpec) -> None:
-    """Raises TargetError for mixtures with too many experts for a GPU's graph."""
+    """Raises TargetError if a layer has too many experts for a graph for GPUs."""
     for i, layer in enumerate(network.layers):
         if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.count > DENSE_EXPERTS:
             raise TargetError(
@@ -215,7 +227,11 @@ def _check_dense(request: Request, network: NetworkSpec) -> None:
 
 
 def held_in(request: Request, layer: LinearSpec, name: str) -> str:
-    """The format that a layer gets: the requested one, or the next that suits shape and targets."""
+    """The format that a layer gets.
+
+    It is the requested format, or else the first alternative that suits the layer's shape and that
+    all targets support.
+    """
     choices = [
         name,
         *(
@@ -233,8 +249,9 @@ def held_in(request: Request, layer: LinearSpec, name: str) -> str:
 def _held_together(
     request: Request, network: NetworkSpec, asked: Mapping[str, str]
 ) -> dict[str, str]:
-    """One format per mixture that fits all three stacks, because one kernel multiplies them. Raises
-    RecipeError.
+    """One format for all three stacks of experts of a layer, because one kernel multiplies them.
+
+    Raises RecipeError if the recipe requests different formats.
     """
     found: dict[str, str] = {}
     for stacks in network.mixtures():
@@ -255,7 +272,9 @@ def _held_together(
 def _told(
     request: Request, network: NetworkSpec, asked: Mapping[str, str], held: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """One sentence per reason and format, for all layers that got another format than requested."""
+    """Messages about layers that get another format than requested: one sentence for each reason
+    and format.
+    """
     kept: dict[tuple[str | None, str], list[str]] = {}
     for path, layer in network.quantisable().items():
         if held[path] != asked[path]:
@@ -268,7 +287,7 @@ def _told(
 
 
 def _check_device_memory(job: Job) -> None:
-    """Raises EngineError if a target's memory is known to be too small for the build."""
+    """Raises EngineError if the memory of a target is known to be too small for the build."""
     request, network = job.request, job.source.network
     block_length = job.source.presets[job.source.default_preset].block_length
     limits = estimate.limits_of(

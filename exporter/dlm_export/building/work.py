@@ -1,9 +1,8 @@
-"""The working folder of a build: calibration states and solved weights, which a later build may
-reuse.
+"""The working folder of a build. It keeps calibration states and solved weights for later builds.
 
-The folder records by hashes what its states were made from: the checkpoint's files, the data, and
-the sampling. Builds of one checkpoint in several precisions share the states; each has its own
-solved weights.
+The folder records the hashes of everything that its states were made from: the checkpoint's files,
+the data, and the sampling. Builds of one checkpoint in several precisions share the states. The
+solved weights of each precision are separate.
 """
 
 from __future__ import annotations
@@ -34,17 +33,18 @@ _MOST_BYTES = 12 << 20
 
 
 class ResumeError(DlmError):
-    """The folder of finished stages does not belong to this build."""
+    """Raised if the folder of ``--resume`` does not belong to this build."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 @contextmanager
 def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
-    """Open the working folder: that of ``--resume``, which is kept, or a temporary one.
+    """Open the working folder: the folder of ``--resume``, which is kept, or else a temporary
+    folder.
 
-    Raises ResumeError for another build's folder, CalibrationError for damaged files,
-    MemoryLimitError.
+    Raises ResumeError if the folder belongs to another build, CalibrationError if its files are
+    damaged, and MemoryLimitError.
     """
     kept = job.request.options.resume
     if kept is None:
@@ -66,7 +66,7 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
 
 
 def _check_solved(folder: Path, stages: Stages) -> None:
-    """Read all solved weights of an earlier build. Raises CalibrationError for a damaged file."""
+    """Read all solved weights of an earlier build. Raises CalibrationError if a file is damaged."""
     solved = Solved(folder)
     layers = list(solved)
     if layers:
@@ -77,8 +77,9 @@ def _check_solved(folder: Path, stages: Stages) -> None:
 
 
 def _claim(folder: Path, key: dict[str, Any]) -> None:
-    """Claim the folder for this build. Raises ResumeError if it belongs to another build or is in
-    other use.
+    """Record in the folder that it belongs to this build.
+
+    Raises ResumeError if it belongs to another build, or contains other files.
     """
     path = folder / KEY_FILE
     if not path.exists():
@@ -109,7 +110,7 @@ def _claim(folder: Path, key: dict[str, Any]) -> None:
 
 
 def _key(job: Job) -> dict[str, Any]:
-    """Everything that calibration states depend on."""
+    """Everything that calibration states depend on, with hashes of files."""
     options, source = job.request.options, job.source
     calibration = asdict(options.quantise.calibration)
     data = calibration.pop("data") or source.path / CALIBRATION_FILE
@@ -128,7 +129,7 @@ def _key(job: Job) -> dict[str, Any]:
 
 
 def _solving(job: Job) -> str:
-    """A digest of everything else that solved layers depend on."""
+    """A hash of everything else that solved weights depend on."""
     assert job.request.recipe is not None
     assert job.formats is not None
     options = job.request.options.quantise

@@ -1,4 +1,4 @@
-"""Build stages that write text and graph into a bundle's folder."""
+"""The stages of a build that write the text files and the graph into the bundle's folder."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ from dlm_export.text.compiled import TEXT_FILE, compile_text
 from dlm_runtime.text.tokenizer import Tokenizer
 
 ReadParameter = Callable[[str, np.dtype], np.ndarray | Lazy]
-"""Returns an initialiser for ``write.write_graph``, by name and element type."""
+"""Returns an initialiser for ``write.write_graph``, given its name and element type."""
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A bundle's text files as the runtime reads them. ``chat_template`` and ``compiled`` are for
-    the manifest.
+    """The text files of a bundle, as the runtime reads them.
+
+    ``chat_template`` and ``compiled`` are records for the manifest.
     """
 
     tokenizer: Tokenizer | None = None
@@ -56,7 +57,10 @@ class Text:
 
 
 def write_text(files: TokenizerFiles, folder: Path) -> Text:
-    """Write the tokenizer and the chat template into the folder, also in compiled form if possible."""
+    """Write the tokenizer and the chat template into the folder.
+
+    If the tokenizer can be compiled, its compiled form is written too.
+    """
     if files.tokenizer is None:
         return Text()
     (folder / "tokenizer.json").write_text(files.tokenizer, encoding="utf-8")
@@ -78,10 +82,12 @@ def write_text(files: TokenizerFiles, folder: Path) -> Text:
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """Facts about a written graph.
+    """Facts about a graph that has been written.
 
-    ``taps``: the layers' values, by path. ``fused``: the native kernels used; ``None`` for a GPU's
-    graph, which TensorRT fuses. ``hashed``: the weight file for ``bundle.finish``.
+    - ``taps``: the graph's values that belong to each layer, by the layer's path.
+    - ``fused``: the native kernels that the graph calls. ``None`` for a graph for GPUs, which
+      TensorRT fuses.
+    - ``hashed``: size and hash of the weight file, for ``bundle.folder.finish``.
     """
 
     taps: dict[str, Tap]
@@ -92,14 +98,14 @@ class Written:
 
 
 def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> Written:
-    """Trace the denoiser, insert operands and operators, and write the graph with weights."""
+    """Trace the denoiser, quantise and fuse the graph, and write it with its weights."""
     request, source = job.request, job.source
     with stages.stage("trace graph", 1) as advance:
         traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain)
         taps, stacks = find_taps(traced), {}
         if request.on_gpu:
             stacks = experts.spread(traced.model, source.network)
-            taps |= find_taps(traced)  # taps of each stack
+            taps |= find_taps(traced)  # adds the taps of each stack
         device = traced.clone() if request.on_gpu else None
         advance()
     read: ReadParameter = functools.partial(later, source.parameters, source.network)
@@ -141,14 +147,21 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
 
 
 def table_dtype(job: Job) -> np.dtype:
-    """The type of an unquantised embedding table: the checkpoint's type for CPU graphs in fp32."""
+    """The type of an embedding table that is not quantised.
+
+    In a graph for CPUs in fp32, it is the type that the checkpoint stores. Otherwise it is the
+    graph's type.
+    """
     if job.request.on_gpu or job.base != "fp32":
         return trace.element_type(job.base).numpy()
     return job.source.parameters.stored_type(EMBEDDING)
 
 
 def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part]) -> ReadParameter:
-    """Read initialisers; ``parts`` are those of quantised layers, by name."""
+    """Return a function that reads initialisers.
+
+    ``parts`` says, by name, which initialisers are parts of quantised layers.
+    """
     held: dict[str, QuantisedWeight] = {}
 
     def read(name: str, dtype: np.dtype) -> np.ndarray | Lazy:
@@ -156,7 +169,8 @@ def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part])
         if part is None:
             return later(numbers.parameters, numbers.parameters.network, name, dtype)
         if part.layer not in held:
-            held.clear()  # the parts of a layer are written one after the other
+            # All parts of a layer are written one after the other, so one layer is enough.
+            held.clear()
             held[part.layer] = (
                 numbers.embedding() if part.layer == "embed" else numbers.weight(part.layer)
             )
@@ -174,14 +188,16 @@ def _expert_reader(
     quantised: Quantised | None,
     parts: Mapping[str, experts.StackPart],
 ) -> ReadParameter:
-    """Extend ``read`` with the initialisers ``parts`` of experts, read and quantised one expert at
-    a time.
+    """Return a function that reads what ``read`` reads, and also the initialisers of experts.
+
+    ``parts`` has the initialisers of experts by name. The experts are read and quantised one at a
+    time.
     """
     parameters: Parameters = (
         job.source.parameters if quantised is None else quantised.numbers.parameters
     )
     layers = job.source.network.quantisable()
-    # Scales of experts whose codes were written; codes are requested first.
+    # Scales of experts whose codes have been written. The codes are requested before the scales.
     found: dict[tuple[str, int, str], np.ndarray] = {}
 
     def of_expert(part: experts.StackPart, expert: int) -> np.ndarray:
@@ -212,13 +228,15 @@ def _expert_reader(
 
 
 def _bytes_of(array: np.ndarray | Lazy) -> np.ndarray:
-    """The whole array; E4M3 as bytes, for functions over experts."""
+    """Read the whole array. E4M3 is returned as bytes, because the functions over experts need
+    them.
+    """
     whole = array[(slice(0, array.shape[0]),)]
     return whole.view(np.uint8) if whole.dtype == E4M3 else whole
 
 
 def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray | Lazy:
-    """One initialiser of a quantised layer, selected by part name."""
+    """Return the initialiser of a quantised layer that ``part`` selects."""
     if part.part == "panels":
         return functions.lazy_panels(weight.format, weight.codes)
     if part.part == "panel_scales":

@@ -1,1 +1,1 @@
-"""The bundle on disk: a folder of finished files, and a manifest that lists them."""
+"""Writes and reads bundles: folders with finished files and a manifest that lists them."""

@@ -1,4 +1,4 @@
-"""A bundle's folder: its files with sizes and hashes; writing, changing and replacing it."""
+"""Writes, changes and replaces a bundle's folder, and records the sizes and hashes of its files."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from dlm_export import outputs
 from dlm_runtime.manifest import MANIFEST_FILE
 
 _OWN_FILES = re.compile(r"manifest\.json(\.new)?|engines/[^/]+\.engine(\.new)?")
-"""Files that a bundle may contain beside those in its manifest: the manifest, and leftovers of a
-killed `dlm-export engine`.
+"""Files that a bundle may contain although its manifest does not list them.
+
+These are the manifest itself, and files that a killed ``dlm-export engine`` left.
 """
 
 
 def finish(
     folder: Path, manifest: dict[str, Any], hashed: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write manifest.json with the size and SHA-256 of every other file in ``folder``; returns
-    these by name.
+    """Write manifest.json with the size and SHA-256 of every other file in ``folder``.
 
-    ``hashed`` is the result of an earlier call; those files are not read again.
+    Returns these sizes and hashes by file name. ``hashed`` is the result of an earlier call; the
+    files in it are not read again.
     """
     files = dict(hashed or {})
     for path in sorted(folder.rglob("*")):
@@ -37,7 +38,7 @@ def finish(
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any], files: dict[str, Any]) -> None:
-    """Write manifest.json with ``files`` (size and SHA-256 by name), atomically."""
+    """Write manifest.json atomically. ``files`` has the size and SHA-256 of each file by name."""
     text = (
         json.dumps(manifest | {"files": files}, indent=1, ensure_ascii=False, allow_nan=False)
         + "\n"
@@ -48,10 +49,10 @@ def write_manifest(folder: Path, manifest: dict[str, Any], files: dict[str, Any]
 
 @contextlib.contextmanager
 def changing(folder: Path, manifest: Mapping[str, Any], name: str) -> Iterator[None]:
-    """Lock a bundle while its file ``name`` changes, and check that its manifest is still
+    """Lock a bundle while the block changes its file ``name``. Checks that its manifest is still
     ``manifest``.
 
-    Raises OutputError if it cannot be written, is locked, or was changed.
+    Raises OutputError if the bundle cannot be written, is locked, or was changed.
     """
     with outputs.locked(folder):
         try:
@@ -75,10 +76,10 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
-    """A folder that becomes ``output`` if the block succeeds, and is removed otherwise: see
-    ``outputs.claimed``.
+    """Yield a folder that becomes ``output`` if the block succeeds, and is removed otherwise.
 
-    ``force`` allows replacing a bundle or an empty folder, but nothing else.
+    See ``outputs.claimed``. ``force`` allows replacing a bundle or an empty folder, and nothing
+    else.
     """
     with outputs.claimed(
         output, force=force, kept_because=_kept_because, needed_bytes=needed_bytes
@@ -88,7 +89,9 @@ def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
 
 
 def _kept_because(path: Path) -> str | None:
-    """Why a path must not be replaced, or ``None`` if it is empty or only a bundle."""
+    """Why a path must not be replaced. ``None`` if it is an empty folder, or a bundle without other
+    files.
+    """
     if not path.is_dir() or path.is_symlink():
         return "is not a bundle"
     found = {
@@ -106,9 +109,12 @@ def _kept_because(path: Path) -> str | None:
 
 
 def _files_of_bundle(folder: Path) -> set[str] | None:
-    """The files listed in a bundle's manifest of any schema, or ``None`` if the folder is not a bundle."""
-    # Other programs, such as web applications, have files named manifest.json too. The name alone
-    # must not allow deleting a folder.
+    """The files that the manifest in a folder lists, or ``None`` if the folder is not a bundle.
+
+    Manifests of all schema versions are accepted.
+    """
+    # Other programs, such as web applications, have files named manifest.json too. Such a file
+    # alone must not make a folder look like a bundle, because it could then be deleted.
     path = folder / MANIFEST_FILE
     try:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

@@ -1,4 +1,4 @@
-"""manifest.json: creates, reads and checks it, and returns the network that it describes.
+"""Creates, reads and checks manifest.json, and returns the network that it describes.
 
 The format is documented in docs/reference/bundle.md and, for machines, in ``manifest.schema.json``.
 """
@@ -23,8 +23,9 @@ LOOP_FIELDS = ("vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_lengt
 
 
 def read_manifest(folder: Path, *, check_hashes: bool = True) -> dict[str, Any]:
-    """Read and check a bundle's manifest. With ``check_hashes=False``, files are compared by size
-    only. Raises BundleError.
+    """Read and check a bundle's manifest. Raises BundleError.
+
+    With ``check_hashes=False``, only the sizes of files are checked, not their hashes.
     """
     with dlm_runtime.open(folder, engine="none", check_hashes=check_hashes) as opened:
         opened.check_text()
@@ -52,21 +53,21 @@ def make_manifest(
     json_layout: str | None = None,
     call_format: str | None = None,
 ) -> dict[str, Any]:
-    """Create a manifest without ``files``, which ``finish`` adds.
+    """Create a manifest without ``files``, which ``finish`` adds later.
 
     Args:
         network: The denoiser's description.
-        graph: From ``trace.describe``.
+        graph: The result of ``trace.describe``.
         opset: Opset of the graph.
         precision: Record of the precision.
         kernels: ``Fused.as_dict`` of a graph for a CPU, else ``None``.
-        targets: Names of devices.
-        presets: Name -> policy.
-        default_preset: Name of the default.
-        max_new_tokens: Default length of a request, or ``None``.
+        targets: Names of the targets.
+        presets: Policy of each preset by name.
+        default_preset: Name of the default preset.
+        max_new_tokens: Default number of new tokens of a request, or ``None``.
         tokenizer: Name of the tokenizer file, or ``None``.
         chat_template: Record of the chat template, or ``None``.
-        text: Record of compiled text files, or ``None``.
+        text: Record of the compiled text files, or ``None``.
         config_sha256: Hash of the checkpoint's config.json, or ``None`` if unknown.
         hub: Where the checkpoint was fetched from, or ``None``.
         json_layout: Name of the JSON layout that the denoiser was trained on, or ``None``.
@@ -105,7 +106,9 @@ def _source(config_sha256: str, hub: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
-    """The network that a checked manifest describes. Raises BundleError for inconsistent sizes."""
+    """The network that a checked manifest describes. Raises BundleError if its sizes contradict
+    each other.
+    """
     try:
         return NetworkSpec.from_dict(
             manifest["network"] | {name: manifest["loop"][name] for name in LOOP_FIELDS}
@@ -115,6 +118,9 @@ def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
 
 
 def table_bytes_of(manifest: Mapping[str, Any]) -> int | None:
-    """Bytes per element of a bundle's embedding table; ``None`` if it is quantised or not recorded."""
+    """Bytes per element of a bundle's embedding table.
+
+    ``None`` if the table is quantised, or if the manifest does not record its type.
+    """
     dtype = manifest["precision"].get("embedding_dtype")
     return None if dtype is None else CACHE_ROWS[dtype][0]

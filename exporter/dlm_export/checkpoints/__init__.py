@@ -1,6 +1,7 @@
-"""Reads checkpoint folders: config, tensors and text, checked and never executed.
+"""Reads checkpoint folders: their config, tensors and text. Everything is checked, and no code is
+executed.
 
-``folder`` opens config.json and the safetensors files, ``prequantised`` reads codes and scales of
-pre-quantised checkpoints, and ``tokenizer`` the tokenizer and the chat template. ``families``
-decides what a tensor means to a denoiser.
+``folder`` opens config.json and the safetensors files. ``prequantised`` reads the codes and scales
+of pre-quantised checkpoints. ``tokenizer`` reads the tokenizer and the chat template. What a tensor
+means to a denoiser is decided in ``families``.
 """

@@ -1,8 +1,9 @@
-"""Fetches a checkpoint from the hub, and checks every file against the hub's hashes.
+"""Fetches a checkpoint from the hub, and checks every file against the hashes that the hub lists.
 
-Files go to the cache of huggingface_hub, which resumes interrupted downloads. To read headers only,
-the configuration is fetched whole, and each weight file by two range requests; its data is left out,
-so that the file takes no space.
+Files are stored in the cache of huggingface_hub, which resumes interrupted downloads. If only
+headers are needed, the configuration files are fetched as a whole, and the header of each weight
+file with two range requests. Such a weight file has a hole in place of its data, so it takes no
+disk space.
 """
 
 from __future__ import annotations
@@ -40,16 +41,17 @@ FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files of a checkpoint that are read, by name; others are never fetched."""
+"""Names of the files of a checkpoint that are read. Other files are never fetched."""
 HEADER_LIMIT_BYTES = 100_000_000
-"""Of a safetensors file, as in its format."""
+"""Largest header of a safetensors file, as the format specifies."""
 TIMEOUT_S = 30.0
 
 
 class HubError(DlmError):
-    """A checkpoint on the hub does not exist, is not accessible, or was not transferred intact.
+    """Raised if a checkpoint on the hub does not exist, is not accessible, or was not transferred
+    intact.
 
-    ``is_input`` says whether the user must change the name or the access.
+    ``is_input`` is true if the user must change the name or request access.
     """
 
     def __init__(self, message: str, *, is_input: bool) -> None:
@@ -59,7 +61,7 @@ class HubError(DlmError):
 
 @contextlib.contextmanager
 def fetched(name: HubName, *, headers_only: bool = False) -> Iterator[Located]:
-    """A folder with the checkpoint's files. Raises HubError."""
+    """Yield a folder with the checkpoint's files. Raises HubError."""
     try:
         import huggingface_hub
         from huggingface_hub import utils
@@ -68,7 +70,8 @@ def fetched(name: HubName, *, headers_only: bool = False) -> Iterator[Located]:
         raise HubError(
             f"{name}: needs the hub extra: pip install 'dlm-export[hub]'", is_input=False
         ) from err
-    # The reasons are in HubError. Importing the logger sets its level, so this comes after it.
+    # Silence the hub's log, because HubError gives the reasons. This must come after the import of
+    # the logger, which sets its level.
     logging.set_verbosity(logging.CRITICAL)
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
@@ -95,8 +98,9 @@ def fetched(name: HubName, *, headers_only: bool = False) -> Iterator[Located]:
 
 
 def _wanted(name: HubName, listed: Sequence[RepoSibling]) -> list[RepoSibling]:
-    """The files to fetch, small ones first. Raises HubError if one that every checkpoint has is
-    missing.
+    """The files to fetch, small files first.
+
+    Raises HubError if the repository lacks a file that every checkpoint has.
     """
     found = [
         file
@@ -112,8 +116,9 @@ def _wanted(name: HubName, listed: Sequence[RepoSibling]) -> list[RepoSibling]:
 
 
 def _fetch(name: HubName, commit: str, file: RepoSibling) -> tuple[Path, str]:
-    """The path of a whole file in the cache, and its SHA-256. Raises HubError, and removes a
-    damaged file.
+    """Fetch a whole file. Returns its path in the cache and its SHA-256.
+
+    Raises HubError. A damaged file is removed first.
     """
     import huggingface_hub
 
@@ -136,24 +141,24 @@ def _fetch(name: HubName, commit: str, file: RepoSibling) -> tuple[Path, str]:
 
 
 def _is_intact(path: Path, digest: str, file: RepoSibling) -> bool:
-    """Compare a file with its hash on the hub: SHA-256 of large files, git's SHA-1 of others."""
+    """Compare a file with its hash on the hub: SHA-256 for large files, git's SHA-1 for others."""
     if file.lfs is not None:
         return digest == file.lfs.sha256
     data = path.read_bytes()
-    # git's identifier of a blob, not a signature.
+    # This is git's identifier of a blob; it is not used as a signature.
     found = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
     return found == file.blob_id
 
 
 def _fetch_header(name: HubName, commit: str, file: RepoSibling, path: Path) -> None:
-    """Write a file of the full size that has the safetensors header and no data. Raises HubError."""
+    """Write a safetensors file that has the header and the full size, but no data. Raises HubError."""
     size = file.lfs.size if file.lfs is not None else file.size
     if size is None or size < 8:
-        raise HubError(f"{name}: {file.rfilename} is no safetensors file", is_input=True)
+        raise HubError(f"{name}: {file.rfilename} is not a safetensors file", is_input=True)
     start = _range(name, commit, file.rfilename, 0, 8)
     length = int.from_bytes(start, "little")
     if not 0 < length <= min(HEADER_LIMIT_BYTES, size - 8):
-        raise HubError(f"{name}: {file.rfilename} is no safetensors file", is_input=True)
+        raise HubError(f"{name}: {file.rfilename} is not a safetensors file", is_input=True)
     header = _range(name, commit, file.rfilename, 8, length)
     with open(path, "wb") as made:
         made.write(start + header)
@@ -161,7 +166,7 @@ def _fetch_header(name: HubName, commit: str, file: RepoSibling, path: Path) -> 
 
 
 def _range(name: HubName, commit: str, file: str, first: int, count: int) -> bytes:
-    """``count`` bytes of a file on the hub. Raises HubError."""
+    """Read ``count`` bytes of a file on the hub, from the byte ``first``. Raises HubError."""
     import huggingface_hub
     from huggingface_hub import utils
 
@@ -175,7 +180,7 @@ def _range(name: HubName, commit: str, file: str, first: int, count: int) -> byt
         ) as response,
     ):
         utils.hf_raise_for_status(response)
-        if response.status_code != 206:  # reading on would download the weights
+        if response.status_code != 206:  # reading on would download all weights
             raise HubError(
                 f"{name}: the server does not send parts of files, so headers cannot be read alone",
                 is_input=False,
@@ -190,7 +195,7 @@ def _range(name: HubName, commit: str, file: str, first: int, count: int) -> byt
 
 @contextlib.contextmanager
 def _one_sentence(name: HubName, file: str | None = None) -> Iterator[None]:
-    """Turn errors of the hub and of the network into HubError."""
+    """Turn errors of the hub and of the network into a HubError with one sentence."""
     from huggingface_hub import errors
 
     where = f"{name}" if file is None else f"{name}: {file}"
@@ -218,6 +223,6 @@ def _one_sentence(name: HubName, file: str | None = None) -> Iterator[None]:
 
 
 def _reason(err: Any) -> str:
-    """The first line of an error, without its request's identifier."""
+    """The first line of an error, without the identifier of the request."""
     lines = str(err).strip().splitlines()
     return lines[0][:200].rstrip(".") if lines else type(err).__name__

@@ -1,9 +1,8 @@
-"""A checkpoint folder on disk: config.json, safetensors files and tokenizer files, treated as
-untrusted.
+"""Reads a checkpoint folder: config.json, safetensors files and tokenizer files. They are not
+trusted.
 
 No code of a checkpoint is executed. Tensors are memory-mapped one at a time (format:
-https://github.com/huggingface/safetensors), so reading a checkpoint needs memory for its largest
-tensor only.
+https://github.com/huggingface/safetensors), so the memory needed is that of the largest tensor.
 """
 
 from __future__ import annotations
@@ -29,25 +28,28 @@ from dlm_runtime.files import read_object
 if TYPE_CHECKING:
     import torch
 
-# tokenizer_config.json with a large added vocabulary stays under 2 MiB, vocab.json of 262,144 ids
-# under 8 MiB. Python needs up to 30 times a JSON file's size, for empty lists and objects.
+# Limit of JSON files. A tokenizer_config.json with a large added vocabulary has less than 2 MiB,
+# and a vocab.json of 262,144 ids less than 8 MiB. The limit is needed because Python may use 30
+# times the size of a JSON file, if it consists of empty lists and objects.
 CONFIG_LIMIT_BYTES = 12 << 20
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-WEIGHT_DTYPES = {"BF16": 2, "F16": 2, "F32": 4}  # safetensors' names -> bytes
-QUANTISED_DTYPES = {"F8_E4M3": 1, "U8": 1}  # read only for quantised checkpoints
+# Safetensors' names of types, with bytes per element.
+WEIGHT_DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
+QUANTISED_DTYPES = {"F8_E4M3": 1, "U8": 1}  # accepted only in quantised checkpoints
 QUANTISATION_FILE = "hf_quant_config.json"
 NAME_LIMIT_BYTES = 255  # limit of a file name on all Linux file systems
 
 
 class CheckpointError(DlmError):
-    """A checkpoint is incomplete, damaged, or of a kind that dlm-export does not support."""
+    """Raised if a checkpoint is incomplete, damaged, or of a kind that dlm-export does not support."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 def read_json(path: Path, hint: str = "") -> dict[str, Any]:
-    """Read a JSON object from a file of limited size. Raises CheckpointError, with ``hint`` after
-    its sentence.
+    """Read a JSON object from a file of limited size.
+
+    Raises CheckpointError. ``hint`` is a sentence that is added to its message.
     """
     return read_object(path, CONFIG_LIMIT_BYTES, CheckpointError, hint)
 
@@ -105,13 +107,14 @@ HARMLESS_KEYS = (
         "gradient_checkpointing",
     ),
 )
-"""Keys of released configurations that do not affect a trained network's function."""
+"""Keys of released configurations that do not change what a trained network computes."""
 
 
 class Config:
-    """config.json with typed access; errors name the file, the key and the expected value.
+    """The content of config.json. Each method checks the type of the value that it returns.
 
-    It records which keys were read, because an unread key might describe part of the network.
+    Errors name the file, the key and the expected value. The object records which keys were read,
+    because an unread key might describe part of the network.
     """
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
@@ -125,7 +128,7 @@ class Config:
         return self._values.get(key)
 
     def unread(self) -> list[str]:
-        """Keys that were not read and may matter; null and false values do not."""
+        """Keys that were not read and may matter. Keys whose value is null or false do not matter."""
         return [
             key
             for key, value in self._values.items()
@@ -148,14 +151,18 @@ class Config:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number; ``default`` is the architecture's documented one, if any."""
+        """A positive number. ``default`` is the default that the architecture documents, if there
+        is one.
+        """
         value = self.get(key)
         if value is None and default is not None:
             return default
         return self.positive(key, value)
 
     def positive(self, key: str, value: object) -> float:
-        """Check that a value found under ``key``, or inside it, is a positive number."""
+        """Check that a value is a positive number. It was found under ``key``, or inside the object
+        under ``key``.
+        """
         if value is None:
             raise CheckpointError(
                 f"{self.path}: {key} is missing, and a guess would change what the network computes. Add it."
@@ -178,8 +185,10 @@ class Config:
         return value
 
     def require(self, key: str, *allowed: object, is_said: bool = False) -> None:
-        """Raises CheckpointError for values that ``Denoiser`` does not support; with ``is_said``,
-        also if missing.
+        """Check that a key has one of the ``allowed`` values, which are those that ``Denoiser``
+        supports.
+
+        Raises CheckpointError otherwise. A missing key is accepted, unless ``is_said`` is true.
         """
         value = self.get(key)
         if value is None and is_said:
@@ -196,8 +205,9 @@ class Config:
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's file, type, shape and the offset of its first byte. It is a tuple, because a
-    checkpoint may have tens of thousands.
+    """A tensor's file, type and shape, and the offset of its first byte in the file.
+
+    This is a tuple to save memory, because a checkpoint may have tens of thousands of tensors.
     """
 
     file: Path
@@ -212,7 +222,10 @@ ALGORITHMS = {
     "NVFP4": "nvfp4",
     "W4A16_NVFP4": "nvfp4-weight",
 }
-"""Supported modelopt algorithms -> layer format of recipes; others scale, pack or split weights
+"""The algorithms of modelopt that are supported, and the layer format of recipes that each one
+means.
+
+Other algorithms of modelopt are not supported, because they scale, pack or split weights
 differently.
 """
 MIXED = "MIXED_PRECISION"  # each layer names its own algorithm
@@ -220,7 +233,7 @@ _NVFP4_GROUP_SIZE = 16
 
 
 def weight_format(algorithm: str) -> str:
-    """The number format of an algorithm of ``ALGORITHMS``: fp8 or nvfp4."""
+    """The number format of the weights of a supported algorithm: fp8 or nvfp4."""
     found = FORMATS[ALGORITHMS[algorithm]].weights
     assert found is not None, algorithm
     return found
@@ -228,12 +241,12 @@ def weight_format(algorithm: str) -> str:
 
 @dataclass(frozen=True)
 class PreQuantised:
-    """The description of a quantised checkpoint in modelopt's unified export
-    (``hf_quant_config.json``).
+    """How a checkpoint is quantised, as modelopt's unified export describes it in
+    hf_quant_config.json.
 
-    ``excluded`` has patterns of modules in full precision. ``layers``, module -> algorithm, is used
-    only if ``algorithm`` is ``MIXED_PRECISION``. ``kv_cache`` is the format that keys and values
-    were calibrated for.
+    - ``excluded``: patterns of the modules that are in full precision.
+    - ``layers``: the algorithm of each module; used only if ``algorithm`` is ``MIXED_PRECISION``.
+    - ``kv_cache``: the format that keys and values were calibrated for.
     """
 
     path: Path
@@ -244,7 +257,9 @@ class PreQuantised:
     layers: dict[str, str]
 
     def algorithm_of(self, module: str) -> str | None:
-        """The algorithm of a module's weight; ``None`` if it or an enclosing module is excluded."""
+        """The algorithm of a module's weight. ``None`` if the module, or a module around it, is
+        excluded.
+        """
         if self.algorithm == MIXED:
             return self.layers.get(module)
         parts = module.split(".")
@@ -264,10 +279,11 @@ class PreQuantised:
 
 
 def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
-    """How a checkpoint is quantised, from hf_quant_config.json or config.json's
-    quantization_config, or ``None``.
+    """Read how a checkpoint is quantised; returns ``None`` if it is not.
 
-    Raises CheckpointError for other tools than modelopt, and for unsupported algorithms.
+    The description is in hf_quant_config.json, or under ``quantization_config`` in config.json.
+    Raises CheckpointError for checkpoints of other tools than modelopt, and for algorithms that are
+    not supported.
     """
     embedded = config.get("quantization_config")
     if embedded is not None and not isinstance(embedded, dict):
@@ -290,7 +306,7 @@ def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
         kv_cache, excluded = values.get("kv_cache_quant_algo"), values.get("exclude_modules")
     elif embedded is not None:
         path, found, values = config.path, embedded, embedded
-        # The other spelling: FP8 is written as its element type.
+        # config.json describes the cache in another way: for FP8 it has an object.
         scheme = embedded.get("kv_cache_scheme")
         kv_cache, excluded = "FP8" if isinstance(scheme, dict) else scheme, embedded.get("ignore")
     else:
@@ -301,7 +317,7 @@ def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
             f"{path}: quant_algo is {reprlib.repr(algorithm)}, but {config.path.name} says "
             f"{reprlib.repr(embedded.get('quant_algo'))}. Copy the checkpoint again."
         )
-    if algorithm is None:  # modelopt writes this file for a quantised cache alone too
+    if algorithm is None:  # modelopt writes this file even if only the cache is quantised
         return None
     layers: dict[str, str] = {}
     if algorithm == MIXED:
@@ -350,14 +366,14 @@ def _producer(values: dict[str, Any]) -> str:
 
 
 def _text(value: object) -> str | None:
-    """A short printable name from the file, or ``None``."""
+    """The value, if it is a short printable name; otherwise ``None``."""
     return (
         value if isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable() else None
     )
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The tensors listed in a checked safetensors file, and the offset of its data."""
+    """The list of tensors in a checked safetensors file, and the offset of its data."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))
@@ -366,12 +382,16 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 class Checkpoint:
-    """An opened checkpoint. ``tensors`` have released names; ``quantisation`` is ``None`` if it is not
-    quantised.
+    """An open checkpoint.
+
+    ``tensors`` has the tensors by the names in the release. ``quantisation`` is ``None`` if the
+    checkpoint is not quantised.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Read config.json, hf_quant_config.json and all tensor headers. Raises CheckpointError."""
+        """Read config.json, hf_quant_config.json and the headers of all tensors. Raises
+        CheckpointError.
+        """
         self.path = Path(path)
         if not self.path.is_dir():
             raise CheckpointError(
@@ -394,20 +414,20 @@ class Checkpoint:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all tensors as stored."""
+        """Size of all tensors in the files, in bytes."""
         return sum(
             math.prod(info.shape) * self.dtypes[info.dtype] for info in self.tensors.values()
         )
 
     def optional_json(self, name: str) -> dict[str, Any]:
-        """A JSON file beside config.json, or an empty object if missing."""
+        """Read a JSON file next to config.json. If there is none, the result is an empty object."""
         path = self.path / name
         return read_json(path) if path.exists() else {}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor as stored, memory-mapped and read-only. The mapping is freed with the tensor.
+        """One tensor as stored. It is memory-mapped, and the mapping is freed with the tensor.
 
-        The file's header, which may list thousands of experts, is not read again.
+        The header of the file is not read again, because it may list thousands of experts.
         """
         import torch
 
@@ -417,7 +437,7 @@ class Checkpoint:
         size = math.prod(info.shape) * self.dtypes[info.dtype]
         if not size:
             return torch.empty(info.shape, dtype=kind)
-        try:  # a private mapping, because torch rejects read-only arrays
+        try:  # a private mapping that can be written, because torch rejects read-only arrays
             stored: np.ndarray = np.memmap(info.file, np.uint8, "c", info.offset, (size,))
         except (OSError, ValueError) as err:
             raise CheckpointError(f"{info.file}: cannot read {name} ({err})") from err

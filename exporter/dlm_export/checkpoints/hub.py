@@ -1,9 +1,8 @@
-"""Checkpoints by name: ``hf:ORG/NAME[@REVISION]``, downloaded through huggingface_hub.
+"""Names of checkpoints on the hub, ``hf:ORG/NAME[@REVISION]``, and how they become local folders.
 
-Only configuration, tokenizer and safetensors files are fetched, never code or pickles. A revision
-is resolved to a commit first, so that all files belong together. ``local`` gives the folder to read:
-the cache of huggingface_hub for a build, or a temporary folder that has the headers of the weights
-only. Without the prefix, nothing is downloaded.
+The files are downloaded through huggingface_hub: configuration, tokenizer and safetensors files,
+never code or pickles. A revision is resolved to a commit first, so that all files belong together.
+A path without the prefix ``hf:`` is a local folder, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _NAME = re.compile(rf"hf:(?P<repository>{_PART}/{_PART})(@(?P<revision>[\w][\w./
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository on the hub, and a branch, tag or commit of it; None is the default branch."""
+    """A repository on the hub, and a branch, tag or commit. ``None`` is the default branch."""
 
     repository: str
     revision: str | None = None
@@ -41,10 +40,10 @@ class HubName:
 
 @dataclass(frozen=True)
 class Hub:
-    """The origin of a checkpoint, as the manifest records it.
+    """Where a checkpoint came from, as the manifest records it.
 
-    ``revision`` is a commit. ``files`` are the SHA-256 of all files; empty if only headers were
-    read.
+    ``revision`` is a commit. ``files`` has the SHA-256 of each file, and is empty if only headers
+    were read.
     """
 
     repository: str
@@ -58,7 +57,10 @@ class Hub:
 
 @dataclass(frozen=True)
 class Located:
-    """The folder of a checkpoint or bundle, and its origin on the hub, if it has one."""
+    """The folder of a checkpoint or bundle.
+
+    ``hub`` says where on the hub it came from. It is ``None`` for a local folder.
+    """
 
     path: Path
     hub: Hub | None = None
@@ -66,9 +68,10 @@ class Located:
 
 @contextlib.contextmanager
 def local(source: Path | HubName, *, headers_only: bool = False) -> Iterator[Located]:
-    """Give the folder of a checkpoint or bundle; fetch it first if it is on the hub.
+    """Yield the folder of a checkpoint or bundle. If it is on the hub, it is fetched first.
 
-    With ``headers_only``, weights are files of the full size without data. Raises HubError.
+    The folder is in the cache of huggingface_hub. With ``headers_only``, it is a temporary folder
+    where weight files have their header and full size, but no data. Raises HubError.
     """
     if isinstance(source, Path):
         yield Located(source)

@@ -1,7 +1,7 @@
-"""Reads quantised matrices of modelopt's unified checkpoints without changing a code.
+"""Reads the quantised matrices of modelopt's unified checkpoints. Their codes are not changed.
 
-A Linear's ``X.weight`` has these scales beside it (https://github.com/NVIDIA/Model-Optimizer,
-``modelopt.torch.export``):
+Besides the codes ``X.weight`` of a linear layer X, a checkpoint stores these scales
+(https://github.com/NVIDIA/Model-Optimizer, ``modelopt.torch.export``):
 
 ========  ==========================  =============================  ====================  =============
 stored    ``X.weight``                ``X.weight_scale``             ``X.weight_scale_2``  ``X.input_scale``
@@ -11,8 +11,8 @@ NVFP4     E2M1 [out, in / 2] as U8,   E4M3 [out, in / 16]            fp32, one  
           first code in low nibble
 ========  ==========================  =============================  ====================  =============
 
-``input_scale`` is one fp32 number. It is missing if activations are not quantised or have dynamic
-ranges.
+``input_scale`` is one fp32 number. It is missing if the activations are not quantised, or if their
+ranges are dynamic.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 CACHE_SUFFIXES = (".k_scale", ".v_scale", ".k_bias", ".v_bias")
-"""Suffixes of a quantised key/value cache's tensors, which are not used."""
+"""Suffixes of the tensors of a quantised key/value cache. These tensors are not used."""
 
 _WITH_INPUT_SCALE = ("FP8", "NVFP4")  # algorithms with calibrated activation ranges
 _CODES = {"fp8": "F8_E4M3", "nvfp4": "U8"}
@@ -40,10 +40,10 @@ _CODES = {"fp8": "F8_E4M3", "nvfp4": "U8"}
 
 @dataclass(frozen=True, eq=False)
 class StoredQuantised:
-    """A matrix as stored in the checkpoint: codes and scales, and the input's scale if it is
-    static.
+    """A matrix as the checkpoint stores it: its codes and scales, and the scale of its input.
 
-    ``algorithm`` is modelopt's name (a key of ``ALGORITHMS``).
+    ``input_scale`` is ``None`` if the scale is not static. ``algorithm`` is modelopt's name, a key
+    of ``ALGORITHMS``.
     """
 
     algorithm: str
@@ -52,10 +52,11 @@ class StoredQuantised:
 
     @property
     def input_amax(self) -> float | None:
-        """The input's range in fp32.
+        """The range of the input in fp32, or ``None`` if the input has no static scale.
 
-        Dividing it by the format's levels in fp32 gives exactly ``input_scale`` if that came from
-        such a division, as in modelopt; otherwise within one unit in the last place.
+        modelopt computes ``input_scale`` by dividing a range by the levels of the format in fp32.
+        Then dividing this property by the levels gives exactly ``input_scale`` again. For other
+        scales, the result is at most one unit in the last place away.
         """
         if self.input_scale is None:
             return None
@@ -66,7 +67,7 @@ class StoredQuantised:
 
 @dataclass(frozen=True)
 class Expected:
-    """Required types and shapes of a tensor; several shapes may be allowed."""
+    """The types and shapes that a tensor may have."""
 
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -74,7 +75,10 @@ class Expected:
 
 
 def expected_tensors(tensor: str, algorithm: str, inputs: int, outputs: int) -> dict[str, Expected]:
-    """The tensors of a quantised ``[outputs, inputs]`` weight named ``tensor``, by name."""
+    """The tensors that make up a quantised weight of shape ``[outputs, inputs]``, by name.
+
+    ``tensor`` is the name of the weight.
+    """
     base = tensor.removesuffix(".weight")
     floats, one = tuple(WEIGHT_DTYPES), ((), (1,))
     if weight_format(algorithm) == "fp8":
@@ -108,7 +112,7 @@ def algorithm_of(checkpoint: Checkpoint, tensor: str) -> str | None:
 
 
 def not_excluded(checkpoint: Checkpoint, tensors: Iterable[str]) -> list[str]:
-    """Matrices in full precision that hf_quant_config.json does not exclude."""
+    """The matrices in full precision that hf_quant_config.json does not exclude from quantisation."""
     said = checkpoint.quantisation
     return [
         tensor
@@ -121,10 +125,10 @@ def not_excluded(checkpoint: Checkpoint, tensors: Iterable[str]) -> list[str]:
 
 
 def read(checkpoint: Checkpoint, tensor: str, algorithm: str) -> StoredQuantised:
-    """Return the codes and scales of a weight. Its tensors must have been checked before.
+    """Read the codes and scales of a weight, whose tensors must have been checked before.
 
-    Raises CheckpointError for NaN codes, and for scales that are not finite and positive (group
-    scales may be zero).
+    Raises CheckpointError if codes are NaN, or if scales are not finite and positive. Group scales
+    may be zero.
     """
     base = tensor.removesuffix(".weight")
     number_format = weight_format(algorithm)

@@ -1,9 +1,9 @@
-"""Copies a checkpoint's tokenizer and chat template into the bundle, as tokenizer.json and a Jinja
-file.
+"""Reads a checkpoint's tokenizer and chat template. The bundle gets them as tokenizer.json and a
+Jinja file.
 
-Some releases, such as Dream, have vocab.json and merges.txt with a Python class instead of
-tokenizer.json. The class is not run; the same tokenizer is built from the data, as Qwen2's
-byte-level BPE.
+Some releases, such as Dream, have no tokenizer.json. They have vocab.json and merges.txt, and a
+Python class. The class is not run. The same tokenizer is built from the two files: the byte-level
+BPE of Qwen2.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from dlm_runtime.errors import BundleError, RequestError
 from dlm_runtime.files import read_bytes, read_text
 from dlm_runtime.text.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, Tokenizer
 
-# Qwen2's split pattern before BPE, from its published tokenizer (Apache-2.0): contractions, words,
-# single digits, punctuation, line breaks, spaces.
+# The pattern with which Qwen2 splits text before BPE, from its published tokenizer (Apache-2.0). It
+# matches contractions, words, single digits, punctuation, line breaks and spaces.
 QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Released vocabularies are padded for efficient matrix sizes: LLaDA by 115 of 126,464 ids, Dream by
-# 397 of 152,064.
+# Largest share of a vocabulary that is padding. Released vocabularies are padded to sizes that are
+# efficient for matrices: LLaDA by 115 of 126,464 ids, Dream by 397 of 152,064.
 PADDING_SHARE = 0.01
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Files for the bundle: the text of tokenizer.json, a template, and its special tokens."""
+    """The text files for the bundle: the text of tokenizer.json, the chat template, and the
+    template's special tokens.
+    """
 
     tokenizer: str | None
     chat_template: str | None
@@ -39,7 +41,7 @@ class TokenizerFiles:
 
 
 def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
-    """Read the tokenizer, checked against the vocabulary. Raises CheckpointError."""
+    """Read the tokenizer and check it against the network's vocabulary. Raises CheckpointError."""
     path = checkpoint.path / "tokenizer.json"
     added: dict[int, str] = {}
     if path.exists():
@@ -53,8 +55,8 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
         with contextlib.closing(Tokenizer(data, None, {}, path)) as tokenizer:
             _check_added(checkpoint, tokenizer, added)
             _check_size(checkpoint, tokenizer, network)
-            # Serialise it again without truncation and padding from training, which would silently
-            # cut or pad prompts.
+            # Serialise the tokenizer again. This drops the truncation and padding of training,
+            # which would silently cut or pad prompts.
             text = _with_special(
                 tokenizer.as_json(), (network.mask_token_id, *network.eos_token_ids)
             )
@@ -75,8 +77,9 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
 
 
 def _with_special(text: str, tokens: Sequence[int]) -> str:
-    """Mark added tokens as special in a tokenizer.json, so that text of a request is never encoded
-    as one.
+    """Mark added tokens as special in a tokenizer.json.
+
+    Then the text of such a token in a request is never encoded as that token.
     """
     found = json.loads(text)
     plain = [
@@ -88,7 +91,10 @@ def _with_special(text: str, tokens: Sequence[int]) -> str:
 
 
 def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:
-    """Build tokenizer.json from vocab.json and merges.txt; also returns expected added tokens."""
+    """Build tokenizer.json from vocab.json and merges.txt.
+
+    Also returns the added tokens that tokenizer_config.json lists, by id.
+    """
     merges = read_text(
         checkpoint.path / "merges.txt", TOKENIZER_LIMIT_BYTES, CheckpointError
     ).split("\n")
@@ -173,7 +179,7 @@ def _text(token: Any) -> str | None:
 
 
 def _check_text(checkpoint: Checkpoint, name: str, text: str) -> None:
-    """Raises CheckpointError for text that a bundle cannot contain."""
+    """Raises CheckpointError if a bundle cannot contain the text."""
     size = len(text.encode("utf-8"))
     if size > TEMPLATE_LIMIT_BYTES or "\0" in text:
         raise CheckpointError(

@@ -1,8 +1,10 @@
-"""Reads a released checkpoint as a ``NetworkSpec`` and the denoiser's parameters.
+"""Reads a released checkpoint: its network as a ``NetworkSpec``, and its tensors as the denoiser's
+parameters.
 
-A family is one file with a ``Family`` record, and one line in ``FAMILIES``. The record says how to
-read the config (``reading`` and ``trunks`` have shared code) and which released tensors are which
-parameters (``base.Origin``). ``tensors`` checks tensors by their headers; ``weights`` reads them.
+A family of checkpoints is one file with a ``Family`` record, and one line in ``FAMILIES``. The
+record says how to read config.json, and which released tensors make up each parameter
+(``base.Origin``). ``reading`` and ``trunks`` have code that families share. ``tensors`` checks
+tensors by the headers of their files, and ``weights`` reads them.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def find(checkpoint: Checkpoint) -> Family:
-    """Find a checkpoint's family by ``architectures[0]``. Raises CheckpointError."""
+    """Find the family of a checkpoint by the name in ``architectures[0]``. Raises CheckpointError."""
     architectures = checkpoint.config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     for family in FAMILIES.values():
@@ -46,7 +48,7 @@ def find(checkpoint: Checkpoint) -> Family:
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """The description of a checkpoint's denoiser. Raises CheckpointError."""
+    """Read the description of a checkpoint's denoiser. Raises CheckpointError."""
     block = overrides.attention_block
     if block is not None and block < 1:
         raise CheckpointError(
@@ -68,21 +70,25 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def check_tensors(checkpoint: Checkpoint, network: NetworkSpec) -> Tensors:
-    """Check the checkpoint's tensors against the network's parameters, by file headers. Raises
-    CheckpointError.
+    """Check that the checkpoint has the tensors that the network needs. Only the headers of files
+    are read.
+
+    Raises CheckpointError.
     """
     return Tensors(checkpoint, network, FAMILIES[network.family].origins(network, checkpoint))
 
 
 def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
-    """Open the checkpoint's tensors as the network's parameters, checked. Raises CheckpointError."""
+    """Open the checkpoint's tensors as the network's parameters, and check them. Raises
+    CheckpointError.
+    """
     from dlm_export.families.weights import Weights
 
     return Weights(checkpoint, network, FAMILIES[network.family].origins(network, checkpoint))
 
 
 def __getattr__(name: str) -> Any:
-    """Names from ``weights``, which needs torch and is therefore imported on first use."""
+    """Import names from ``weights`` when they are first used, because that module needs torch."""
     if name not in ("Weights", "layered", "load"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("dlm_export.families.weights"), name)

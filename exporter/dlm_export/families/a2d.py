@@ -1,9 +1,9 @@
-"""A2D conversions of Qwen2, Qwen3 and Llama (dLLM's Tiny-A2D, https://github.com/ZHZisZZ/dllm): the
-trunk's layout, no shift.
+"""The families A2D: Qwen2, Qwen3 and Llama, converted to diffusion models by dLLM's Tiny-A2D.
 
-Checkpoints of one class were trained on whole canvases (``mdlm``) or in blocks (``bd3lm``), and
-contain nothing that tells which. Attention is full unless ``--attention-block`` gives a block
-length.
+See https://github.com/ZHZisZZ/dllm. The layout is that of the original model, and there is no
+shift. Some checkpoints of a class were trained on whole canvases (``mdlm``), others in blocks
+(``bd3lm``). The checkpoint does not say which. Attention is full unless ``--attention-block`` gives
+a block length.
 """
 
 from __future__ import annotations

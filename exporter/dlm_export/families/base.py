@@ -1,4 +1,6 @@
-"""The interface of a family: it reads a config as a ``NetworkSpec`` and maps tensors to parameters."""
+"""What a family provides: it reads config.json as a ``NetworkSpec``, and maps tensors to
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +20,38 @@ if TYPE_CHECKING:
 
 
 class Parameters(Protocol):
-    """A denoiser's parameters, read one at a time or in parts; thread-safe."""
+    """The parameters of a denoiser. They are read one at a time or in parts, from any thread."""
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
-        """Read one parameter of ``Denoiser``, or a part of it.
+        """Read one parameter of ``Denoiser``, or the part ``at`` of it.
 
         A whole parameter is C-contiguous; a part may have any memory order. Raises CheckpointError.
         """
 
     def view(self, parameter: str) -> Tensor | None:
-        """The parameter as memory-mapped from its file, read-only, or ``None`` if it must be computed."""
+        """The parameter as memory-mapped from its file, which must not be written to.
+
+        ``None`` if the parameter is not in the file as it is, and must be computed.
+        """
 
     def stored_type(self, parameter: str) -> np.dtype:
-        """The type that holds all values of a parameter: fp16 or bf16 if stored so, else fp32."""
+        """The type that represents all values of a parameter: fp16 or bf16 if it is stored so,
+        otherwise fp32.
+        """
 
 
 def later(
     parameters: Parameters, network: NetworkSpec, parameter: str, dtype: np.dtype = FP32
 ) -> Lazy:
-    """A parameter that is read and checked when it is indexed."""
+    """A parameter that is read and checked only when it is indexed."""
     return Lazy(network.parameters()[parameter], lambda at: parameters.read(parameter, dtype, at))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A released tensor, or ``rows`` ``[first, last)`` of its first axis."""
+    """A released tensor. If ``rows`` is not ``None``, only the rows ``[first, last)`` of its first
+    axis.
+    """
 
     tensor: str
     rows: tuple[int, int] | None = None
@@ -50,11 +59,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Origin:
-    """The released tensors that make up a denoiser's parameter.
+    """The released tensors that make up one parameter of the denoiser.
 
-    Several pieces are concatenated along their first axis. With ``is_stacked``, each piece is one
-    entry of a new first axis, as for experts. ``transpose``: matrices are stored ``[out, in]``.
-    Several parameters may read one tensor: rows of a fused matrix, or all of a tied one.
+    Several pieces are concatenated along their first axis. With ``is_stacked``, each piece is
+    instead one entry of a new first axis; experts are stored so. ``transpose`` means that the
+    released matrices are ``[out, in]``. Several parameters may read the same tensor: different rows
+    of a fused matrix, or all of a tied matrix.
     """
 
     pieces: tuple[Piece, ...]
@@ -63,17 +73,17 @@ class Origin:
 
     @staticmethod
     def of(tensor: str, transpose: bool = False) -> Origin:
-        """A parameter that is one whole tensor."""
+        """The origin of a parameter that is one whole tensor."""
         return Origin((Piece(tensor),), transpose)
 
     @property
     def whole(self) -> str | None:
-        """The tensor's name if the parameter is one whole tensor, else ``None``."""
+        """The name of the tensor if the parameter is one whole tensor, otherwise ``None``."""
         (first, *rest) = self.pieces
         return first.tensor if not rest and first.rows is None and not self.is_stacked else None
 
     def shapes(self, parameter: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Expected shapes of the pieces, for a parameter of this shape."""
+        """The shapes that the pieces of a parameter of this shape must have."""
         released = (*parameter[:-2], parameter[-1], parameter[-2]) if self.transpose else parameter
         if self.is_stacked:
             assert released[0] == len(self.pieces), (released, self)
@@ -87,7 +97,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Overrides:
-    """Values given by the user; ``None`` uses the checkpoint's."""
+    """Values that the user gives. ``None`` means that the checkpoint's value is used."""
 
     mask_token_id: int | None = None
     max_canvas_length: int | None = None
@@ -98,21 +108,26 @@ class Overrides:
 
 @dataclass(frozen=True)
 class Family:
-    """A released layout: its architectures, how to read its config, and its tensor names."""
+    """A kind of released checkpoint: its architectures, how to read its config, and the names of
+    its tensors.
+    """
 
     name: str
     architectures: tuple[str, ...]
     description: str
     default_preset: str
-    """The adaptive loop published for it; a bundle runs it until another one is fitted."""
+    """The adaptive loop that was published for the family. A bundle runs this loop until another is
+    fitted.
+    """
     read: Callable[[Checkpoint, Overrides], NetworkSpec]
     origins: Callable[[NetworkSpec, Checkpoint], dict[str, Origin]]
     trunk: str | None = None
-    """The transformers class with these layers and tensor names, for ``capture``; uses the
-    network's mask.
+    """The class of transformers whose layers and tensor names are the same; ``capture`` uses it.
+
+    The class is run with the network's attention mask.
     """
     block_preset: str | None = None
-    """The default preset for checkpoints with block-causal attention, if different."""
+    """The default preset of checkpoints with block-causal attention, if it is another one."""
 
     def preset_for(self, network: NetworkSpec) -> str:
         """The default preset of a network of this family."""
@@ -125,12 +140,16 @@ class Family:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensor names that follow one pattern.
+    """A pattern of tensor names.
 
-    ``layer`` is formatted with ``i``; ``names`` maps module paths inside a layer to names without
-    ``.weight`` and ``.bias``, except for parameters with separate names. Released matrices are
-    ``[out, in]``, the denoiser's ``[in, out]``. A name with ``{e}`` is one expert's matrix. The
-    same name without ``.{e}`` and ``.weight`` is one tensor ``[E, out, in]`` for all experts.
+    ``layer`` is the prefix of a layer's names, in which ``{i}`` is replaced by the layer's number.
+    ``names`` maps a module's path inside a layer to the released name without ``.weight`` or
+    ``.bias``. If the released name of a parameter does not end in ``.weight`` or ``.bias``,
+    ``names`` maps the parameter's path to its whole name. Released matrices are ``[out, in]``, and
+    the denoiser's are ``[in, out]``.
+
+    A name with ``{e}`` is the matrix of expert e. If the release has one tensor ``[E, out, in]``
+    for all experts instead, its name has neither ``.{e}`` nor ``.weight``.
     """
 
     embed: str
@@ -140,7 +159,9 @@ class Layout:
     head: str
 
     def origins(self, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-        """Parameter -> released tensors. Raises CheckpointError if experts have both forms."""
+        """The origin of each parameter. Raises CheckpointError if the experts of a layer are stored
+        in both forms.
+        """
         matrices = {
             linear.weight: linear for linear in network.linear_layers() if not linear.is_tied
         }
@@ -178,7 +199,7 @@ class Layout:
         return origins
 
     def released(self, parameter: str) -> str:
-        """The name of a parameter's tensor; ``{e}`` in it means an expert's number."""
+        """The name of a parameter's tensor. ``{e}`` in the name stands for the number of an expert."""
         module, _, kind = parameter.rpartition(".")
         outside = {"embed": self.embed, "final_norm": self.final_norm, "head": self.head}
         if module in outside:

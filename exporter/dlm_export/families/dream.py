@@ -1,5 +1,7 @@
-"""Dream 7B (arXiv:2508.15487) and DiffuCoder (arXiv:2506.20639): Qwen2.5's layout, full attention,
+"""The family of Dream 7B (arXiv:2508.15487) and DiffuCoder (arXiv:2506.20639): full attention,
 shift 1.
+
+The layout is that of Qwen2.5.
 """
 
 from __future__ import annotations
@@ -9,13 +11,13 @@ from dlm_export.families.base import Family, Overrides
 from dlm_export.families.trunks import TRUNK, trunk_network
 from dlm_export.network.spec import NetworkSpec
 
-# Both were trained on canvases of 2048 tokens; max_position_embeddings is still that of the
-# original Qwen2.5.
+# Dream and DiffuCoder were trained on canvases of 2048 tokens. Their max_position_embeddings is
+# still that of Qwen2.5.
 TRAINED_LENGTH = 2048
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """The network of a released Dream config.json. Raises CheckpointError."""
+    """Read the network of a released Dream config.json. Raises CheckpointError."""
     return trunk_network(
         checkpoint,
         overrides,

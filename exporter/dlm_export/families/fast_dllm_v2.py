@@ -1,8 +1,7 @@
-"""Fast-dLLM v2 (arXiv:2509.26328): Qwen2.5's layout, block-causal attention, shift 1 inside a
-block.
+"""The family Fast-dLLM v2 (arXiv:2509.26328): block-causal attention, shift 1 inside a block.
 
-The logits predict the next token, as in Qwen2.5. The tokenizer's mask token is an added token
-without a name.
+The layout is that of Qwen2.5. As in Qwen2.5, the logits predict the next token. The mask token is
+one of the tokenizer's added tokens, but no file says which one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ MASK = "|<MASK>|"
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """The network of a released Fast-dLLM v2 config.json. Raises CheckpointError."""
+    """Read the network of a released Fast-dLLM v2 config.json. Raises CheckpointError."""
     block = block_length(checkpoint, "bd_size", overrides)
     together = PRESETS[FAMILY.default_preset].sub_block_length
     if block % together:

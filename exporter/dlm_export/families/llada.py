@@ -1,5 +1,6 @@
-"""LLaDA 8B and 1.5 (arXiv:2502.09992, arXiv:2505.19223): Llama's layer under OLMo's tensor names,
-full attention.
+"""The family LLaDA: LLaDA 8B and 1.5 (arXiv:2502.09992, arXiv:2505.19223), with full attention.
+
+Layers are those of Llama. Tensor names are those of OLMo.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """The network of a released LLaDA config.json. Raises CheckpointError."""
+    """Read the network of a released LLaDA config.json. Raises CheckpointError."""
     config = checkpoint.config
-    # Its configuration class covers all of OLMo: without these settings it would build another
-    # network.
+    # LLaDA's configuration class covers all of OLMo. Other values of these settings would mean
+    # another network.
     config.require("block_type", "llama", is_said=True)
     config.require("activation_type", "silu", is_said=True)
     config.require("layer_norm_type", "rms", is_said=True)
@@ -28,7 +29,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     config.require("layer_norm_with_affine", True)
     config.require("input_emb_norm", False)
     config.require("scale_logits", False)
-    # Settings of features that are rejected above.
+    # These settings belong to features that are rejected above.
     for without_effect in ("alibi_bias_max", "attention_layer_norm_with_affine"):
         config.get(without_effect)
     hidden_size = config.integer("d_model")
@@ -67,7 +68,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     )
 
 
-# The head and every MLP's last matrix share the name ff_out; the MLP's gate is ff_proj.
+# The head and the last matrix of every MLP are both called ff_out. The gate of an MLP is called
+# ff_proj.
 LAYOUT = Layout(
     embed="model.transformer.wte",
     layer="model.transformer.blocks.{i}.",

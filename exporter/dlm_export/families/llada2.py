@@ -1,9 +1,9 @@
-"""LLaDA2.0 and 2.1, mini and flash (arXiv:2512.15745): Bailing-MoE's layer, blocks of 32 tokens, no
-shift.
+"""The family LLaDA2.0 and 2.1, mini and flash (arXiv:2512.15745): blocks of 32 tokens, no shift.
 
-Queries, keys and values are one matrix: all query heads, then key heads, then value heads. They are
-normed, then half of each head is rotated. Experts are chosen by sigmoid scores plus a bias, among
-the best groups, and weighted without the bias. Config keys and tensor names are those of the
+Layers are those of Bailing-MoE. Queries, keys and values are computed by one matrix, whose rows are
+first all query heads, then key heads, then value heads. Queries and keys are normed, and then half
+of each head's features is rotated. Experts are chosen among the best groups by sigmoid scores plus
+a bias. Their weights do not include the bias. Config keys and tensor names are those of the
 released ``LLaDA2MoeModelLM``.
 """
 
@@ -22,11 +22,12 @@ from dlm_export.network.spec import (
     RouterSpec,
 )
 
-BLOCK_LENGTH = 32  # all releases were trained with it; their config.json does not contain it
+# All releases were trained with this length, but their config.json does not contain it.
+BLOCK_LENGTH = 32
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """The network of a released LLaDA2 config.json. Raises CheckpointError."""
+    """Read the network of a released LLaDA2 config.json. Raises CheckpointError."""
     config = checkpoint.config
     config.require("hidden_act", "silu")
     config.require("use_qkv_bias", False)
@@ -70,7 +71,9 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def _has(checkpoint: Checkpoint, tensor: str) -> bool:
-    """True if any layer has a tensor of this name, because config.json does not say."""
+    """True if any layer has a tensor of this name. This is checked because config.json does not
+    say.
+    """
     return any(
         name.startswith("model.layers.") and name.endswith(f".{tensor}")
         for name in checkpoint.tensors
@@ -126,9 +129,7 @@ LAYOUT = Layout(
 
 
 def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-    """Denoiser parameter -> released tensors; queries, keys and values are consecutive rows of one
-    tensor.
-    """
+    """The origin of each parameter. Queries, keys and values are consecutive rows of one tensor."""
     found = LAYOUT.origins(network, checkpoint)
     for i, layer in enumerate(network.layers):
         a, first = layer.attention, 0

@@ -1,8 +1,9 @@
-"""LLaDA-MoE 7B-A1B (arXiv:2509.24389): OLMoE's layer with q/k norms, 8 of 64 experts, full
-attention, no shift.
+"""The family LLaDA-MoE, 7B-A1B (arXiv:2509.24389): full attention, no shift, 8 of 64 experts per
+token.
 
-A token's weights are its best scores, which are not normalised. If a checkpoint has a bias, it is
-added to scores and weights. Config keys and tensor names are those of the released
+Layers are those of OLMoE, with norms of queries and keys. The weights of a token's experts are
+their scores, which are not normalised. If a checkpoint has a bias, it is added both to the scores
+that choose experts and to the weights. Config keys and tensor names are those of the released
 ``LLaDAMoEModelLM``.
 """
 
@@ -25,7 +26,7 @@ from dlm_export.network.spec import (
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """The network of a released LLaDA-MoE config.json. Raises CheckpointError."""
+    """Read the network of a released LLaDA-MoE config.json. Raises CheckpointError."""
     config = checkpoint.config
     config.require("hidden_act", "silu")
     config.require("attention_bias", False)
@@ -54,7 +55,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def _mlps(config: Config) -> list[MlpSpec | ExpertsSpec]:
-    """The MLP of each layer; ``moe_layer_freq`` is 0 for dense ones."""
+    """The MLP of each layer. Layers where ``moe_layer_freq`` is 0 have no experts."""
     count, active = expert_counts(config)
     bias = "weights" if config.flag("moe_router_enable_expert_bias") else None
     shared = config.integer("shared_expert_intermediate_size", default=0, low=0)

@@ -1,7 +1,7 @@
-"""Reads special tokens and rotary positions from configs, for families of every layout.
+"""Reads special tokens, rotary positions and options from the files of checkpoints of all families.
 
-Values that change the network's function are read in every released spelling or rejected, never
-guessed.
+Some values change what the network computes. They are read in every form that was released. Unknown
+forms are rejected, and nothing is guessed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dlm_export.network.spec import Rope
 
 
 def read_rope(config: Config) -> Rope:
-    """Rotary positions, in the spelling of transformers 4 or 5. Raises CheckpointError for missing
-    or unknown values.
+    """Read the rotary positions, in the form of transformers 4 or 5.
 
-    Version 4 writes ``rope_theta``, ``rope_scaling`` (``type`` or ``rope_type``) and
-    ``partial_rotary_factor`` as separate keys. Version 5 writes all into ``rope_parameters``, which
-    may contain one object per layer type
-    (https://huggingface.co/docs/transformers/internal/rope_utils).
+    Version 4 has separate keys: ``rope_theta``, ``rope_scaling`` (with ``type`` or ``rope_type``)
+    and ``partial_rotary_factor``. Version 5 has all of them in ``rope_parameters``, which may
+    contain one object for each type of layer
+    (https://huggingface.co/docs/transformers/internal/rope_utils). Raises CheckpointError for
+    values that are missing or unknown.
     """
     said: dict[str, Any] = {}
     for key in ("rope_theta", "partial_rotary_factor"):
@@ -83,7 +83,9 @@ def read_rope(config: Config) -> Rope:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids read from config.json, generation_config.json and tokenizer_config.json."""
+    """The ids of special tokens, from config.json, generation_config.json and
+    tokenizer_config.json.
+    """
 
     mask: int
     eos: tuple[int, ...]
@@ -93,9 +95,10 @@ class SpecialTokens:
 def special_tokens(
     checkpoint: Checkpoint, vocab_size: int, overrides: Overrides, mask_text: str | None = None
 ) -> SpecialTokens:
-    """Find the special token ids; the mask token is never guessed.
+    """Find the ids of the special tokens. The mask token is never guessed.
 
-    ``mask_text``: the mask token's text, for releases that do not name it. Raises CheckpointError.
+    ``mask_text`` is the text of the mask token, for releases that do not say which token it is.
+    Raises CheckpointError.
     """
     config = checkpoint.config
     mask = overrides.mask_token_id
@@ -138,10 +141,10 @@ def special_tokens(
 
 
 def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:
-    """Answer length, max_new_tokens in generation_config.json; ``None`` if missing, or if it leaves no
-    room for a prompt on a canvas of ``longest`` tokens.
+    """The default length of an answer: max_new_tokens in generation_config.json.
 
-    Raises CheckpointError for an invalid number.
+    ``None`` if it is missing, or if it leaves no space for a prompt on a canvas of ``longest``
+    tokens. Raises CheckpointError if it is not a valid number.
     """
     found = checkpoint.optional_json("generation_config.json").get("max_new_tokens")
     if found is None:
@@ -155,10 +158,9 @@ def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:
 
 
 def text_option(checkpoint: Checkpoint, key: str, known: Collection[str]) -> str | None:
-    """A name that generation_config.json gives under ``key``, such as the layout of JSON text; ``None``
-    without it.
+    """A name that generation_config.json has under ``key``, such as the layout of JSON text.
 
-    Raises CheckpointError if the name is not in ``known``.
+    ``None`` if the key is missing. Raises CheckpointError if the name is not in ``known``.
     """
     found = checkpoint.optional_json("generation_config.json").get(key)
     if found is None:
@@ -171,9 +173,9 @@ def text_option(checkpoint: Checkpoint, key: str, known: Collection[str]) -> str
 
 
 def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
-    """The block length of block-causal attention: the user's, else ``key`` of config.json.
+    """The block length of block-causal attention: the user's value, or else ``key`` of config.json.
 
-    Raises CheckpointError if both are missing, and for a length below 1.
+    Raises CheckpointError if neither exists, or if the length is less than 1.
     """
     config = checkpoint.config
     found = config.get(key)
@@ -188,19 +190,20 @@ def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
 
 
 def _named_id(checkpoint: Checkpoint, name: str) -> int | None:
-    """The id of a special token named in tokenizer_config.json."""
+    """The id of the special token that tokenizer_config.json has under ``name``."""
     token = checkpoint.optional_json("tokenizer_config.json").get(name)
     return _id_of(checkpoint, token.get("content") if isinstance(token, dict) else token)
 
 
 def _id_of(checkpoint: Checkpoint, text: object) -> int | None:
-    """The id of an added token, from tokenizer_config.json or added_tokens.json."""
+    """The id of an added token with this text, from tokenizer_config.json or added_tokens.json."""
     if not isinstance(text, str):
         return None
     added = checkpoint.optional_json("tokenizer_config.json").get("added_tokens_decoder")
     for number, entry in added.items() if isinstance(added, dict) else []:
         if isinstance(entry, dict) and entry.get("content") == text:
-            # Ten digits are too large for a token id, and int() rejects thousands of digits.
+            # A token id has fewer than ten digits, and int() raises an error for thousands of
+            # digits.
             return int(number) if number.isdecimal() and len(number) < 10 else None
     found = checkpoint.optional_json("added_tokens.json").get(text)
     return found if isinstance(found, int) else None

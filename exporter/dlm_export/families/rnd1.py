@@ -1,4 +1,6 @@
-"""RND1 30B-A3B: Qwen3-MoE's layer, names and initial weights, full attention, shift 1."""
+"""The family RND1, 30B-A3B: full attention, shift 1. It was initialised from Qwen3-MoE and has its
+layers and names.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from dlm_export.network.spec import NetworkSpec
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """The network of a released RND1 config.json. Raises CheckpointError."""
+    """Read the network of a released RND1 config.json. Raises CheckpointError."""
     return mixture_network(checkpoint, overrides, "rnd1", shift=1)
 
 

@@ -1,4 +1,4 @@
-"""Compares a checkpoint's tensors with those that a denoiser reads, without torch."""
+"""Compares the tensors that a checkpoint has with those that a denoiser reads. Does not need torch."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from dlm_export.families.base import Origin
 from dlm_export.network.spec import NetworkSpec
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_LISTED = 8  # most names shown per kind of error
+_LISTED = 8  # largest number of names shown for each kind of error
 
 
 class Tensors:
-    """A checkpoint's tensors by the denoiser's parameter names, checked by name, type and shape.
+    """The tensors of a checkpoint by the denoiser's parameter names. Their names, types and shapes
+    are checked.
 
-    ``quantised``: parameter -> modelopt's algorithm, for matrices that are stored quantised.
-    ``notes`` describes tensors that are unused or unexpected.
+    ``quantised`` has the algorithm of modelopt for each parameter whose matrix is stored quantised.
+    ``notes`` has messages about tensors that are unused or unexpected.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]
     ) -> None:
-        """``origins``: the origin of each of the network's parameters.
+        """``origins`` has the origin of each of the network's parameters.
 
-        Raises CheckpointError that names every tensor that is missing, extra, or of the wrong type
-        or shape.
+        Raises CheckpointError. The error names all tensors that are missing or not known, and those
+        that have the wrong type or shape.
         """
         self.checkpoint = checkpoint
         self.shapes = network.parameters()
@@ -64,7 +65,7 @@ class Tensors:
         return {"BF16": BFLOAT16, "F16": FP16}.get(types.pop(), FP32) if len(types) == 1 else FP32
 
     def _expected(self) -> dict[str, Expected]:
-        """Every tensor that the denoiser reads, by released name."""
+        """Every tensor that the denoiser reads, by its released name."""
         expected: dict[str, Expected] = {}
         read: dict[str, list[tuple[int, int]]] = {}  # rows of tensors that several parameters share
         for parameter, origin in self.origins.items():
@@ -75,7 +76,7 @@ class Tensors:
                     origin.whole, self.quantised[parameter], inputs, outputs
                 )
                 continue
-            if origin.is_stacked:  # thousands of experts, all with one shape
+            if origin.is_stacked:  # there may be thousands of experts, all with one shape
                 (shape, *_) = origin.shapes(self.shapes[parameter])
                 expected |= dict.fromkeys(
                     (piece.tensor for piece in origin.pieces),

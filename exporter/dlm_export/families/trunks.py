@@ -1,5 +1,5 @@
-"""The trunk shared by Llama, Qwen2 and Qwen3: tensor names and config keys, kept by most denoisers
-derived from them.
+"""The tensor names and config keys of Llama, Qwen2 and Qwen3. Most denoisers derived from them keep
+these.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EXPERT_NAMES = {
     "mlp.experts.up": "mlp.experts.{e}.up_proj",
     "mlp.experts.down": "mlp.experts.{e}.down_proj",
 }
-"""Common names of a router and its experts in releases."""
+"""Names that several releases use for a router and its experts."""
 
 MIXTURE = replace(TRUNK, names=TRUNK.names | EXPERT_NAMES)
 """Tensor names of transformers' Qwen3-MoE."""
@@ -64,11 +64,11 @@ def trunk_network(
     longest: int | None = None,
     mask_text: str | None = None,
 ) -> NetworkSpec:
-    """Read a config.json with the keys of transformers' Llama, Qwen2 or Qwen3. Raises
-    CheckpointError.
+    """Read a config.json that has the keys of transformers' Llama, Qwen2 or Qwen3.
 
-    ``block_length`` ``None`` means full attention. ``longest``: canvas length used in training, if
-    shorter than its positions. ``mask_text``: see ``special_tokens``.
+    ``block_length`` ``None`` means full attention. ``longest`` is the length of the canvases in
+    training, if that is less than the number of positions in config.json. ``special_tokens``
+    explains ``mask_text``. Raises CheckpointError.
     """
     config = checkpoint.config
     norm_eps = config.number("rms_norm_eps", 1e-6)  # the default of all three classes
@@ -101,10 +101,10 @@ def network_of(
     longest: int | None = None,
     mask_text: str | None = None,
 ) -> NetworkSpec:
-    """Complete ``layers`` with the rest of the network, from keys that most releases share. Raises
-    CheckpointError.
+    """Make the description of the whole network, from ``layers`` and from config keys that most
+    releases share.
 
-    ``longest`` and ``mask_text``: see ``trunk_network``.
+    ``trunk_network`` explains ``longest`` and ``mask_text``. Raises CheckpointError.
     """
     config = checkpoint.config
     vocab_size = config.integer("vocab_size")
@@ -136,7 +136,7 @@ def mixture_network(
     block_length: int | None = None,
     shift: int = 0,
 ) -> NetworkSpec:
-    """Read a config.json with the keys of transformers' Qwen3-MoE. Raises CheckpointError."""
+    """Read a config.json that has the keys of transformers' Qwen3-MoE. Raises CheckpointError."""
     config = checkpoint.config
     config.require("attention_bias", False)
     for of_training in ("router_aux_loss_coef", "output_router_logits"):
@@ -167,7 +167,7 @@ def mixture_network(
 
 
 def expert_counts(config: Config) -> tuple[int, int]:
-    """The number of experts, and of active experts per token. Raises CheckpointError."""
+    """The number of experts, and the number of active experts per token. Raises CheckpointError."""
     count = config.integer("num_experts", low=2, high=1 << 16)
     return count, config.integer("num_experts_per_tok", high=count)
 

@@ -1,4 +1,6 @@
-"""Reads a checkpoint's tensors as a denoiser's parameters, one at a time or into torch modules."""
+"""Reads the tensors of a checkpoint as the denoiser's parameters, one at a time or into torch
+modules.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,14 @@ from dlm_export.network.denoiser import Denoiser, cosines_and_sines
 from dlm_export.network.layered import Layered
 from dlm_export.network.spec import NetworkSpec
 
-LARGE_TENSOR = 1 << 20  # elements; freeing smaller tensors does not return memory worth a call
-# Bit masks; magnitudes greater than infinity are NaN.
+# After a tensor with more elements than this, freed memory is returned to the system.
+LARGE_TENSOR = 1 << 20
+# Bit masks for bf16. A magnitude whose bits are greater than those of infinity is NaN.
 _BF16_MAGNITUDE, _BF16_INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)
 
 
 class Weights(Tensors):
-    """A checkpoint's tensors by parameter name, checked once and read one at a time."""
+    """The tensors of a checkpoint by parameter name. They are checked once, and read one at a time."""
 
     def __init__(
         self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]
@@ -39,10 +42,10 @@ class Weights(Tensors):
         self._viewed: set[str] = set()  # parameters already checked for NaN and infinity
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
-        """One parameter as an array of ``dtype``; a quantised matrix is dequantised.
+        """Read one parameter as an array of ``dtype``. A quantised matrix is dequantised.
 
-        A whole parameter is C-contiguous and assembled from parts, so no second large array is
-        needed. Raises CheckpointError if a weight is NaN, infinite, or outside the range of
+        A whole parameter is C-contiguous. It is assembled from parts, so that only one large array
+        is needed. Raises CheckpointError if a weight is NaN, infinite, or outside the range of
         ``dtype``.
         """
         if at:
@@ -87,7 +90,7 @@ class Weights(Tensors):
         return tensor
 
     def _refuse(self, parameter: str, dtype: np.dtype) -> NoReturn:
-        """Raises CheckpointError for a parameter with values that ``dtype`` cannot hold."""
+        """Raise the CheckpointError for a parameter with values that ``dtype`` cannot represent."""
         pieces = self.origins[parameter].pieces
         for piece in pieces:
             bad = int((~self._piece(piece).isfinite()).sum())
@@ -103,9 +106,10 @@ class Weights(Tensors):
         )
 
     def stored(self, parameter: str) -> StoredQuantised | None:
-        """A quantised matrix's codes and scales as stored, ``[in, out]``; ``None`` in full precision.
+        """The codes and scales of a quantised matrix ``[in, out]``, as stored. ``None`` in full
+        precision.
 
-        Raises CheckpointError for scales or codes that are not valid numbers.
+        Raises CheckpointError if scales or codes are not valid numbers.
         """
         algorithm = self.quantised.get(parameter)
         if algorithm is None:
@@ -115,8 +119,9 @@ class Weights(Tensors):
         return prequantised.read(self.checkpoint, tensor, algorithm)
 
     def _tensor(self, parameter: str) -> torch.Tensor:
-        """A parameter as stored, memory-mapped if it is one whole tensor; the last one is kept for
-        further parts.
+        """A parameter as stored. It is memory-mapped if it is one whole tensor.
+
+        The last parameter is kept open, because further parts of it may be read.
         """
         opened = self._opened
         if opened is not None and opened[0] == parameter:
@@ -132,7 +137,7 @@ class Weights(Tensors):
         return tensor
 
     def _stack(self, parameter: str, at: Index) -> torch.Tensor:
-        """A part of a parameter whose entries are separate tensors; opens only these tensors."""
+        """A part of a parameter whose entries are separate tensors. Only these tensors are opened."""
         origin = self.origins[parameter]
         pieces = [self._piece(piece) for piece in origin.pieces[at[0]]]
         return torch.stack([(piece.mT if origin.transpose else piece)[at[1:]] for piece in pieces])
@@ -148,8 +153,9 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _as_fp32(tensor: torch.Tensor) -> np.ndarray:
-    """Convert to fp32 in the tensor's memory order. Uses numpy, because torch would start more
-    threads in each of ours.
+    """Convert to fp32 in the tensor's memory order.
+
+    This uses numpy, because torch would start further threads in each of our threads.
     """
     if tensor.dtype != torch.bfloat16:
         array: np.ndarray = tensor.numpy().astype(np.float32, copy=False)
@@ -166,16 +172,17 @@ def _largest(dtype: np.dtype) -> float:
 def tensor(
     weights: Parameters, parameter: str, dtype: torch.dtype | None, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A parameter, or ``rows`` of its first axis, in ``dtype`` on the CPU. Do not write to it.
+    """Read a parameter, or the ``rows`` of its first axis, in ``dtype`` on the CPU. Do not write to
+    it.
 
-    Returns the memory-mapped tensor if its type matches. ``dtype`` ``None``: as stored, or fp32 if it
-    must be computed. Raises CheckpointError.
+    With ``dtype`` ``None``, the type is as stored, or fp32 if the parameter must be computed. The
+    result is memory-mapped if its type is as stored. Raises CheckpointError.
     """
     found = weights.view(parameter)
     if found is not None and rows is not None:
         found = found[rows]
         return found if dtype is None else found.to(dtype)
-    if rows is not None and len(rows) == 1:  # an expert: read only its part of the stack
+    if rows is not None and len(rows) == 1:  # one expert: only its part of the stack is read
         row = int(rows[0])
         part = torch.from_numpy(
             np.ascontiguousarray(weights.read(parameter, FP32, (slice(row, row + 1),)))
@@ -194,7 +201,9 @@ def tensor(
 
 
 def load(weights: Parameters, network: NetworkSpec, dtype: torch.dtype = torch.float32) -> Denoiser:
-    """Load the parameters into a torch ``Denoiser`` of ``dtype`` on the CPU, in evaluation mode."""
+    """Load the parameters into a torch ``Denoiser`` of type ``dtype`` on the CPU, in evaluation
+    mode.
+    """
     with torch.device("meta"):
         denoiser = Denoiser(network)
     state = {}

@@ -1,6 +1,7 @@
-"""The denoiser: its description as data, and the torch modules built from that description.
+"""The denoiser: a description of the network as data, and torch modules built from that
+description.
 
-``spec`` holds the description, ``denoiser`` the modules, and ``reference`` the unmasking loop in
-plain torch that the native loop is compared with. This package reads no files and knows no released
-model by name.
+``spec`` has the description and ``denoiser`` the modules. ``reference`` is the unmasking loop in
+plain torch, which the native loop is compared with. This package reads no files, and no code in it
+depends on the name of a released model.
 """

@@ -1,4 +1,4 @@
-"""Rounds keys and values in torch exactly like the caches that ``graph.functions`` defines."""
+"""Rounds keys and values in torch, exactly like the caches that ``graph.functions`` defines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ _SMALLEST_ROW = 1e-30
 
 
 def read_back(rows: Tensor, cache_dtype: str) -> Tensor:
-    """Rows ``[.., D]`` as a pass reads them from a cache; ``cache_dtype`` is a manifest value."""
+    """Round rows ``[.., D]`` as a cache does: the result is what a pass reads from the cache.
+
+    ``cache_dtype`` is the cache's type, as the manifest names it.
+    """
     if cache_dtype == "int8":
         return _through_int8(rows.float()).to(rows.dtype)
     stored: torch.dtype = getattr(torch, cache_dtype)
@@ -17,16 +20,16 @@ def read_back(rows: Tensor, cache_dtype: str) -> Tensor:
 
 
 def _through_int8(rows: Tensor) -> Tensor:
-    """Quantise each row to codes -127..127 and back.
+    """Quantise each row to codes -127..127 and dequantise it.
 
-    A row's scale is the smallest ``mantissa * 2 ** n`` that is at least amax / 127, with a mantissa
-    of at most 255.
+    The scale of a row is the smallest number ``mantissa * 2 ** n`` that is at least amax / 127,
+    where the mantissa is an integer of at most 255.
     """
     is_bad = ~rows.isfinite().all(-1, keepdim=True)
     finite = rows.masked_fill(is_bad, 0)
     wanted = finite.abs().amax(-1, keepdim=True).clamp(min=_SMALLEST_ROW) / 127
     fraction, exponent = wanted.frexp()  # wanted = fraction * 2 ** exponent, fraction in [0.5, 1)
-    # torch.ldexp is not exact everywhere.
+    # Computed from the bits, because torch.ldexp is not exact on every processor.
     power = ((exponent + (127 - 8)) << 23).view(torch.float32)
     scale = (256 * fraction).ceil() * power
     return ((finite / scale).round() * scale).masked_fill(is_bad, torch.nan)

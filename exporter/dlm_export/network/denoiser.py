@@ -1,8 +1,8 @@
 """Torch modules for the denoiser that a ``NetworkSpec`` describes.
 
-No family appears here by name. Layers use RMSNorm, rotate-half RoPE, grouped queries and gated
-MLPs, as in LLaDA (arXiv:2502.09992) and Dream (arXiv:2508.15487), or mixtures of experts
-(``experts``).
+No code here depends on a family's name. Layers have RMSNorm, rotate-half RoPE, grouped-query
+attention and gated MLPs, as in LLaDA (arXiv:2502.09992) and Dream (arXiv:2508.15487). Instead of an
+MLP, a layer may have a mixture of experts (``experts``).
 
 Shapes: ``B`` rows, ``T`` tokens of one pass, ``S`` cached tokens, ``H`` heads, ``D`` head size,
 ``V`` vocabulary.
@@ -30,32 +30,35 @@ from dlm_export.network.spec import (
 from dlm_runtime.errors import DlmError, ExitCode
 
 Turn = tuple[Tensor, Tensor, Tensor]
-"""Rotation by position: cosines and sines ``[positions, D / 2]``, and position ids ``[B, T]``."""
+"""Rotary embedding by position: cosines and sines ``[positions, D / 2]``, and position ids ``[B,
+T]``.
+"""
 Past = tuple[Tensor, Tensor]
 """One layer's keys and values, ``[B, Hkv, rows, D]``."""
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Several passes concatenated in one row of tokens; each sees only its own tokens and its own
-    cache.
+    """Several passes, whose tokens are concatenated into one row. Each pass sees its own tokens and
+    cache only.
 
-    Holds for each pass its tokens, its additive mask (``hiding``), and its cached keys and values
-    ``[1, Hkv, S, D]``.
+    For each pass, ``passes`` has the slice of its tokens, its additive mask (see ``hiding``), and
+    its cached keys and values ``[1, Hkv, S, D]``.
     """
 
     passes: Sequence[tuple[slice, Tensor | None, Past | None]]
 
 
 class UnbuiltNetworkError(DlmError):
-    """The network description needs a feature that this version does not support."""
+    """Raised if the network's description needs a feature that this version does not support."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 def check_built(network: NetworkSpec) -> None:
-    """Raises UnbuiltNetworkError if ``Denoiser`` does not support a feature; names the layer and
-    the feature.
+    """Raises UnbuiltNetworkError if ``Denoiser`` does not support a feature of the network.
+
+    The error names the layer and the feature.
     """
     for i, layer in enumerate(network.layers):
         a, mlp = layer.attention, layer.mlp
@@ -75,7 +78,11 @@ def check_built(network: NetworkSpec) -> None:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in fp32 and cast back before the weight (no ``1 + w``)."""
+    """Root-mean-square norm, computed in fp32.
+
+    The result is cast back to the input's type, and then multiplied by the weight. The factor is
+    the weight itself, not ``1 + weight``.
+    """
 
     def __init__(self, size: int, eps: float, is_plain: bool) -> None:
         super().__init__()
@@ -92,12 +99,15 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
-    """Rotate-half RoPE on the first features of ``x`` ``[B, ..., T, D]`` that the tables cover."""
+    """Apply rotate-half RoPE to the first features of ``x`` ``[B, ..., T, D]``.
+
+    The tables in ``turn`` determine how many features are rotated.
+    """
     cos, sin, position_ids = turn
     size = 2 * cos.shape[-1]
     if torch.compiler.is_exporting() and not is_plain:
-        # Exports as one RotaryEmbedding node; the plain form below would become nine. It has no
-        # gradient.
+        # This exports as one RotaryEmbedding node instead of the nine nodes of the code below. It
+        # is used only for export, because it has no gradient.
         partly = 0 if size == x.shape[-1] else size
         rotated: Tensor = torch.onnx.ops.rotary_embedding(
             x, cos, sin, position_ids, rotary_embedding_dim=partly
@@ -115,13 +125,14 @@ def hiding(
 ) -> Tensor | None:
     """Additive mask for attention scores that hides later blocks; ``None`` if every key is visible.
 
-    Returns ``[B, 1, T, S + T]`` in ``dtype``: 0 for visible keys, which include all ``cached`` rows
-    S, and the lowest finite number for hidden ones. Infinity would become NaN in kernels that
-    compute the softmax in tiles, if a whole tile is hidden.
+    Returns ``[B, 1, T, S + T]`` in ``dtype``. It is 0 for visible keys, and the lowest finite
+    number for hidden keys. All ``cached`` keys, of which there are S, are visible. Infinity is not
+    used, because some kernels compute the softmax in tiles, and a tile that is hidden as a whole
+    would become NaN.
     """
     if block_length is None:
         return None
-    starts = position_ids - position_ids % block_length  # of each position's block
+    starts = position_ids - position_ids % block_length  # first position of each position's block
     front = torch.full((starts.shape[0], cached), 0, device=starts.device)
     keys = torch.cat((front, starts), 1)
     is_hidden = keys.unsqueeze(1) > starts.unsqueeze(2)
@@ -172,7 +183,9 @@ class Attention(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, past: Past | None
     ) -> Tensor:
-        """Returns ``[B, T, heads..., D]``."""
+        """Compute attention of queries over the cached and the new keys; returns ``[B, T, heads...,
+        D]``.
+        """
         keys, values = (
             (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
         )
@@ -187,7 +200,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer; norms that its description lacks are identities."""
+    """One transformer layer. Norms that its description does not have are identities."""
 
     def __init__(self, spec: LayerSpec, hidden_size: int, is_plain: bool) -> None:
         super().__init__()
@@ -219,7 +232,9 @@ class Block(nn.Module):
 
 
 def cosines_and_sines(table: RotaryTable, positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines ``[positions, size / 2]`` in fp32, computed in float64."""
+    """Cosines and sines ``[positions, size / 2]`` of a rotary table. They are computed in float64
+    and returned in fp32.
+    """
     inverse = table.theta ** (-torch.arange(0, table.size, 2, dtype=torch.float64) / table.size)
     angles = torch.outer(torch.arange(positions, dtype=torch.float64) / table.scaling, inverse)
     return angles.cos().float(), angles.sin().float()
@@ -239,11 +254,11 @@ class Rotary(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """The network: a canvas in, a prediction for every position out.
+    """The network: it takes a canvas and predicts a token for every position.
 
-    Parameters are created uninitialised; ``families.load`` fills them from a checkpoint.
-    ``is_plain`` uses elementary operations only, for engines that do not support attention, norms
-    and rotations as operators. Raises UnbuiltNetworkError.
+    Parameters are not initialised; ``families.load`` fills them from a checkpoint. With
+    ``is_plain``, the network uses elementary operations only, for engines that have no operators
+    for attention, norms and rotary embeddings. Raises UnbuiltNetworkError.
     """
 
     def __init__(self, network: NetworkSpec, is_plain: bool = False) -> None:
@@ -265,17 +280,18 @@ class Denoiser(nn.Module):
     def hidden(
         self, input_ids: Tensor, position_ids: Tensor, past: Sequence[Past] | None = None
     ) -> tuple[Tensor, list[Past]]:
-        """Final-norm features ``[B, T, hidden]``, and each layer's new keys and values ``[B, Hkv,
-        T, D]``.
+        """Features after the final norm ``[B, T, hidden]``, and each layer's new keys and values
+        ``[B, Hkv, T, D]``.
 
-        ``past`` holds, per layer, position-encoded keys and values ``[B, Hkv, S, D]`` in any order:
-        every query sees all of them, so the order does not matter.
+        ``past`` has the cached keys and values of each layer, ``[B, Hkv, S, D]``. The keys are
+        already rotated by their positions. Rows may be in any order, because every query sees all
+        of them.
         """
         x = self.embed(input_ids)
         turns: list[Turn] = [(table.cos, table.sin, position_ids) for table in self.rotary]  # type: ignore[misc]
         cached = 0 if past is None else past[0][0].shape[2]
         rules = dict.fromkeys(layer.attention.visible_block for layer in self.network.layers)
-        dtype = torch.float32 if self.is_plain else x.dtype  # of the scores
+        dtype = torch.float32 if self.is_plain else x.dtype  # type of the attention scores
         hidden = {rule: hiding(rule, position_ids, cached, dtype) for rule in rules}
         presents = []
         for i, (layer, block) in enumerate(zip(self.network.layers, self.blocks, strict=True)):
@@ -288,7 +304,9 @@ class Denoiser(nn.Module):
         return self.final_norm(x), presents
 
     def project(self, features: Tensor) -> Tensor:
-        """Map features ``[..., hidden]`` to raw logits ``[..., V]``, including the mask token's."""
+        """Map features ``[..., hidden]`` to raw logits ``[..., V]``. The logits include the mask
+        token's.
+        """
         logits: Tensor = (
             self.head(features, self.embed.weight)
             if self.network.tied_head
@@ -297,6 +315,9 @@ class Denoiser(nn.Module):
         return logits
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Raw logits ``[B, L, V]`` of one full pass over canvases ``[B, L]``, rows unshifted."""
+        """Raw logits ``[B, L, V]`` of a pass over whole canvases ``[B, L]``, without a cache.
+
+        The rows are in the order of positions; ``shift`` is not applied.
+        """
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         return self.project(self.hidden(input_ids, positions)[0])

@@ -1,8 +1,10 @@
-"""Mixture-of-experts layers in torch: a router, the routed gated MLPs, and an optional shared MLP.
+"""Mixture-of-experts layers in torch: a router, the MLPs that tokens are routed to, and an optional
+shared MLP.
 
-Shapes: ``N`` tokens, ``E`` experts, ``k`` active experts per token. Each active expert is computed
-once for all its tokens. Idle experts are not computed, so a memory-mapped file's pages for them are
-never read.
+An expert is computed once, for all tokens that are routed to it. Experts without tokens are not
+computed, so if the weights are memory-mapped, the pages of these experts are never read.
+
+Shapes: ``N`` tokens, ``E`` experts, ``k`` active experts per token.
 """
 
 from __future__ import annotations
@@ -20,19 +22,22 @@ torch.library.define(
     "dlm_export::experts", "(Tensor x, Tensor chosen, Tensor weights, Tensor[] stacks) -> Tensor"
 )
 _NO_SUM = 1e-20
-"""Lower bound on a sum of routing weights before division, as in released routers."""
+"""Added to the sum of routing weights before a division by it, as in released routers."""
 
 
 @torch.library.register_fake("dlm_export::experts")  # type: ignore[untyped-decorator]
 def _shape_of_experts(x: Tensor, chosen: Tensor, weights: Tensor, stacks: list[Tensor]) -> Tensor:
-    """Output shape of ``RoutedMLPs`` for the exporter, which keeps all experts as one graph node."""
+    """Tells the exporter the shape of the output of ``RoutedMLPs``, which becomes a single graph
+    node.
+    """
     return torch.empty_like(x)
 
 
 class Router(nn.Module):
-    """Chooses experts: see ``RouterSpec``.
+    """Chooses the experts of each token; see ``RouterSpec``.
 
-    Computes in fp32 whatever the denoiser's type, because rounding would swap nearly equal scores.
+    It computes in fp32 whatever the denoiser's type, because rounding would change the order of
+    nearly equal scores.
     """
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
@@ -42,21 +47,23 @@ class Router(nn.Module):
         self.bias = None if spec.router.bias is None else nn.Parameter(torch.empty(spec.count))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Map ``x`` ``[.., hidden]`` to chosen experts int64 ``[.., k]`` and their weights fp32
-        ``[.., k]``.
+        """For ``x`` ``[.., hidden]``, return the chosen experts, int64 ``[.., k]``, and their
+        weights, fp32 ``[.., k]``.
         """
         scores, judged = self.scores(x)
         chosen = self._of_groups(judged, self._worth(judged)).topk(self.active).indices
         return chosen, self.weights_of(scores, judged, chosen)
 
     def scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores of all experts, fp32 ``[.., E]``, and the biased scores used to choose among them."""
+        """The scores of all experts, fp32 ``[.., E]``, and the scores that choose experts, which
+        include the bias.
+        """
         products = x.float() @ self.weight.float()
         scores = products.softmax(-1) if self.spec.score == "softmax" else products.sigmoid()
         return scores, scores if self.bias is None else scores + self.bias.float()
 
     def weights_of(self, scores: Tensor, judged: Tensor, chosen: Tensor) -> Tensor:
-        """Weights ``[.., k]`` of any given ``chosen`` experts."""
+        """Weights ``[.., k]`` of the experts ``chosen``, which need not be the router's own choice."""
         r = self.spec
         weights = (judged if r.bias == "weights" else scores).gather(-1, chosen)
         if r.renormalise:
@@ -64,12 +71,13 @@ class Router(nn.Module):
         return weights if r.scale == 1 else weights * r.scale
 
     def shortfall(self, judged: Tensor, chosen: Tensor) -> Tensor:
-        """How much worse ``chosen`` ``[.., k]`` is than the best choice by ``judged`` ``[.., E]``:
+        """How much worse the experts ``chosen`` ``[.., k]`` are than the best choice; the result is
         ``[..]``.
 
-        Returns 0 for ties with the best choice. The chosen groups are compared with the best
-        groups, and the chosen experts with the best experts of the chosen groups. Returns infinity
-        if an expert is chosen twice or too many groups are used.
+        ``judged`` ``[.., E]`` are the scores that choose experts. A choice that ties with the best
+        gives 0. The chosen groups are compared with the best groups, and the chosen experts with
+        the best experts of the chosen groups. The result is infinity if an expert is chosen twice
+        or if the experts are from too many groups.
         """
         r = self.spec
         taken = torch.zeros_like(judged).scatter(-1, chosen, 1.0)
@@ -91,11 +99,13 @@ class Router(nn.Module):
         )
 
     def _worth(self, judged: Tensor) -> Tensor:
-        """Score of each group, ``[.., G]``: the sum of its two best experts. Unused when G is 1."""
+        """Score of each group, ``[.., G]``: the sum of the scores of its two best experts. Not used
+        if G is 1.
+        """
         return judged if self.spec.groups == 1 else self._grouped(judged).topk(2).values.sum(-1)
 
     def _of_groups(self, judged: Tensor, worth: Tensor) -> Tensor:
-        """Scores ``[.., E]`` with minus infinity outside the best groups."""
+        """Scores ``[.., E]``, where experts outside the best groups get minus infinity."""
         r = self.spec
         if r.active_groups == r.groups:
             return judged
@@ -106,17 +116,23 @@ class Router(nn.Module):
 
 
 class Stacked(nn.Module):
-    """A matrix ``[in, out]`` for each of ``E`` experts, held as one parameter or read on demand."""
+    """A matrix ``[in, out]`` for each of ``E`` experts. They are one parameter in memory, or are
+    read on demand.
+    """
 
     def __init__(self, count: int, inputs: int, outputs: int, *, is_down: bool = False) -> None:
-        """``is_down``: the experts' outputs are summed, so ``wide`` stacks along inputs."""
+        """``is_down`` marks the down projection. Its outputs are summed over experts, so ``wide``
+        joins its matrices along the inputs.
+        """
         super().__init__()
         self.count, self.inputs, self.outputs, self.is_down = count, inputs, outputs, is_down
         self.weight = nn.Parameter(torch.empty(count, inputs, outputs))
         self.read: Callable[[int], Tensor] | None = None
 
     def forward(self, x: Tensor, expert: int | None = None) -> Tensor:
-        """Multiply ``x`` ``[.., in]`` by one expert's matrix, or by ``wide()`` if ``None``."""
+        """Multiply ``x`` ``[.., in]`` by one expert's matrix. If ``expert`` is ``None``, multiply
+        by ``wide()``.
+        """
         return product(x, self.wide() if expert is None else self.matrix(expert))
 
     def matrix(self, expert: int) -> Tensor:
@@ -124,17 +140,19 @@ class Stacked(nn.Module):
         return self.weight[expert] if self.read is None else self.read(expert)
 
     def wide(self) -> Tensor:
-        """All experts' matrices as one: ``[in, E * out]``, or ``[E * in, out]`` if ``is_down``."""
+        """The matrices of all experts as one: ``[in, E * out]``, or ``[E * in, out]`` if
+        ``is_down``.
+        """
         return torch.cat(
             [self.matrix(expert) for expert in range(self.count)], 0 if self.is_down else 1
         )
 
 
 class RoutedMLPs(nn.Module):
-    """``E`` gated MLPs, each applied to the tokens routed to it.
+    """``E`` gated MLPs. Each is applied to the tokens that are routed to it.
 
-    With ``is_dense``, one wide MLP computes all experts for every token; the features of experts
-    that a token is not routed to are multiplied by 0.
+    With ``is_dense``, a single wide MLP computes all experts for every token. The features of
+    experts that a token is not routed to are multiplied by 0.
     """
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
@@ -145,8 +163,10 @@ class RoutedMLPs(nn.Module):
         self.down = Stacked(spec.count, spec.size, hidden_size, is_down=True)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Weighted sums ``[.., hidden]`` of the ``chosen`` ``[.., k]`` experts' outputs for ``x``
-        ``[.., hidden]``.
+        """For each row of ``x`` ``[.., hidden]``, the weighted sum ``[.., hidden]`` of its experts'
+        outputs.
+
+        ``chosen`` and ``weights`` are ``[.., k]``.
         """
         if torch.compiler.is_exporting():
             stacks = [self.gate.weight, self.up.weight, self.down.weight]
@@ -155,7 +175,9 @@ class RoutedMLPs(nn.Module):
         return self._all(x, chosen, weights) if self.is_dense else self._routed(x, chosen, weights)
 
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Compute one expert after another, and add up each token's results in expert order."""
+        """Compute one expert after another. The results of a token are added up in the order of
+        experts.
+        """
         active, tokens = chosen.shape[-1], x.flatten(0, -2)
         slots = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.count).tolist()
@@ -169,7 +191,9 @@ class RoutedMLPs(nn.Module):
         return y.view(x.shape)
 
     def hidden(self, expert: int, x: Tensor) -> Tensor:
-        """An expert's features ``[n, size]`` before the down projection of ``[n, hidden]``."""
+        """The features ``[n, size]`` of an expert for ``x`` ``[n, hidden]``, before the down
+        projection.
+        """
         y: Tensor = F.silu(self.gate(x, expert)) * self.up(x, expert)
         return y
 
@@ -185,7 +209,7 @@ class RoutedMLPs(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts that replaces an MLP."""
+    """A mixture of experts, which takes the place of an MLP."""
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Runs all canvases through a denoiser layer by layer, with only one layer in memory.
+"""Runs canvases through a denoiser layer by layer, with only one layer in memory.
 
-Memory holds one layer and the canvases' activations, whatever the size of the denoiser. Each weight
-is read once per sweep. Canvases of the same length are computed together. If the activations exceed
-their memory limit, they go to a memory-mapped file whose disk blocks are allocated in advance.
+The memory needed is that of one layer and of all canvases' activations. Each weight is read once
+for all canvases. Canvases of equal length are computed together. If the activations exceed their
+memory limit, they are stored in a memory-mapped file, whose disk blocks are allocated in advance.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ from dlm_export.network.spec import NetworkSpec, rotary_table
 from dlm_runtime.errors import DlmError
 
 BATCH_TOKENS = 2048
-"""Tokens per batch in a layer (at least one canvas): enough rows for full speed on a CPU."""
+"""Largest number of tokens in a batch, except that a batch has at least one canvas.
+
+This number of rows is enough for full speed on a CPU.
+"""
 HEAD_COLUMNS = 8192
 """Columns of the head that are converted to fp32 at a time."""
 
@@ -45,24 +48,27 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 class MemoryLimitError(DlmError):
-    """The requested work exceeds the memory or disk space that it may use."""
+    """Raised if the requested work needs more memory or disk space than it may use."""
 
 
 class ReadTensor(Protocol):
-    """Reads parameters of a denoiser."""
+    """A function that reads parameters of a denoiser."""
 
     def __call__(
         self, parameter: str, dtype: torch.dtype | None, rows: Tensor | None = None
     ) -> Tensor:
-        """Return a parameter of ``Denoiser``, or the ``rows`` of its first axis, on the CPU.
+        """Return a parameter of ``Denoiser`` on the CPU, or only the ``rows`` of its first axis.
 
-        Do not write to the result. ``dtype`` ``None`` keeps the stored type.
+        The result must not be written to. With ``dtype`` ``None``, the parameter keeps its stored
+        type.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Canvases of one length: their indices, ids int64 ``[B, L]``, and rows in ``states``."""
+    """Canvases of equal length: their indices, their ids int64 ``[B, L]``, and their rows in
+    ``states``.
+    """
 
     numbers: tuple[int, ...]
     ids: Tensor
@@ -88,7 +94,7 @@ def make_batches(canvases: Sequence[np.ndarray], tokens: int = BATCH_TOKENS) -> 
 
 
 class Layered:
-    """A denoiser whose parts are read on demand; only the rotary tables stay in memory."""
+    """A denoiser whose layers are read on demand. Only the rotary tables stay in memory."""
 
     def __init__(
         self,
@@ -97,13 +103,16 @@ class Layered:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        """Layers compute in ``dtype`` on ``device`` (``None``: the CPU). Raises UnbuiltNetworkError."""
+        """Layers compute in ``dtype`` on ``device``; ``None`` is the CPU. Raises
+        UnbuiltNetworkError.
+        """
         check_built(network)
         self.read, self.network, self.dtype = read, network, dtype
         self.device = device or torch.device("cpu")
-        # Weak reference to the last block read; returns None once that block is freed.
+        # A weak reference to the block that was read last. It returns None once that block is
+        # freed.
         self._last: Callable[[], object] = lambda: None
-        self._rooms: list[Tensor] = []  # buffers of that block's converted weights
+        self._rooms: list[Tensor] = []  # buffers that hold the converted weights of that block
         tables = network.rotary_tables()
         self._rotary = [
             Rotary(table, network.max_canvas_length).to(self.device, dtype) for table in tables
@@ -112,15 +121,15 @@ class Layered:
         self._turned_by = [None if table is None else tables.index(table) for table in used]
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embeddings ``[B, L, hidden]`` of ids ``[B, L]``. Reads only the rows of these ids."""
+        """Embeddings ``[B, L, hidden]`` of ids ``[B, L]``. Only the rows of these ids are read."""
         wanted, places = torch.unique(ids, return_inverse=True)
         return self.read("embed.weight", self.dtype, wanted)[places].to(self.device)
 
     def block(self, i: int) -> Block:
-        """Layer ``i`` with its weights; the next layer may reuse their memory once this one is
-        freed.
+        """Read layer ``i`` with its weights.
 
-        Experts' weights are read one expert at a time, when tokens are routed to it.
+        Once the caller has freed the block, the next block may reuse its memory. The weights of
+        experts are read one expert at a time, when tokens are routed to the expert.
         """
         c = self.network
         with torch.device("meta"):
@@ -143,10 +152,12 @@ class Layered:
         return self.read(parameter, self.dtype, torch.tensor([expert]))[0].to(self.device)
 
     def _widened(self, parameter: str, spare: list[Tensor]) -> Tensor:
-        """A parameter in ``dtype`` on the device, with its stored memory order.
+        """Read a parameter, convert it to ``dtype``, and move it to the device. The memory order
+        stays as stored.
 
-        Conversion reuses buffers of ``spare``, because the system hands out new memory page by
-        page, which takes several times as long as the conversion from bf16.
+        Where possible, the conversion writes to a buffer of ``spare``. New memory is slower,
+        because the system provides it page by page, which takes several times as long as converting
+        bf16.
         """
         stored = self.read(parameter, None)
         if stored.dtype == self.dtype or self.device.type != "cpu":
@@ -164,10 +175,11 @@ class Layered:
     def beside(
         self, i: int, ids: Tensor, first: int = 0, past: Past | None = None
     ) -> tuple[Turn | None, Tensor | None, Past | None]:
-        """Arguments of layer ``i`` after the states: rotation, additive mask and ``past``.
+        """The arguments that layer ``i`` needs besides the hidden states: rotation, additive mask
+        and ``past``.
 
-        They apply to ``ids`` ``[B, T]``, which start at position ``first``; ``past`` holds cached
-        keys and values of other positions.
+        They are for ``ids`` ``[B, T]``, which start at position ``first``. ``past`` holds the
+        cached keys and values of other positions.
         """
         positions = torch.arange(first, first + ids.shape[1], device=self.device).expand_as(ids)
         return self._turn(i, positions), self._hiding(i, positions, past), past
@@ -175,10 +187,11 @@ class Layered:
     def packed(
         self, i: int, spans: Sequence[tuple[int, int]], past: Sequence[Past | None]
     ) -> tuple[Turn | None, None, Packed]:
-        """Arguments of layer ``i`` after the states, for several passes concatenated in ``[1,
-        tokens, hidden]``.
+        """The arguments that layer ``i`` needs besides the hidden states, for several passes at
+        once.
 
-        ``spans`` gives each pass's positions ``(first, end)``; ``past`` gives each pass's cache.
+        The hidden states of the passes are concatenated to ``[1, tokens, hidden]``. ``spans`` has
+        the positions ``(first, end)`` of each pass, and ``past`` its cache.
         """
         positions = [
             torch.arange(first, last, device=self.device).unsqueeze(0) for first, last in spans
@@ -210,7 +223,7 @@ class Layered:
         return _filled(norm, {"weight": self.read("final_norm.weight", self.dtype).to(self.device)})
 
     def head(self) -> Head:
-        """The head, in its stored type."""
+        """The head, with its weight in the stored type."""
         return Head(
             self.read("embed.weight", None).T
             if self.network.tied_head
@@ -226,7 +239,9 @@ def _filled(module: _Module, state: dict[str, Tensor]) -> _Module:
 
 
 class Head:
-    """Maps features to raw logits in fp32; converts a few columns of the weight at a time."""
+    """Maps features to raw logits in fp32. To save memory, it converts a few columns of the weight
+    at a time.
+    """
 
     def __init__(self, weight: Tensor, device: torch.device) -> None:
         """``weight`` is ``[hidden, V]``."""
@@ -241,14 +256,16 @@ class Head:
         return out
 
     def pull(self, gradients: Tensor) -> Tensor:
-        """Backpropagate logit gradients ``[..., V]`` to features, fp32 ``[..., hidden]`` on the CPU."""
+        """Backpropagate gradients of logits ``[..., V]`` to features; returns fp32 ``[...,
+        hidden]`` on the CPU.
+        """
         out = torch.zeros(*gradients.shape[:-1], self.weight.shape[0], device=self.device)
         for columns, weight in self._widened():
             out += gradients[..., columns].to(self.device) @ weight.T
         return out.cpu()
 
     def _widened(self) -> Iterator[tuple[slice, Tensor]]:
-        room = None  # reused for all columns: new memory costs more than the conversion
+        room = None  # reused for all columns, because new memory takes longer than the conversion
         for start in range(0, self.weight.shape[1], HEAD_COLUMNS):
             columns = slice(start, start + HEAD_COLUMNS)
             stored = self.weight[:, columns].to(self.device)
@@ -261,15 +278,15 @@ class Head:
 
 
 def named(i: int, block: nn.Module) -> dict[str, nn.Module]:
-    """The modules of layer ``i``, by their paths in the whole denoiser."""
+    """The modules of layer ``i``, by their path in the whole denoiser."""
     return {f"blocks.{i}.{name}": module for name, module in block.named_modules() if name}
 
 
 class Carried:
-    """Hidden states of all canvases between two layers: ``[tokens, hidden]``, in the order of
+    """The hidden states of all canvases between two layers: ``[tokens, hidden]``, in the order of
     ``batches``.
 
-    ``now`` is the batch being computed, for observers that need it.
+    While a layer runs, ``now`` is the batch that is being computed. Observers use it.
     """
 
     now: Batch
@@ -284,8 +301,8 @@ class Carried:
     ) -> None:
         """Embed the canvases.
 
-        If the states exceed ``memory_bytes`` (``None``: no limit), they go to an unnamed file in
-        ``folder``. Raises MemoryLimitError if the disk is too full.
+        If the hidden states need more than ``memory_bytes``, they are stored in an unnamed file in
+        ``folder``. ``None`` means no limit. Raises MemoryLimitError if the disk is too full.
         """
         self.layered, self.batches = layered, make_batches(canvases)
         tokens = sum(batch.ids.numel() for batch in self.batches)
@@ -296,7 +313,7 @@ class Carried:
             self.states[batch.rows] = layered.embed(batch.ids).flatten(0, 1).cpu()
 
     def read(self, batch: Batch) -> Tensor:
-        """A batch's states ``[B, L, hidden]`` on the device."""
+        """The hidden states ``[B, L, hidden]`` of a batch, on the device."""
         return self.states[batch.rows].view(*batch.ids.shape, -1).to(self.layered.device)
 
     @torch.no_grad()
@@ -310,8 +327,10 @@ class Carried:
 
     @torch.no_grad()
     def features(self, rows: Sequence[np.ndarray]) -> list[Tensor]:
-        """Final-norm features ``[R, hidden]`` of each canvas's ``rows`` ``[R]``, on the CPU. Call
-        after the last layer.
+        """Features after the final norm, ``[R, hidden]``, of each canvas's ``rows`` ``[R]``, on the
+        CPU.
+
+        Call this after the last layer.
         """
         norm, found = self.layered.final_norm(), [torch.empty(0)] * len(rows)
         for batch in self.batches:
@@ -325,11 +344,11 @@ class Carried:
 def room_for(
     shape: tuple[int, ...], dtype: torch.dtype, memory_bytes: int | None, folder: Path | None
 ) -> Tensor:
-    """An uninitialised array in memory, or in an unnamed file of ``folder`` if larger than
-    ``memory_bytes``.
+    """Allocate an array without initialising it.
 
-    The file's disk blocks are allocated now, so later writes to mapped pages cannot fail. Raises
-    MemoryLimitError if the disk is too full.
+    It is in memory, or in an unnamed file in ``folder`` if it needs more than ``memory_bytes``. The
+    disk blocks of the file are allocated at once, so that later writes to its mapped pages cannot
+    fail. Raises MemoryLimitError if the disk is too full.
     """
     size = math.prod(shape) * dtype.itemsize
     if memory_bytes is None or size <= memory_bytes:

@@ -9,14 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WIDENED = 1 << 22
-"""Weight elements converted to fp32 at a time when torch is slow in the weight's own type."""
+"""Number of weight elements that are converted to fp32 at a time."""
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight``, fast on every processor.
+    """``x @ weight``, computed in a way that is fast on every processor.
 
-    Without AVX-512, torch's bf16 kernels on x86 are fifty times slower than fp32. In that case this
-    multiplies in fp32, a few columns at a time, and rounds the sums as bf16 kernels do.
+    Without AVX-512, torch's bf16 kernels on x86 are fifty times slower than its fp32 kernels. On
+    such processors, this function multiplies in fp32, a few columns at a time, and rounds the sums
+    to bf16 as bf16 kernels do.
     """
     if x.dtype != torch.bfloat16 or has_bf16_kernels(x.device):
         return x @ weight
@@ -39,10 +40,11 @@ def _processor_has_bf16_kernels() -> bool:
 
 
 class Linear(nn.Module):
-    """``x @ weight + bias`` with ``weight`` stored ``[in, out]``.
+    """``x @ weight + bias``, with ``weight`` stored as ``[in, out]``.
 
-    The transposed storage lets the exported MatMul use the parameter directly, without a Transpose
-    node. The initialiser therefore keeps the parameter's name and is written once.
+    torch usually stores ``[out, in]``. With ``[in, out]``, the exported MatMul uses the parameter
+    directly instead of through a Transpose node. The initialiser then keeps the parameter's name
+    and is written once.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
@@ -59,7 +61,7 @@ class TiedHead(nn.Module):
     """Multiplies by the transposed embedding table, which the caller passes in."""
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """Features ``[..., hidden]`` and a table ``[V, hidden]`` to raw logits ``[..., V]``."""
+        """Map features ``[..., hidden]`` to raw logits ``[..., V]`` with a table ``[V, hidden]``."""
         return product(x, table.T)
 
 

@@ -1,9 +1,9 @@
 """Runs the unmasking loop for many requests at once, reading the denoiser one layer at a time.
 
-Each step computes the next pass of every running request. A layer is read once per step, and the
-rows of all passes go through its matrices together; attention stays within each pass. Memory holds
-one layer, the keys and values of the running requests, and one step's hidden states. Each request's
-result equals ``reference``, except for the rounding of sums in a different order.
+Each step computes the next pass of every running request. In a step, each layer is read once, and
+the rows of all passes go through its matrices together. Attention stays within each pass. Memory
+holds one layer, the keys and values of the running requests, and the hidden states of one step. The
+result of each request is that of ``reference``, except that sums are rounded in a different order.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from dlm_export.network.turns import Canvas
 from dlm_runtime.policy import Policy
 
 HELD = 250_000_000
-"""All layers stay in memory if the denoiser has at most this many parameters (1 GB in fp32) and
-they need at most half of the memory limit.
+"""Denoisers of at most this many parameters (1 GB in fp32) stay in memory with all layers.
+
+In addition, the layers must need at most half of the memory limit.
 """
-SCORED_ROWS = 256  # rows whose logits are in memory at a time
+SCORED_ROWS = 256  # number of rows whose logits are in memory at a time
 
 
 class _Course:
@@ -41,12 +42,14 @@ class _Course:
         self.span = self.run.advance()
 
     def past(self, i: int) -> Past | None:
-        """Layer ``i``'s cached keys and values of the rows that the pass does not compute."""
+        """The cached keys and values, in layer ``i``, of the rows that the next pass does not
+        compute.
+        """
         assert self.span is not None
         return outside(self.cache[i], self.span)
 
     def keep(self, i: int, keys: Tensor, values: Tensor) -> None:
-        """Store the keys and values ``[1, Hkv, T, D]`` of layer ``i``, if this pass stores them."""
+        """Store the keys and values ``[1, Hkv, T, D]`` of layer ``i``, if the pass stores them."""
         assert self.span is not None
         if self.span.is_stored:
             self.cache[i] = store(self.cache[i], (keys, values), self.span)
@@ -59,7 +62,7 @@ class _Course:
             self.cache = []
 
     def left(self) -> int:
-        """Number of positions still to be decided."""
+        """The number of positions that are still undecided."""
         return 0 if self.span is None else int(np.count_nonzero(self.run.canvas.undecided))
 
 
@@ -71,13 +74,14 @@ def courses(
     memory_bytes: int | None = None,
     on_decided: Callable[[int], None] = lambda positions: None,
 ) -> Iterator[list[Canvas]]:
-    """Yield, for each canvas in order, its states before the first pass and after every pass.
+    """Yield, for each request in order, its canvases: before the first pass, and after every pass.
 
-    ``on_decided`` is called after each step with the number of positions decided in it.
+    After each step, ``on_decided`` is called with the number of positions decided in the step.
 
-    Requests run together as long as their tokens fit ``BATCH_TOKENS`` and their keys and values fit
-    half of ``memory_bytes`` (``None``: no limit); at least one runs. Raises MemoryLimitError if the
-    keys and values of the longest canvas exceed ``memory_bytes``.
+    Requests run together as long as their tokens fit ``BATCH_TOKENS``, and their keys and values
+    fit half of ``memory_bytes``. If ``memory_bytes`` is ``None``, memory is not limited. At least
+    one request runs at a time. Raises MemoryLimitError if the keys and values of the longest canvas
+    need more than ``memory_bytes``.
     """
     assert not policy.cfg_scale, "guidance takes two canvases a pass"
     held = None
@@ -139,7 +143,7 @@ def _make_passes(
         parts = (torch.split(kind, [len(own) for own in ids], 2) for kind in present)
         for course, keys, values in zip(step, *parts, strict=True):
             course.keep(i, keys, values)
-        del block  # before the next one is read into its memory
+        del block  # freed before the next block is read into the same memory
     starts = itertools.accumulate(map(len, ids), initial=0)
     scored: list[_Course] = []
     rows: list[Tensor] = []

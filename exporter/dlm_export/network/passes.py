@@ -1,9 +1,13 @@
-"""Plans the passes of a request: the rows each pass computes, reads from the cache and stores.
+"""Plans the passes of a request: which rows each pass computes, which it reads from the cache, and
+which it stores.
 
-The native loop makes the same plan in ``decode/plan.cc``. Cache modes: ``none`` runs the whole
-canvas in every pass. ``prefix`` and ``dual`` (Fast-dLLM, arXiv:2505.22618) approximate full
-attention. ``block`` is exact for block-causal networks (SDAR, arXiv:2510.06303): it stores finished
-blocks only. ``block-dual`` (Fast-dLLM v2, arXiv:2509.26328) applies ``dual`` within a block.
+The native loop makes the same plan in ``decode/plan.cc``. There are five cache modes:
+
+- ``none`` has no cache. Every pass computes the whole canvas.
+- ``prefix`` and ``dual`` (Fast-dLLM, arXiv:2505.22618) approximate full attention.
+- ``block`` is exact for block-causal networks (SDAR, arXiv:2510.06303). It stores only finished
+  blocks.
+- ``block-dual`` (Fast-dLLM v2, arXiv:2509.26328) applies ``dual`` within a block.
 """
 
 from __future__ import annotations
@@ -18,11 +22,11 @@ import numpy as np
 from dlm_runtime.policy import Policy
 
 FULL_CACHES = ("prefix", "dual")
-"""Cache modes for full attention; block-causal networks do not support them."""
+"""Cache modes for full attention. They cannot be used with block-causal networks."""
 
 
 class Looped(Protocol):
-    """Network fields that a loop needs; for ``visible_block`` see ``NetworkSpec``."""
+    """The fields of a network that a loop needs. ``NetworkSpec`` explains ``visible_block``."""
 
     @property
     def shift(self) -> int: ...
@@ -36,10 +40,12 @@ class Looped(Protocol):
 class Span:
     """The canvas rows ``[first, last)`` that a pass computes.
 
-    The pass reads the keys and values of all other rows from the cache; rows not in the cache are
-    invisible to it. ``kept`` says what happens to the pass's own keys and values. "drop" discards
-    them. "keep" overwrites the stored rows at the same positions. "append" keeps the stored rows of
-    ``[0, first)``, adds the new ones and discards the rest.
+    The pass reads the keys and values of all other rows from the cache. It does not see rows that
+    are not in the cache. ``kept`` says what happens to the pass's own keys and values:
+
+    - "drop" discards them.
+    - "keep" overwrites the stored rows at the same positions.
+    - "append" keeps the stored rows of ``[0, first)``, adds the new rows, and discards all others.
     """
 
     first: int
@@ -59,10 +65,13 @@ class Span:
 class Stage:
     """One or more passes over the same span.
 
-    ``is_repeated``: passes repeat until ``[first, last)`` is decided; otherwise there is one pass.
-    ``kind`` is "prefill" (fill a cache before deciding a block), "store" (store a finished block)
-    or "denoise". ``steps`` is the number of passes planned for the positions. ``[start, end)`` is
-    their block, and ``is_last`` marks the block's last stage.
+    - ``kind``: "prefill" fills a cache before a block is decided, "store" stores a finished block,
+      and "denoise" decides positions.
+    - ``is_repeated``: whether passes repeat until ``[first, last)`` is decided. Otherwise there is
+      one pass.
+    - ``steps``: the number of passes planned for these positions.
+    - ``start``, ``end``: the block that the positions belong to.
+    - ``is_last``: whether this is the last stage of the block.
     """
 
     span: Span
@@ -77,8 +86,9 @@ class Stage:
 
 
 def block_length_of(policy: Policy, visible_block: int | None) -> int:
-    """Block length of a policy, for a network with this ``visible_block``; 0 means one block for
-    the whole generation.
+    """The block length of a policy for a network with this ``visible_block``.
+
+    0 means that the whole generation is one block.
     """
     return policy.block_length or visible_block or 0
 
@@ -86,8 +96,9 @@ def block_length_of(policy: Policy, visible_block: int | None) -> int:
 def plan(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) -> list[Stage]:
     """Plan the passes that fill the undecided positions, bool ``[L]``, block by block.
 
-    Blocks start at the first undecided position. For block-causal attention they start at position
-    0, so the first block may begin with prompt tokens. ``steps``: see ``turns``.
+    With full attention, blocks are counted from the first undecided position. With block-causal
+    attention they are counted from position 0, so that the first block may begin with tokens of the
+    prompt. ``turns`` explains ``steps``.
     """
     if not undecided.any():
         return []
@@ -115,13 +126,14 @@ _Block = tuple[int, int, int]  # start, end, planned passes
 
 
 def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[Stage]:
-    """Stages for full attention.
+    """The stages for full attention.
 
-    With a cache, the first pass of a block runs the whole canvas. With ``refresh``, from the second
-    block on, it runs only the rows from ``refresh`` tokens before the block; it always includes the
-    rows decided since they were last stored.
+    With a cache, the first pass of each block computes the whole canvas. With ``refresh``, only the
+    first block starts with the whole canvas. In later blocks, the first pass starts ``refresh``
+    tokens before the block, or earlier if necessary: it includes all rows that were decided since
+    they were last stored.
     """
-    before: int | None = None  # start of the previously decided block
+    before: int | None = None  # start of the block that was decided before this one
     for start, end, steps in blocks:
         of_block = functools.partial(
             Stage, first=start, last=end, steps=steps, start=start, end=end
@@ -141,15 +153,15 @@ def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[
 def _block_causal_stages(
     blocks: list[_Block], undecided: np.ndarray, policy: Policy, shift: int
 ) -> Iterator[Stage]:
-    """Stages for block-causal attention.
+    """The stages for block-causal attention.
 
-    Before a block is decided, one pass stores the finished blocks. With ``store=open`` that pass
-    also covers the new block and decides its first positions. Without a cache nothing is stored.
+    Before a block is decided, one pass stores the finished blocks. With ``store=open``, that pass
+    also computes the new block and decides its first positions. Without a cache nothing is stored.
 
-    A denoiser with ``shift`` 1 predicts the next position, so a block's first token is predicted by
-    the row before the block, which that storing pass computes. With ``block-dual``, a pass over the
-    whole block opens each sub-block; further passes compute that sub-block only and read the other
-    rows from the opening pass.
+    A denoiser with ``shift`` 1 predicts the next position. The first token of a block is therefore
+    predicted by the row before the block, which the storing pass computes. With ``block-dual``,
+    blocks are divided into sub-blocks. A pass over the whole block opens each sub-block. Further
+    passes compute only the sub-block, and read the other rows that the opening pass stored.
     """
     length = len(undecided)
     has_cache, stored = policy.cache != "none", 0
@@ -187,7 +199,8 @@ def _block_causal_stages(
 def transfer_counts(masked: int, steps: int) -> list[int]:
     """Split ``masked`` positions over ``steps`` as evenly as integers allow, larger counts first.
 
-    Raises ValueError if ``steps < 1``. The schedule of LLaDA (arXiv:2502.09992, algorithm 4).
+    This is the schedule of LLaDA (arXiv:2502.09992, algorithm 4). Raises ValueError if ``steps <
+    1``.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")

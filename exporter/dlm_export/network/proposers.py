@@ -1,10 +1,11 @@
-"""Proposers: which token each scored row would commit, and with what score.
+"""Proposers choose, for each scored row, the token to commit there, and give that token a score.
 
-Every request has its own proposer. ``turns`` ranks its proposals. ``decode/proposer.h`` has the
-same interface and names in the native loop. Proposers here see complete rows of logits.
+Every request has its own proposer. ``turns`` ranks the proposed tokens by their scores. The native
+loop has the same interface, with the same names, in ``decode/proposer.h``. The proposers in this
+module get complete rows of logits.
 
-Two rules that the papers leave open: the mask token is never proposed, and of equal predictions the
-lowest token id wins.
+Two rules are not in the papers: the mask token is never proposed, and among equal logits the lowest
+token id wins.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from dlm_runtime.policy import Policy
 
 @dataclass(frozen=True, eq=False)
 class Proposals:
-    """Proposals for a turn's positions, all ``[M]``: tokens int64, scores and probabilities
-    float64.
+    """The proposed tokens of a turn's positions, with their scores and probabilities.
 
-    A higher score is surer. Probabilities come from the softmax of the denoiser's logits.
+    All are ``[M]``. Tokens are int64, the others float64. A higher score is surer. Probabilities
+    come from the softmax of the denoiser's logits.
     """
 
     tokens: np.ndarray
@@ -33,7 +34,9 @@ class Proposals:
 
 
 class Proposer:
-    """Chooses the tokens that a request commits; this base class proposes each row's best token."""
+    """Chooses the tokens that a request commits. This base class proposes the most likely token of
+    each row.
+    """
 
     def __init__(self, mask_token_id: int, policy: Policy) -> None:
         self.mask_token_id, self.policy = mask_token_id, policy
@@ -41,7 +44,8 @@ class Proposer:
     def propose(self, turn: Turn, canvas: Canvas, logits: Tensor) -> Proposals:
         """Propose tokens for the turn's positions.
 
-        ``canvas`` is the one that the pass saw; ``logits`` are its raw logits fp32 ``[M, V]``.
+        ``canvas`` is the canvas that the pass computed, and ``logits`` are the raw logits of the
+        positions, fp32 ``[M, V]``.
         """
         logits = self.masked(logits)
         tokens = logits.argmax(-1)
@@ -51,22 +55,24 @@ class Proposer:
         )
 
     def limit(self, turn: Turn, proposals: Proposals, chosen: np.ndarray) -> np.ndarray:
-        """Reduce the rows ``chosen`` by the policy, bool ``[M]``, to those that may commit
-        together.
+        """Reduce the positions that the policy chose to those that may commit in the same step.
 
-        Keeps at least one row, unless the turn edits.
+        ``chosen`` and the result are bool ``[M]``. At least one position is kept, unless the turn
+        edits.
         """
         return chosen
 
     def scaffold(self, canvas: Canvas, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions in ``[first, last)`` with one possible token, and the tokens; both int64."""
+        """Positions in ``[first, last)`` where only one token is possible, and these tokens. Both
+        are int64.
+        """
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def complete(self, canvas: Canvas, guess: np.ndarray) -> np.ndarray:
-        """Tokens int64 ``[L]`` for the undecided positions when the request ends early.
+        """Tokens int64 ``[L]`` for the undecided positions of a request that ends early.
 
-        ``guess`` int64 ``[L]`` holds the last pass's proposals, -1 elsewhere. An end token fills
-        positions that are still -1.
+        ``guess`` int64 ``[L]`` has the tokens that the last pass proposed, and -1 elsewhere.
+        Positions that are still -1 in the result are filled with an end token.
         """
         return guess
 
@@ -81,9 +87,10 @@ class Proposer:
 
 
 class Sampled(Proposer):
-    """Samples tokens as LLaDA's loop does (arXiv:2502.09992): the largest logit / T + Gumbel noise.
+    """Samples tokens as LLaDA's loop does (arXiv:2502.09992).
 
-    An edit looks for better tokens, so it proposes the best one.
+    The token with the largest sum of logit / T and Gumbel noise is proposed. A turn that edits does
+    not sample: it looks for better tokens, so the most likely token is proposed.
     """
 
     def propose(self, turn: Turn, canvas: Canvas, logits: Tensor) -> Proposals:
@@ -119,11 +126,11 @@ class Sampled(Proposer):
 
 
 def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
-    """Distributions to sample from, float64 ``[M, V]``. ``behind`` holds logits / T, less each
-    row's best.
+    """The probabilities to sample from, float64 ``[M, V]``.
 
-    Keeps the ``top_k`` best tokens (0: all), then the fewest of these whose probability exceeds
-    ``top_p``.
+    ``behind`` holds each row's logits / T, minus the largest of the row. First the ``top_k`` most
+    likely tokens are kept (0: all). Of these, only the most likely tokens stay: as few as are
+    needed for their probabilities to add up to more than ``top_p``.
     """
     kept = np.where(kept_tokens(behind, behind, top_p, top_k), np.exp(behind), 0)
     found: np.ndarray = kept / kept.sum(-1, keepdims=True)
@@ -131,8 +138,10 @@ def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
 
 
 def kept_tokens(behind: np.ndarray, ranked_by: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
-    """Tokens that ``cut`` keeps, bool ``[M, V]``; higher ``ranked_by`` ``[M, V]`` ranks first, then
-    lower ids.
+    """The tokens that ``cut`` keeps, bool ``[M, V]``.
+
+    Tokens are ranked by ``ranked_by`` ``[M, V]``, the highest first. Equal tokens are ranked by id,
+    the lowest first.
     """
     order = np.argsort(-ranked_by, axis=-1, kind="stable")
     ranked = np.take_along_axis(np.exp(behind), order, -1)
@@ -151,7 +160,9 @@ def kept_tokens(behind: np.ndarray, ranked_by: np.ndarray, top_p: float, top_k: 
 
 
 def scores_of_draw(by: str, drawn: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Scores float64 ``[M]`` of tokens sampled from the distributions ``drawn`` ``[M, V]``."""
+    """Scores float64 ``[M]`` of ``tokens``, which were sampled from the probabilities ``drawn``
+    ``[M, V]``.
+    """
     if by == "entropy":
         found: np.ndarray = (drawn * np.log(np.where(drawn > 0, drawn, 1))).sum(-1)
     elif by == "margin":
@@ -168,7 +179,8 @@ def make_proposer(mask_token_id: int, policy: Policy) -> Proposer:
 
 
 def scores(turn: Turn, logits: Tensor, policy: Policy) -> np.ndarray:
-    """Scores float64 ``[M]`` of the best tokens of a turn's positions; higher is surer.
+    """Scores float64 ``[M]`` of the most likely tokens at a turn's positions. A higher score is
+    surer.
 
     ``logits`` fp32 ``[M, V]`` exclude the mask token.
     """

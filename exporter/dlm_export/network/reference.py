@@ -1,12 +1,13 @@
-"""The unmasking loop in plain torch: short and slow. The native loop is tested against it.
+"""The unmasking loop in plain torch. It is short and slow, and the native loop is tested against
+it.
 
-It follows the papers' algorithms over a ``Policy``: LLaDA (arXiv:2502.09992, algorithms 4 and 5),
-Fast-dLLM (arXiv:2505.22618: threshold, factor, prefix and dual cache), Dream (arXiv:2508.15487:
-timestep schedule, entropy and margin scores), SDAR (arXiv:2510.06303: dynamic), entropy-bounded
-sampling (arXiv:2505.24857).
+A ``Policy`` selects the algorithm. The algorithms are those of LLaDA (arXiv:2502.09992, algorithms
+4 and 5), Fast-dLLM (arXiv:2505.22618: threshold, factor, prefix and dual cache), Dream
+(arXiv:2508.15487: timestep schedule, entropy and margin scores), SDAR (arXiv:2510.06303: dynamic),
+and entropy-bounded sampling (arXiv:2505.24857).
 
-``turns`` schedules passes and decides what commits; ``proposers`` chooses tokens; this module runs
-the passes of one request. ``lockstep`` runs many requests.
+This module runs the passes of one request. ``turns`` schedules the passes and decides what commits,
+and ``proposers`` chooses tokens. ``lockstep`` runs many requests at once.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from dlm_runtime.policy import Policy
 
 @dataclass(frozen=True)
 class Reference:
-    """Result of the loop: the complete canvas, and the number of passes."""
+    """Result of the loop: the complete canvas, and the number of passes (NFE)."""
 
     tokens: list[int]
     nfe: int
 
 
 def outside(past: Past | None, span: Span) -> Past | None:
-    """Cached keys and values of the rows that a pass does not compute; ``None`` if the cache has no
-    such rows.
+    """The cached keys and values of the rows that a pass does not compute.
+
+    Returns ``None`` if there are no such rows in the cache.
     """
     if past is None:
         return None
@@ -48,7 +50,10 @@ def outside(past: Past | None, span: Span) -> Past | None:
 
 
 def store(past: Past | None, new: Past, span: Span) -> Past:
-    """The cache after a pass that stores its keys and values. May modify ``past`` in place."""
+    """Store the keys and values ``new`` of a pass, and return the resulting cache.
+
+    May modify ``past``, the cache before the pass, in place.
+    """
     if past is None:
         return new[0].clone(), new[1].clone()
     if span.kept == "append":
@@ -63,10 +68,10 @@ def store(past: Past | None, new: Past, span: Span) -> Past:
 
 
 class Run:
-    """The state of one request between passes.
+    """One request and its state between passes.
 
-    The caller repeats: ``advance`` for the next pass, run it, then ``commit`` with the logits of
-    ``rows``.
+    The caller repeats three steps: call ``advance`` to get the next pass, run that pass, and call
+    ``commit`` with the logits of ``rows``.
     """
 
     def __init__(
@@ -77,12 +82,14 @@ class Run:
         steps: int = 0,
         proposer: Proposer | None = None,
     ) -> None:
-        """``steps``: see ``generate``. ``proposer``: ``None`` uses the policy's default."""
+        """``steps`` is explained at ``generate``. If ``proposer`` is ``None``, the policy's default
+        is used.
+        """
         self.network, self.policy = network, policy
         self.proposer = proposer or make_proposer(network.mask_token_id, policy)
         self.tokens, self.undecided = canvas.tokens.copy(), canvas.undecided.copy()
         self.nfe = 0
-        # The last pass's proposals for undecided positions, -1 elsewhere.
+        # The tokens that the last pass proposed for undecided positions; -1 elsewhere.
         self.guess = np.full(len(self.tokens), -1)
         self._turns = turns(
             Canvas(self.tokens, self.undecided), policy, network, steps, self._scaffold
@@ -100,7 +107,9 @@ class Run:
         return Canvas(self.tokens.copy(), self.undecided.copy())
 
     def advance(self) -> Span | None:
-        """Return the canvas rows that the next pass computes, or ``None`` when the request is finished."""
+        """Return the canvas rows that the next pass computes, or ``None`` if the request is
+        finished.
+        """
         before = self.undecided.copy()
         turn = next(self._turns, None)
         if turn is None:
@@ -112,13 +121,18 @@ class Run:
 
     @property
     def rows(self) -> Tensor:
-        """Rows to score, int64 ``[M]``, relative to the first row of the pass."""
+        """The rows whose logits ``commit`` needs, int64 ``[M]``, counted from the first row of the
+        pass.
+        """
         return torch.from_numpy(
             (self._turn.positions - self.network.shift).clip(min=0) - self._turn.span.first
         )
 
     def commit(self, logits: Tensor) -> None:
-        """Commit the tokens that the policy chooses from raw logits fp32 ``[M, V]`` of ``rows``."""
+        """Commit the tokens that the policy chooses.
+
+        ``logits`` are the raw logits of ``rows``, fp32 ``[M, V]``.
+        """
         turn, proposer = self._turn, self.proposer
         self.nfe += 1
         proposals = proposer.propose(turn, self.canvas, logits)
@@ -134,7 +148,9 @@ class Run:
         proposer.note(committed, proposals.tokens[chosen])
 
     def end(self) -> None:
-        """Stop early: fill undecided positions from the last proposals, through ``complete``."""
+        """Stop early. The undecided positions are filled with the tokens that the proposer's
+        ``complete`` returns.
+        """
         found = self.proposer.complete(self.canvas, self.guess)
         self.tokens[self.undecided] = np.where(found < 0, self.network.eos_token_ids[0], found)[
             self.undecided
@@ -152,18 +168,18 @@ def generate(
     cache_dtype: str = "float32",
     proposer: Proposer | None = None,
 ) -> Reference:
-    """Fill the mask tokens of ``tokens`` and ``max_new_tokens`` further positions.
+    """Generate ``max_new_tokens`` tokens after the prompt, and fill the mask tokens in the prompt.
 
     Args:
         denoiser: The network to run.
         tokens: Token ids of the prompt, which may include mask tokens.
         policy: Rules for scoring, committing and caching.
         max_new_tokens: Positions to generate after ``tokens``.
-        steps: Passes planned for the whole generation, split evenly over its blocks; 0 uses the
+        steps: Passes planned for the whole generation, divided evenly among its blocks. 0 uses the
             policy's own number.
         on_step: Called with the canvas after each step.
-        cache_dtype: Type of stored keys and values, a manifest value.
-        proposer: ``None`` uses the policy's default.
+        cache_dtype: Type of stored keys and values, as the manifest names it.
+        proposer: Chooses tokens; ``None`` uses the policy's default.
     """
     canvas = start_canvas(tokens, max_new_tokens, denoiser.network.mask_token_id)
     return fill(
@@ -183,8 +199,9 @@ def fill(
     proposer: Proposer | None = None,
     max_steps: int = 0,
 ) -> Reference:
-    """Fill the undecided positions of a canvas: see ``generate``. Stops after ``max_steps`` passes;
-    0 means no limit.
+    """Fill the undecided positions of a canvas. ``generate`` explains the arguments.
+
+    The loop stops after ``max_steps`` passes; 0 means no limit.
     """
     run = Run(denoiser.network, canvas, policy, steps, proposer)
     given = torch.from_numpy(~canvas.undecided)

@@ -1,14 +1,17 @@
-"""Describes a denoiser as plain data, layer by layer. This module does not need torch.
+"""Describes a denoiser as plain data, layer by layer. This module does not import torch.
 
-A family's adapter reads a ``NetworkSpec`` from a checkpoint, and a bundle's manifest stores the
-spec (``as_dict``, ``from_dict``). Other code derives everything else from the spec: the torch
-modules (``denoiser``), the tensors that a checkpoint must contain (``parameters``), the matrices
-that can be quantised and the places where their input scales can be folded (``linear_layers``), the
-cache (``cache_shapes``), and the work and memory of a pass (``planning.roofline``,
-``tensorrt.estimate``). The units of sizes are heads, features or tokens.
+The adapter of a family reads a ``NetworkSpec`` from a checkpoint, and the manifest of a bundle
+stores it (``as_dict``, ``from_dict``). Everything else is derived from the spec:
 
-A description may use features that ``Denoiser`` does not support yet; ``Denoiser`` rejects them by
-name.
+- the torch modules (``denoiser``);
+- the tensors that a checkpoint must contain (``parameters``);
+- the matrices that can be quantised, and the parameters that their input scales can be folded into
+  (``linear_layers``);
+- the cache (``cache_shapes``);
+- the work and memory of a pass (``planning.roofline``, ``tensorrt.estimate``).
+
+Sizes are numbers of heads, features or tokens. A description may use features that ``Denoiser``
+does not support yet. ``Denoiser`` then raises an error that names the feature.
 """
 
 from __future__ import annotations
@@ -25,9 +28,13 @@ BIASES = (None, "choice", "weights")
 NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 """Possible RMSNorms of a layer: before and after attention, before and after the MLP."""
 CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": (1, 2)}
-"""Cache type in the manifest -> bytes per element, and bytes of the scale after each head's row."""
+"""The size of each cache type: bytes per element, and bytes of the scale that follows each head's
+row.
+
+The keys are the types' names in the manifest.
+"""
 STACKS = ("gate", "up", "down")
-"""Roles of the three matrices of a gated MLP, also for stacks of experts."""
+"""Roles of the three matrices of a gated MLP. Stacks of experts have the same roles."""
 NEVER_QUANTISED = ("router",)
 """Roles of linear layers that recipes cannot name. Norms, position tables and the embedding are not
 linear layers.
@@ -53,12 +60,14 @@ class Rope:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One layer's attention.
+    """The attention of one layer.
 
-    ``rope`` ``None`` means no positions. ``qk_norm`` applies an RMSNorm to every query and key head
-    before rotation. ``visibility`` says which keys a query sees: all (``full``), those in its own
-    and earlier blocks of ``block_length`` (``block``), or those up to its own position
-    (``causal``). ``window`` limits this to keys at most that many tokens away.
+    - ``rope``: rotary positions; with ``None``, attention does not depend on positions.
+    - ``qk_norm``: whether every query and key head gets an RMSNorm before rotation.
+    - ``visibility``: which keys a query sees. ``full`` means all keys. ``block`` means those in its
+      own block and in earlier blocks, where a block has ``block_length`` tokens. ``causal`` means
+      those up to its own position.
+    - ``window``: if not ``None``, a query sees only keys that are at most this many tokens away.
     """
 
     heads: int
@@ -94,7 +103,10 @@ class AttentionSpec:
 
     @property
     def visible_block(self) -> int | None:
-        """Block length of block-causal attention, 1 for causal; ``None`` if every query sees every key."""
+        """Block length of block-causal attention. Causal attention has block length 1.
+
+        ``None`` if every query sees every key.
+        """
         return 1 if self.visibility == "causal" else self.block_length
 
 
@@ -108,13 +120,17 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How the router chooses and weighs a token's experts, in fp32.
+    """How a router chooses a token's experts and weighs them. Everything is computed in fp32.
 
-    Scores are the ``softmax`` or ``sigmoid`` of the router's products. A ``bias`` of ``choice`` is
-    added to the scores that choose experts but not to their weights (DeepSeek-V3,
-    arXiv:2412.19437); ``weights`` adds it to both; ``None`` means no bias. With ``groups``, experts are
-    chosen from the ``active_groups`` best groups; a group's score is the sum of its two best
-    experts. ``renormalise`` makes the chosen weights add up to 1; ``scale`` multiplies them.
+    - ``score``: the scores are the ``softmax`` or the ``sigmoid`` of the router's products.
+    - ``bias``: with ``choice``, a bias is added to the scores that choose experts, but not to their
+      weights (DeepSeek-V3, arXiv:2412.19437). With ``weights``, it is added to both. ``None`` means
+      no bias.
+    - ``renormalise``: divide the weights of the chosen experts by their sum.
+    - ``scale``: factor of the weights.
+    - ``groups``, ``active_groups``: experts form ``groups`` groups, and are chosen from the best
+      ``active_groups`` of them. The score of a group is the sum of the scores of its two best
+      experts.
     """
 
     score: str = "softmax"
@@ -138,8 +154,8 @@ class RouterSpec:
 class ExpertsSpec:
     """A mixture of experts.
 
-    Each token is routed to ``active`` of ``count`` gated MLPs. A shared MLP of ``shared_size``
-    features (0: none) sees every token.
+    Each token is routed to ``active`` of ``count`` gated MLPs. In addition, a shared MLP of
+    ``shared_size`` features processes every token; 0 means that there is none.
     """
 
     count: int
@@ -164,7 +180,9 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One transformer layer. ``norms`` is a subset of ``NORMS``; ``norm_eps`` is for all its norms."""
+    """One transformer layer. ``norms`` is a subset of ``NORMS``, and ``norm_eps`` applies to all of
+    them.
+    """
 
     attention: AttentionSpec
     mlp: MlpSpec | ExpertsSpec
@@ -174,8 +192,9 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """A table of cosines and sines that layers share, for ``size`` rotated features (``size / 2``
-    angles).
+    """A table of cosines and sines for ``size`` rotated features, which have ``size / 2`` angles.
+
+    Layers with equal tables share one.
     """
 
     theta: float
@@ -185,11 +204,11 @@ class RotaryTable:
 
 @dataclass(frozen=True)
 class Fold:
-    """Where the scales of a site's input can be folded: the last axis of ``parameters``, divided by
-    them.
+    """The parameters into which the scales of a layer's input can be folded.
 
-    In grouped attention, the queries of a group read the same value head. ``repeats`` runs of
-    ``run`` inputs then share these elements.
+    The last axis of each of ``parameters`` is divided by the scales. In grouped-query attention,
+    the queries of a group read the same value head, so several inputs of the ``out`` matrix come
+    from the same elements of the parameters: ``repeats`` runs of ``run`` inputs share them.
     """
 
     parameters: tuple[str, ...]
@@ -199,14 +218,17 @@ class Fold:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A matrix multiplication by a weight ``[inputs, outputs]`` at module ``path``.
+    """A multiplication by a weight matrix ``[inputs, outputs]``, which is at the module ``path``.
 
-    ``role`` names the matrix within its layer (``q``, ``k``, ``v``, ``out``, ``gate``, ``up``,
-    ``down``, ``router``), or is ``head``. Layers with the same ``site`` read the same input; the
-    site is the path of the first of them. ``fold`` says where scales of the input can be folded, if
-    anywhere. A mixture has ``count`` experts of the same shape, each used by a ``share`` of the
-    tokens. ``is_tied`` marks a head that multiplies by the transposed embedding table, so both are
-    one parameter.
+    - ``role``: which matrix of its layer this is: ``q``, ``k``, ``v``, ``out``, ``gate``, ``up``,
+      ``down``, ``router``; or ``head``.
+    - ``site``: matrices with equal ``site`` read the same input. It is the path of the first of
+      them.
+    - ``fold``: the parameters into which scales of the input can be folded, if there are any.
+    - ``count``, ``share``: in a mixture, the number of experts with this shape, and the share of
+      tokens that each of them processes.
+    - ``is_tied``: whether this is a head that multiplies by the transposed embedding table, so that
+      both are one parameter.
     """
 
     path: str
@@ -226,13 +248,16 @@ class LinearSpec:
 
     @property
     def is_stacked(self) -> bool:
-        """True if this is a stack of experts' matrices; a token uses only a few of them."""
+        """True if this is a stack of matrices, one for each expert. A token uses only a few of
+        them.
+        """
         return self.count > 1
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter: ``[inputs, outputs]``, after an expert axis if stacked. A tied
-        head's is ``[outputs, inputs]``.
+        """Shape of the parameter: ``[inputs, outputs]``.
+
+        A stack has an axis of experts in front. The shape of a tied head is ``[outputs, inputs]``.
         """
         if self.is_tied:
             return (self.outputs, self.inputs)
@@ -245,9 +270,10 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """A denoiser's description, as read from its checkpoint.
+    """The description of a denoiser, as read from its checkpoint.
 
-    ``norm_eps`` belongs to the final norm. With ``shift`` 1, row i predicts position i + 1.
+    ``norm_eps`` belongs to the final norm. With ``shift`` 1, the logits of row i predict the token
+    at position i + 1.
     """
 
     family: str
@@ -266,15 +292,16 @@ class NetworkSpec:
 
     @property
     def end_token_id(self) -> int | None:
-        """The token that ends a completion and fills the rest of its blocks; ``None`` if the denoiser
-        has no end token.
+        """The token that ends a completion and fills the rest of its blocks.
+
+        ``None`` if the denoiser has no end token.
         """
         return next(iter(self.eos_token_ids), None)
 
     def difference(self, other: NetworkSpec, but: Sequence[str] = ()) -> str | None:
-        """Describe the first field that differs from ``other``. Ignores the fields ``but``.
+        """Describe the first field that differs from ``other``; ``None`` if there is no difference.
 
-        Returns ``None`` if all other fields are equal.
+        The fields in ``but`` are not compared.
         """
         names = [field.name for field in fields(self) if field.name not in but]
         return next(
@@ -288,8 +315,9 @@ class NetworkSpec:
     # ---- Derived: tensors ----
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every parameter of ``Denoiser``, layer by layer. A tied head adds
-        no entry.
+        """The shape of every parameter of ``Denoiser`` by its name, layer by layer.
+
+        A tied head has no entry of its own.
         """
         return dict(self._parameters)
 
@@ -315,11 +343,13 @@ class NetworkSpec:
         return shapes
 
     def parameter_count(self) -> int:
-        """Number of parameters; a tied head counts once."""
+        """Number of parameters. A tied head and the embedding are counted once."""
         return sum(math.prod(shape) for shape in self._parameters.values())
 
     def active_parameter_count(self) -> int:
-        """Number of parameters used for one token; of experts, only the routed ones count."""
+        """Number of parameters that are used for one token. Experts that the token is not routed to
+        are not counted.
+        """
         idle = (
             round(math.prod(linear.shape) * (1 - linear.share)) for linear in self.linear_layers()
         )
@@ -327,7 +357,7 @@ class NetworkSpec:
 
     @functools.cached_property
     def vector_elements(self) -> int:
-        """Elements of all norms and biases."""
+        """Number of elements of all norms and biases."""
         matrices = {linear.weight for linear in self.linear_layers()} | {EMBEDDING}
         return sum(
             math.prod(shape) for name, shape in self._parameters.items() if name not in matrices
@@ -336,7 +366,7 @@ class NetworkSpec:
     # ---- Derived: matrices ----
 
     def largest_matrix(self) -> int:
-        """Elements of the largest matrix, not counting the head."""
+        """Number of elements of the largest matrix. The head is not considered."""
         return max(
             linear.inputs * linear.outputs
             for linear in self.linear_layers()
@@ -344,7 +374,7 @@ class NetworkSpec:
         )
 
     def linear_layers(self) -> tuple[LinearSpec, ...]:
-        """Every matrix multiplication by a weight, in the order of the pass; the head is last."""
+        """Every multiplication by a weight matrix, in the order of the pass. The head is last."""
         return self._linear_layers
 
     @functools.cached_property
@@ -354,7 +384,8 @@ class NetworkSpec:
             for i, layer in enumerate(self.layers)
             for linear in self._linear_layers_of(f"blocks.{i}", layer)
         ]
-        # The input scales of a tied head cannot be folded: they would also scale the embedding.
+        # The input scales of a tied head cannot be folded, because they would scale the embedding
+        # too.
         fold = None if self.tied_head else Fold(("final_norm.weight",))
         found.append(
             LinearSpec(
@@ -414,7 +445,7 @@ class NetworkSpec:
         ]
 
     def mixtures(self) -> list[tuple[LinearSpec, LinearSpec, LinearSpec]]:
-        """Gate, up and down stacks of every mixture of experts."""
+        """The gate, up and down stacks of every mixture of experts."""
         stacks = [layer for layer in self.linear_layers() if layer.is_stacked]
         return list(zip(stacks[::3], stacks[1::3], stacks[2::3], strict=True))
 
@@ -439,19 +470,21 @@ class NetworkSpec:
 
     @property
     def visible_block(self) -> int | None:
-        """The smallest block length that satisfies every layer: no key sees a later block, counted
-        from position 0. ``None`` if any layer has full attention.
+        """The smallest block length that suits every layer: no query sees a key of a later block.
+
+        Blocks are counted from position 0. ``None`` if any layer has full attention.
         """
         visible = [layer.attention.visible_block for layer in self.layers]
         return None if None in visible else math.lcm(*(n for n in visible if n is not None))
 
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
-        """``(kv_heads, head_size)`` of each layer's keys, and of its values."""
+        """``(kv_heads, head_size)`` for each layer. Keys and values have the same shape."""
         return tuple((layer.attention.kv_heads, layer.attention.head_size) for layer in self.layers)
 
     def cache_bytes(self, element_bytes: int, scale_bytes: int = 0) -> int:
-        """Bytes of one token's keys and values in all layers. ``scale_bytes`` are added per head's
-        row (``CACHE_ROWS``).
+        """Bytes of one token's keys and values in all layers.
+
+        ``scale_bytes`` are added for each head's row (``CACHE_ROWS``).
         """
         return 2 * sum(
             kv_heads * (head_size * element_bytes + scale_bytes)
@@ -471,7 +504,9 @@ class NetworkSpec:
     # ---- Conversion to and from plain values ----
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and derived values, as in the manifest's ``network`` and ``inspect --json``."""
+        """The fields and the derived values, for ``network`` in the manifest and for ``inspect
+        --json``.
+        """
         values = asdict(self) | {
             "eos_token_ids": list(self.eos_token_ids),
             "layers": [asdict(layer) | {"norms": list(layer.norms)} for layer in self.layers],
@@ -486,7 +521,7 @@ class NetworkSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> NetworkSpec:
-        """Read a description that ``as_dict`` wrote; ignores derived values. Raises ValueError."""
+        """Read a description that ``as_dict`` wrote. Derived values are ignored. Raises ValueError."""
         chosen = {field.name: values[field.name] for field in fields(cls)}
         layers = tuple(_layer_from(layer) for layer in chosen["layers"])
         return cls(**chosen | {"layers": layers, "eos_token_ids": tuple(chosen["eos_token_ids"])})
@@ -506,7 +541,7 @@ def _layer_from(values: Mapping[str, Any]) -> LayerSpec:
 
 
 def _difference(name: str, mine: Any, theirs: Any) -> str | None:
-    """Describe the first difference between two values; compares layers part by part."""
+    """Describe the first difference between two values. Layers are compared field by field."""
     if mine == theirs:
         return None
     if name == "layers" and len(mine) != len(theirs):
@@ -531,7 +566,9 @@ def has_router_bias(layer: LayerSpec) -> bool:
 
 
 def rotary_table(attention: AttentionSpec) -> RotaryTable | None:
-    """The rotary table of an attention layer; ``None`` if it has no positions."""
+    """The rotary table of an attention layer, or ``None`` if attention does not depend on
+    positions.
+    """
     if attention.rope is None:
         return None
     size = round(attention.head_size * attention.rope.fraction)

@@ -1,11 +1,10 @@
-"""Schedules the unmasking loop: decides which passes and steps run, and which scored positions
-commit.
+"""Schedules the unmasking loop: which passes run, and which of the scored positions commit.
 
-This module uses only numpy and needs no denoiser. The reference loop uses ``turns``. Code that
-replays the canvases of a finished run uses it too.
+This module uses only numpy and needs no denoiser. It is used by the reference loop, and by code
+that replays the canvases of a finished run.
 
-Rules that the papers leave open: every step commits at least one token, and equal scores commit
-from left to right. Scores are compared with thresholds in float64.
+Two rules are not in the papers: every step commits at least one token, and positions with equal
+scores commit from left to right. Scores are compared with thresholds in float64.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from dlm_runtime.policy import Policy
 
 @dataclass(frozen=True, eq=False)
 class Canvas:
-    """A canvas between two passes: token ids int64 ``[L]``, and which positions are undecided, bool
-    ``[L]``.
+    """A canvas between two passes: its token ids, int64 ``[L]``, and which positions are undecided,
+    bool ``[L]``.
 
-    The denoiser also sees the tokens at undecided positions; they have no other meaning.
+    The denoiser sees the tokens at undecided positions too, but they have no other meaning.
     """
 
     tokens: np.ndarray
@@ -33,20 +32,23 @@ class Canvas:
 
 
 def start_canvas(tokens: Sequence[int], max_new_tokens: int, mask_token_id: int) -> Canvas:
-    """A request's canvas before its first pass. Mask tokens and new positions are undecided."""
+    """The canvas of a request before its first pass. Mask tokens and new positions are undecided."""
     canvas = np.array([*tokens, *[mask_token_id] * max_new_tokens], np.int64)
     return Canvas(canvas, canvas == mask_token_id)
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """The loop's next action: one pass over ``span``, then a commit to the block ``[start, end)``.
+    """The next action of the loop: one pass over ``span``, and then a commit in the block ``[start,
+    end)``.
 
-    ``passes`` counts all earlier passes of the request, and ``step`` the earlier passes for the same
-    positions. ``positions`` int64 ``[M]`` are the scored positions in ascending order, or empty if
-    the pass only fills the cache. ``planned`` is the number of commits in the schedule. With
-    ``is_forced``, the first position commits whatever its score. If the turn edits decided tokens,
-    ``standing`` int64 ``[M]`` holds the current tokens.
+    - ``passes``: the number of earlier passes of the request.
+    - ``step``: the number of earlier passes for the same positions.
+    - ``positions``: the scored positions, int64 ``[M]``, in ascending order. Empty if the pass only
+      fills the cache.
+    - ``planned``: the number of positions that the schedule commits in this step.
+    - ``is_forced``: whether the first position commits whatever its score.
+    - ``standing``: in a turn that edits decided tokens, the current tokens, int64 ``[M]``.
     """
 
     start: int
@@ -69,11 +71,14 @@ def turns(
 ) -> Iterator[Turn]:
     """Yield the passes of ``plan`` that fill the undecided positions of a canvas.
 
-    The caller writes the committed tokens to ``canvas`` before it asks for the next turn. If the
+    The caller writes the committed tokens to ``canvas`` before it requests the next turn. If the
     policy stops at end tokens and a finished block contains one, all undecided positions become end
-    tokens. ``steps`` plans that many passes for the whole generation, split evenly over its blocks;
-    0 uses the policy's own number. ``scaffold(first, last)`` fills positions with only one possible
-    token. It is called for the whole canvas first, then for a block before each of its passes.
+    tokens.
+
+    ``steps`` is the number of passes planned for the whole generation, divided evenly among its
+    blocks. 0 uses the policy's own number. ``scaffold(first, last)`` fills positions where only one
+    token is possible. It is called first for the whole canvas, and then for a block before each of
+    the block's passes.
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     scaffold(0, len(tokens))
@@ -84,8 +89,9 @@ def turns(
             step = 0
             counts = transfer_counts(int(undecided[stage.first : stage.last].sum()), stage.steps)
         before, is_made = stage, False
-        # An opening pass is skipped if its block has nothing left to decide and no later block
-        # needs its rows. With ``refresh``, later openings rely on the rows of earlier ones.
+        # A pass that opens a block is skipped if nothing in its block is undecided and no later
+        # block needs the rows that it stores. With ``refresh``, later opening passes do need the
+        # rows of earlier ones.
         is_whole_block = (stage.span.first, stage.span.last) == (stage.start, stage.end)
         is_for_block = not policy.refresh if policy.cache in FULL_CACHES else is_whole_block
         own = slice(stage.first, stage.last)
@@ -100,8 +106,8 @@ def turns(
             planned = counts[step] if step < stage.steps else 1
             if policy.commit == "timestep":
                 planned = timestep_count(len(positions), step, stage.steps, policy.timestep_eps)
-            # With a shifted denoiser, later passes lack the row before the block, so the block's
-            # first position must commit in the opening pass.
+            # With a shifted denoiser, the row before the block predicts the block's first position.
+            # Later passes do not compute that row, so the position must commit in the opening pass.
             is_opening = not stage.is_repeated and policy.cache in FULL_CACHES
             is_forced = is_opening and looped.shift == 1 and int(positions[0]) == stage.start
             yield Turn(
@@ -123,8 +129,9 @@ def turns(
 def _edits(
     canvas: Canvas, wanted: np.ndarray, stage: Stage, policy: Policy, passes: int
 ) -> Iterator[Turn]:
-    """Yield passes that may edit the tokens of a finished block, until a pass changes no token
-    (LLaDA2.1).
+    """Yield the passes that may edit the tokens of a finished block (LLaDA2.1).
+
+    They end when a pass changes no token.
     """
     positions = stage.start + np.flatnonzero(wanted[stage.start : stage.end])
     for step in range(policy.edit_passes if policy.remask == "edit" else 0):
@@ -142,7 +149,9 @@ def _ends_early(decided: np.ndarray, policy: Policy, looped: Looped) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One recorded pass: its input canvas int64 ``[L]``, its rows, and its scored rows ``[R]``."""
+    """One recorded pass: its input canvas, int64 ``[L]``, the rows it computed, and its scored rows
+    ``[R]``.
+    """
 
     canvas: np.ndarray
     span: Span
@@ -154,13 +163,14 @@ Walk = Sequence[Step]
 
 
 def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
-    """Return how many of ``masked`` positions Dream commits at ``step`` of ``steps``. The last step
-    commits all of them.
+    """How many of ``masked`` positions Dream commits at ``step`` of ``steps``.
+
+    The last step commits all of them.
     """
     if step >= steps - 1:
         return masked
-    # Matches torch.linspace(1, eps, steps + 1) in fp32: values count from the nearer end in rounded
-    # increments, with one rounding per value.
+    # This gives the same numbers as torch.linspace(1, eps, steps + 1) in fp32. Like torch, it
+    # counts each value from the nearer end with a rounded increment, and rounds each value once.
     end, places = np.float32(eps), np.arange(steps + 1)
     increment = float((end - np.float32(1)) / np.float32(steps))
     from_end = float(end) - increment * (steps - places)
@@ -169,12 +179,14 @@ def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
 
 
 Word = TypeVar("Word", int, Any)
-"""32-bit random words: an integer, or a uint64 array."""
+"""32-bit random words: an integer, or an array of uint64."""
 
 
 def philox(key: int, counter: tuple[Word, Word, Word, Word]) -> tuple[Word, Word, Word, Word]:
-    """Philox4x32-10 (Salmon et al., SC 2011): 4 random words from a 64-bit key and a 4-word
-    counter, elementwise for arrays.
+    """Philox4x32-10 (Salmon et al., SC 2011): four random words from a 64-bit key and a counter of
+    four words.
+
+    Arrays are processed element by element.
     """
     k0, k1, c = key & 0xFFFFFFFF, key >> 32, counter
     for _ in range(10):
@@ -185,19 +197,25 @@ def philox(key: int, counter: tuple[Word, Word, Word, Word]) -> tuple[Word, Word
 
 
 def unit(high: Word, low: Word) -> Any:
-    """Uniform in the open interval (0, 1): 52 bits plus one half, exact in a double."""
+    """Turn two random words into a number that is uniform in the open interval (0, 1).
+
+    It has 52 random bits plus one half, which a double represents exactly.
+    """
     return (((high << 32 | low) >> 12) + 0.5) * 2.0**-52
 
 
 def random_score(seed: int, step: int, position: int) -> float:
-    """Uniform in (0, 1), a pure function of its arguments; ``step`` counts the request's passes."""
+    """A random number in (0, 1) that depends only on the arguments. ``step`` counts the request's
+    passes.
+    """
     high, low, _, _ = philox(seed, (step, position, 0, 0))
     return float(unit(high, low))
 
 
 def gumbels(seed: int, step: int, position: int, vocab_size: int) -> np.ndarray:
-    """Gumbel noise float64 ``[V]`` for sampling: -ln(-ln u), where u depends only on the arguments
-    and the token.
+    """Gumbel noise for sampling, float64 ``[V]``: -ln(-ln u), where u is uniform.
+
+    u depends only on the arguments and on the token.
     """
     pairs = np.arange((vocab_size + 1) // 2, dtype=np.uint64)
     even_high, even_low, odd_high, odd_low = philox(seed, (step, position, pairs, 1))
@@ -207,15 +225,17 @@ def gumbels(seed: int, step: int, position: int, vocab_size: int) -> np.ndarray:
 
 
 def random_scores(turn: Turn, policy: Policy) -> np.ndarray:
-    """Random scores float64 ``[M]``, keyed by the pass count and the position."""
+    """Random scores float64 ``[M]``, which depend on the number of the pass and on the position."""
     return np.array(
         [random_score(policy.seed, turn.passes, position) for position in turn.positions.tolist()]
     )
 
 
 def scored_by(turn: Turn, policy: Policy) -> str:
-    """The kind of score for a turn: ``policy.score``, but the entropy-bound rule uses entropies and
-    edits use confidences.
+    """The kind of score for a turn.
+
+    This is ``policy.score``, with two exceptions: the rule entropy_bound uses entropies, and edits
+    use confidences.
     """
     if turn.standing is not None:
         return "confidence"
@@ -223,11 +243,11 @@ def scored_by(turn: Turn, policy: Policy) -> str:
 
 
 def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
-    """Choose the undecided positions to commit: bool ``[M]``, from scores float64 ``[M]`` in
-    position order.
+    """Choose which undecided positions to commit, bool ``[M]``.
 
-    ``count`` is the schedule's number for this step (static, dynamic, timestep, sequential). At
-    least one position is chosen.
+    ``score`` has the scores of the positions in ascending order, float64 ``[M]``. ``count`` is the
+    number that the schedule plans for this step; the rules static, dynamic, timestep and sequential
+    use it. At least one position is chosen.
     """
     order = np.argsort(-score, kind="stable")
     ranked = score[order]
@@ -257,9 +277,9 @@ def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
 
 
 def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) -> np.ndarray:
-    """Choose which positions of a turn to commit. Returns bool ``[M]``.
+    """Choose which positions of a turn to commit; returns bool ``[M]``.
 
-    ``guess`` int64 ``[M]`` has the predicted token of each position, and ``score`` float64 ``[M]``
+    ``guess`` int64 ``[M]`` has the token proposed for each position, and ``score`` float64 ``[M]``
     has its score.
     """
     if turn.standing is not None:

@@ -1,8 +1,8 @@
-"""Recomputes the passes of finished loop runs, one layer of the denoiser at a time.
+"""Recomputes the passes of loop runs that are finished, one layer of the denoiser at a time.
 
-The canvas of each pass is already known, so a layer can compute all passes before the next layer is
-read. Each pass computes the same rows as in the loop. Its cached keys and values come from this
-denoiser's own earlier passes.
+The canvas of each pass is already known. A layer can therefore compute all passes before the next
+layer is read. Each pass computes the same rows as in the original run. The cached keys and values
+that it reads are those of this denoiser's own earlier passes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ _Pass = tuple[int, int]  # index of the walk, index of the pass in it
 
 
 class Walked:
-    """Hidden states, between two layers, of every pass of ``walks``."""
+    """The hidden states of every pass of ``walks`` between two layers."""
 
     @torch.no_grad()
     def __init__(
         self, layered: Layered, walks: Sequence[Walk], cache_dtype: str | None = None
     ) -> None:
-        """``cache_dtype``: the cache's type, a manifest value; ``None`` stores rows unrounded."""
+        """``cache_dtype`` is the type of the cache, as the manifest names it. With ``None``, the
+        cache is not rounded.
+        """
         self.layered, self.walks, self._cache_dtype = layered, walks, cache_dtype
         self._ids = [
             [torch.from_numpy(s.canvas[s.span.first : s.span.last]) for s in walk] for walk in walks
@@ -66,8 +68,10 @@ class Walked:
 
     @torch.no_grad()
     def features(self) -> list[list[Tensor]]:
-        """Final-norm features ``[R, hidden]`` of each pass's scored rows, on the CPU. Call after
-        the last layer.
+        """Features after the final norm, ``[R, hidden]``, of the scored rows of each pass, on the
+        CPU.
+
+        Call this after the last layer.
         """
         norm = self.layered.final_norm()
         return [
@@ -81,7 +85,9 @@ class Walked:
         ]
 
     def _together(self, ready: Sequence[_Pass]) -> Iterator[list[_Pass]]:
-        """Group passes into batches of at most ``BATCH_TOKENS``, with at least one pass each."""
+        """Group passes into batches of at most ``BATCH_TOKENS`` tokens. A batch has at least one
+        pass.
+        """
         batch: list[_Pass] = []
         tokens = 0
         for walk, number in ready:
@@ -96,13 +102,16 @@ class Walked:
 
 
 def _rounds(walks: Sequence[Walk]) -> Iterator[list[_Pass]]:
-    """Yield groups of passes that do not depend on each other."""
+    """Yield groups of passes that do not depend on each other, in the order in which they must run."""
     for ready in itertools.zip_longest(*map(_stretches, walks), fillvalue=()):
         yield [(walk, number) for walk, numbers in enumerate(ready) for number in numbers]
 
 
 def _stretches(walk: Walk) -> Iterator[Sequence[int]]:
-    """Split a walk, in order: each pass that stores rows alone, runs of other passes together."""
+    """Split a walk into groups of passes, in order.
+
+    A pass that stores rows is a group by itself. Consecutive other passes form one group.
+    """
     for is_stored, run in itertools.groupby(
         range(len(walk)), lambda number: walk[number].span.is_stored
     ):

@@ -1,10 +1,16 @@
-"""``dlm-export bench``: measures passes and generations of a bundle on this machine, and compares
-passes with the hardware limit.
+"""``dlm-export bench``: measures passes and generations of a bundle on this machine.
 
-Everything runs in the native runtime, in one process. First comes one generation, after which the
-process's peak memory is read, as a service would have it. Several generations at once follow, and
-passes of given sizes. The machine's own rates (``roofline``) come last, so that their arrays
-do not count in the peak. Needs the base install; the roofline needs onnx.
+It also compares the passes with the limit of the hardware. Everything runs in the native runtime,
+in one process. The order is:
+
+- One generation at a time. The peak memory of the process is read after it, because a service would
+  need that much.
+- Several generations at once.
+- Passes of given sizes.
+- The rates of the machine (``roofline``). These come last, so that their arrays do not count in the
+  peak memory.
+
+This module needs the base install only. The roofline needs onnx.
 """
 
 from __future__ import annotations
@@ -37,16 +43,17 @@ from dlm_export.progress import Progress, Silent
 from dlm_runtime import Bundle, Generation, RequestError
 from dlm_runtime.manifest import check_manifest
 
-CANVAS = 256  # tokens of the measured canvas, by default
-BLOCKS = (4, 8, 32)  # tokens of passes over the rest of that canvas
-TELLING_CANVAS, TELLING_TOKENS = 1024, (8, 32, 128, 512)  # passes for fitting a cost
-WARM_UP = 3  # uncounted passes of a size: engines capture a graph at the third one
-GENERATION_SHARE = 5  # a generation has many passes, so it runs once per five rounds
+CANVAS = 256  # default length of the measured canvas in tokens
+BLOCKS = (4, 8, 32)  # default lengths of passes at the end of that canvas
+# Canvas and lengths of the passes for fitting a cost.
+TELLING_CANVAS, TELLING_TOKENS = 1024, (8, 32, 128, 512)
+WARM_UP = 3  # passes of each size that are not counted; engines capture a graph at the third pass
+GENERATION_SHARE = 5  # a generation has many passes, so it is run only once in five rounds
 
 
 @dataclass(frozen=True)
 class PassSize:
-    """A pass of ``tokens`` tokens with ``cached`` cached ones, which scores ``rows`` rows."""
+    """A pass of ``tokens`` tokens that sees ``cached`` cached tokens and scores ``rows`` rows."""
 
     tokens: int
     cached: int
@@ -55,8 +62,10 @@ class PassSize:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure. ``None`` chooses defaults: passes of 4, 8 and 32 tokens over the rest of a
-    canvas of 256, and of all 256; 128 prompt and 128 new tokens.
+    """What to measure. ``None`` means the default.
+
+    By default, passes of 4, 8 and 32 tokens at the end of a canvas of 256 are measured, and a pass
+    of all 256. A generation has 128 prompt tokens and 128 new tokens.
     """
 
     opening: Opening = field(default_factory=Opening)
@@ -64,19 +73,23 @@ class BenchOptions:
     prompt_tokens: int | None = None
     new_tokens: int | None = None
     preset: str | None = None
-    # Fields of the preset to change, except ``stop``.
+    # Fields of the preset to change. ``stop`` cannot be changed.
     policy: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 15
-    # Numbers of requests that share passes; 1 is always measured for comparison.
+    # Numbers of requests that run together. 1 is always measured, for comparison.
     batches: tuple[int, ...] = (1,)
-    cost: bool = False  # fit a cost of passes; by default, measures sizes suitable for that
-    data: Path | None = None  # prompts, as in calibration data; each is one request
-    samples: int = 64  # most prompts of ``data``
-    peer_token_ms: float | None = None  # time per token of an autoregressive model here
+    cost: bool = False  # Fit a cost of passes. The default passes are then chosen to suit this.
+    # A file of prompts in the format of calibration data; each is one request.
+    data: Path | None = None
+    samples: int = 64  # largest number of prompts read from ``data``
+    # The time per token of an autoregressive model on this machine.
+    peer_token_ms: float | None = None
 
 
 def parse_passes(text: str) -> tuple[PassSize, ...]:
-    """Parse sizes such as ``32,224,32;256,0,256``. Raises RequestError that explains the syntax."""
+    """Parse sizes of passes such as ``32,224,32;256,0,256``. Raises RequestError that explains the
+    syntax.
+    """
     sizes = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
         if not re.fullmatch(r"\d{1,7}\s*,\s*\d{1,7}\s*,\s*\d{1,7}", part):
@@ -102,16 +115,21 @@ def parse_batches(text: str) -> tuple[int, ...]:
 
 
 def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure a bundle; returns the content of ``bench --json``, with sizes in bytes.
+    """Measure a bundle. Returns the content of ``bench --json``, with sizes in bytes.
 
-    A pass has the engine's median time and quartiles in ms, ``limit_ms`` of the roofline, and their
-    ``ratio``. ``generation`` is the run of median duration; its ``parts`` are seconds that add up
-    to ``seconds``. ``batches`` are generations of several requests at once with equal lengths;
-    ``speedup`` compares tokens/s with one request. ``cost`` is a ``PassCost`` with the errors of
-    its fit, or ``None``. ``requests`` are the prompts of ``data``, one at a time, each until its end
-    token, with the latency of the whole request; ``None`` without ``data``. ``peer`` is the result of
-    ``compare_with_peer``, and each pass has ``break_even_tokens``, the tokens that the peer makes
-    in that time; ``None`` without ``peer_token_ms``.
+    - ``passes``: each pass has its median time and quartiles in ms, ``limit_ms`` of the roofline,
+      and the ``ratio`` of the two. ``break_even_tokens`` is the number of tokens that the peer
+      makes in that time.
+    - ``generation``: the run of median duration. Its ``parts`` are seconds that add up to
+      ``seconds``.
+    - ``batches``: generations of several requests at once, all of the same length. ``speedup``
+      compares their tokens/s with those of one request.
+    - ``cost``: a ``PassCost`` with the errors of its fit.
+    - ``requests``: results for the prompts of ``data``, one at a time, each until its end token.
+      The latency is that of the whole request.
+    - ``peer``: the result of ``compare_with_peer``.
+
+    Parts that ``options`` does not request are ``None``.
 
     Args:
         path: The bundle's folder.
@@ -136,7 +154,8 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
             _telling_passes(bundle) if options.cost else _fitting_passes(bundle)
         )
         made = list(product(sizes, batches))
-        for size, batch in made:  # rejects impossible sizes before the long part
+        # Rejects sizes that are impossible before the measurement, which takes long.
+        for size, batch in made:
             bundle.time_passes(size.tokens, size.cached, size.rows, 0, batch)
         if options.cost:
             check_telling([{"batch": batch} | asdict(size) for size, batch in made])
@@ -202,7 +221,7 @@ def _fitting_passes(bundle: Bundle) -> tuple[PassSize, ...]:
 
 
 def _telling_passes(bundle: Bundle) -> tuple[PassSize, ...]:
-    """Passes of different sizes, without and with cached tokens, that score one row or all rows."""
+    """Passes of different sizes, with and without cached tokens. They score one row or all rows."""
     canvas = min(TELLING_CANVAS, bundle.max_canvas_length)
     sizes = []
     for tokens in sorted({min(size, canvas) for size in TELLING_TOKENS}):
@@ -220,7 +239,7 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def _seconds(results: Sequence[Generation]) -> float:
-    """Total seconds of requests that ran together; shared time is divided among them."""
+    """Total time of requests that ran together. Each result has its share of the time."""
     return sum(result.timings["total"] for result in results)
 
 
@@ -229,7 +248,7 @@ class _Generation:
     prompt_tokens: int
     new_tokens: int
     preset: str
-    changes: Mapping[str, Any]  # changed fields of the preset
+    changes: Mapping[str, Any]  # fields of the preset that were changed
     results: Sequence[Generation]  # the round of median duration, one result per request
 
     @property
@@ -254,7 +273,7 @@ class _Generation:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for a generation of one request."""
+        """Plain values for a generation of a single request."""
         (result,) = self.results
         timings = result.timings
         parts = {
@@ -278,7 +297,7 @@ class _Generation:
 def _generate(
     bundle: Bundle, options: BenchOptions, preset: str, batch: int, rounds: int, progress: Progress
 ) -> _Generation:
-    """Run rounds of ``batch`` requests, and return the median one."""
+    """Run ``batch`` requests together in several rounds, and return the round of median duration."""
     request = _request(bundle, options, preset, batch)
     results = []
     for _ in range(rounds):
@@ -288,7 +307,9 @@ def _generate(
 
 
 def _request(bundle: Bundle, options: BenchOptions, preset: str, batch: int) -> dict[str, Any]:
-    """Arguments for ``batch`` generations of made-up tokens that compute all ``max_new_tokens``."""
+    """Arguments for ``batch`` generations from made-up prompts. All ``max_new_tokens`` are
+    computed.
+    """
     half = max(1, min(CANVAS, bundle.max_canvas_length) // 2)
     given = half if options.prompt_tokens is None else options.prompt_tokens
     new = half if options.new_tokens is None else options.new_tokens
@@ -310,8 +331,9 @@ def _request(bundle: Bundle, options: BenchOptions, preset: str, batch: int) -> 
 
 
 def _read_prompts(bundle: Bundle, data: Path, count: int) -> list[list[int]]:
-    """Read token ids of the prompts in a calibration file; completions may be missing. Raises
-    CalibrationError, RequestError.
+    """Read the prompts of a file of calibration data as token ids. Completions may be missing.
+
+    Raises CalibrationError, RequestError.
     """
     samples = read_samples(
         data,
@@ -336,7 +358,10 @@ def _time_requests(
     prompts: Sequence[Sequence[int]],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Send each prompt as one request, after an uncounted one. Returns latencies in ms, and rates."""
+    """Run each prompt as one request, after a first request that is not counted.
+
+    Returns latencies in ms, and rates.
+    """
     new = bundle.max_new_tokens if options.new_tokens is None else options.new_tokens
     progress.start("requests", 1 + len(prompts))
     results = []
@@ -379,10 +404,10 @@ def side_by_side(
     paths: Sequence[Path], options: BenchOptions, progress: Progress | None = None
 ) -> list[dict[str, Any]]:
     """Measure generations of several bundles of one denoiser in turns, so that other load affects
-    all of them.
+    all alike.
 
-    All bundles are open at once. The first bundle's default preset is used for all, unless
-    ``options`` names one. Returns for each what ``bench`` returns for a generation, with
+    All bundles are open at the same time. They all run the first bundle's default preset, unless
+    ``options`` names one. For each bundle, the result is that of ``bench`` for a generation, with
     ``ms_per_pass`` and its quartiles. Raises the errors of ``bench``.
     """
     progress = progress or Silent()
@@ -417,8 +442,9 @@ def side_by_side(
 
 
 def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) -> dict[str, Any]:
-    """The process's peak memory compared with the data it must hold; the ratio is for CPUs only,
-    because a GPU holds both itself.
+    """The peak memory of the process, compared with the data that it must hold.
+
+    The ratio is for CPUs only, because a GPU holds the weights and the cache itself.
     """
     graph = manifest["loop"]["graph"]["file"]
     weights = sum(
@@ -436,7 +462,7 @@ def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) 
 
 
 def peak_rss_bytes() -> int:
-    """The process's largest resident set so far, including memory-mapped files."""
+    """The largest resident set that the process has had, including memory-mapped files."""
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.is_file() else []:
         if line.startswith("VmHWM:"):
@@ -446,7 +472,7 @@ def peak_rss_bytes() -> int:
 
 
 def _machine(threads: int, is_on_cpu: bool) -> tuple[roofline.Machine | None, str | None]:
-    """The machine's rates, or the reason why they are missing."""
+    """The rates of the machine, or the reason why they are missing."""
     if not is_on_cpu:
         return (
             None,
@@ -464,12 +490,12 @@ def _machine(threads: int, is_on_cpu: bool) -> tuple[roofline.Machine | None, st
 
 
 def _work(manifest: dict[str, Any], size: PassSize, batch: int = 1) -> roofline.Work:
-    """The work of a pass on a CPU; formats that a CPU only simulates count as full precision."""
+    """The work of a pass on a CPU. Formats that a CPU only simulates are counted as full precision."""
     layers = manifest["precision"].get("layers", {})
     real = {layer: name for layer, name in layers.items() if not FORMATS[name].is_simulated_on_cpu}
     cache_dtype, network = manifest["loop"]["graph"]["cache_dtype"], network_of(manifest)
-    # On a CPU unquantised parts are in fp32, whatever the cache type; in graphs for GPUs they have
-    # the cache's type.
+    # In a bundle for CPUs, parts that are not quantised are in fp32, whatever the type of the
+    # cache. In graphs for GPUs they have the type of the cache.
     is_for_cpu = manifest["targets"] == ["cpu"]
     element_bytes = (
         PRECISIONS.get(manifest["precision"]["name"], 4)

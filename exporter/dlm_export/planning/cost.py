@@ -1,8 +1,8 @@
-"""Fits a linear cost model of passes to the measurements of ``bench``, for the scheduler's
-admission.
+"""Fits a linear model of the cost of passes to the measurements of ``bench``.
 
-The four figures do not describe a machine. They minimise the relative error over the measured
-passes, with none below zero; the remaining errors are reported with them.
+The scheduler uses the model to decide when to admit a request. The four figures of the model are
+not properties of the machine. They are the figures, none of them negative, that minimise the
+relative error over the measured passes. The errors that remain are reported too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from dlm_runtime import PassCost, RequestError
 
 
 def loads(passes: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Regressors of ``bench`` passes, fp64 ``[N, 4]``: 1, tokens, scored rows, and pairs of a token
-    and a visible token.
+    """The regressors of the passes that ``bench`` measured, fp64 ``[N, 4]``.
+
+    They are 1, the number of tokens, the number of scored rows, and the number of pairs of a token
+    and a token that it sees.
     """
     sizes = [[one[name] for name in ("batch", "tokens", "cached", "rows")] for one in passes]
     batch, tokens, cached, rows = np.array(sizes, np.float64).T
@@ -31,7 +33,7 @@ def loads(passes: Sequence[Mapping[str, Any]]) -> np.ndarray:
 
 
 def check_telling(passes: Sequence[Mapping[str, Any]]) -> None:
-    """Raises RequestError if the passes cannot determine the four figures."""
+    """Raises RequestError if the passes are too similar to determine the four figures."""
     computed = loads(passes)
     if np.linalg.matrix_rank(computed / computed.max(0)) < len(fields(PassCost)):
         raise RequestError(
@@ -41,12 +43,15 @@ def check_telling(passes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def fit_cost(passes: Sequence[Mapping[str, Any]]) -> tuple[PassCost, list[float]]:
-    """The cost with the least relative error, and each pass's predicted time (from ``ms``) relative
-    to the measured one, minus 1.
+    """Find the cost with the smallest relative error.
+
+    Also returns the error of each pass: its predicted time divided by its measured time (``ms``),
+    minus 1.
     """
     wanted = loads(passes) / np.array([one["ms"] for one in passes])[:, None]
     best, least = np.zeros(len(fields(PassCost))), np.inf
-    # Try every subset of figures to be positive, and keep the best fit without negative ones.
+    # The figures must not be negative. Fit every subset of them with the others at 0, and keep the
+    # best fit that has no negative figure.
     for count in range(1, len(best) + 1):
         for chosen in map(list, combinations(range(len(best)), count)):
             found = np.linalg.lstsq(wanted[:, chosen], np.ones(len(passes)), rcond=None)[0]
@@ -58,7 +63,7 @@ def fit_cost(passes: Sequence[Mapping[str, Any]]) -> tuple[PassCost, list[float]
 
 
 def cost_of(passes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """``fit_cost`` as plain values for ``bench --json``."""
+    """The result of ``fit_cost`` as plain values for ``bench --json``."""
     cost, errors = fit_cost(passes)
     distances = [abs(error) for error in errors]
     return asdict(cost) | {

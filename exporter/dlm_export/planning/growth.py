@@ -1,4 +1,6 @@
-"""How a token's time and cost grow with canvas, batch, and size of the denoiser."""
+"""Computes how the time and cost of a token grow with the canvas, the batch, and the denoiser's
+size.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ GROWTH_CANVASES = tuple(1 << power for power in range(8, 16))
 
 @dataclass(frozen=True)
 class Point:
-    """The time and cost of a token in a precision."""
+    """The time and cost of a token in one precision."""
 
     precision: str
     ms_per_token: float
@@ -27,8 +29,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Growth:
-    """A token's time and cost along one axis: canvas, batch or size. ``lines``: target -> one point
-    per value, ``None`` if no known precision fits.
+    """The time and cost of a token along one axis, which is the canvas, the batch or the size.
+
+    ``lines`` has one point per value for each target. A point is ``None`` if no precision fits or
+    its time is unknown.
     """
 
     axis: str
@@ -44,12 +48,12 @@ def growth_of(
     names: Sequence[str] | None,
     measured: Measured | None,
 ) -> list[Growth]:
-    """Compute how a token's time and cost grow with canvas and batch of ``shape``, and with the
-    size of a LLaDA.
+    """Compute how the time and cost of a token grow with the canvas and batch of ``shape``.
 
-    Uses the first block length and the first of ``tokens_per_pass``. Each point has the fastest
-    precision that fits; if any is calibrated, only calibrated ones count, because a theoretical
-    limit would always beat a measurement.
+    Also computes the growth with the number of parameters, for denoisers with the proportions of
+    LLaDA. The first block length and the first of ``tokens_per_pass`` are used. Each point is the
+    fastest precision that fits. If the times of some precisions are calibrated, the others are not
+    considered, because a theoretical limit would always beat a measurement.
     """
     request = replace(request, tokens_per_pass=request.tokens_per_pass[:1])
     longest = shape.max_canvas_length or GROWTH_CANVASES[-1]

@@ -1,4 +1,4 @@
-"""Reads results of ``dlm-export bench`` on this machine, and calibrates a plan with them."""
+"""Reads the results of ``dlm-export bench`` on this machine, which are used to correct predictions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Kind = TypeVar("_Kind", int, float, str, "list[Any]", "dict[str, Any]")
 
 
 class MeasuredError(DlmError):
-    """The file is not output of ``dlm-export bench --json``."""
+    """Raised if a file is not output of ``dlm-export bench --json``."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -63,7 +63,9 @@ def interpolated_ratio(passes: Sequence[MeasuredPass], asked: PassSize) -> float
 
 @dataclass(frozen=True)
 class MeasuredGeneration:
-    """A whole request timed by ``dlm-export bench``. ``changes``: changed fields of the preset."""
+    """A whole request that ``dlm-export bench`` timed. ``changes`` are the fields of the preset
+    that were changed.
+    """
 
     preset: str
     changes: dict[str, Any]
@@ -103,8 +105,9 @@ class Measured:
 
 
 def read_measured(path: Path) -> Measured:
-    """Read output of ``dlm-export bench --json`` from a file. Raises MeasuredError that names what
-    is missing.
+    """Read output of ``dlm-export bench --json`` from a file.
+
+    Raises MeasuredError that names what is missing.
     """
     value = read_object(
         path, _MOST_BYTES, MeasuredError, " Write it with `dlm-export bench BUNDLE --json`."

@@ -1,9 +1,10 @@
-"""Compares a bundle's passes with the token time of an autoregressive model, to decide whether
-diffusion pays.
+"""Compares a bundle with an autoregressive model, to decide whether diffusion is worth it on a
+device.
 
-An autoregressive model makes one token per pass. A denoiser's pass takes longer and commits several
-tokens, so it is faster if it commits more tokens per pass than its pass takes token times. The
-denoiser's passes include reading the prompt; the peer's token time does not.
+An autoregressive model makes one token per pass. A pass of a denoiser takes longer, but commits
+several tokens. The denoiser is faster if it commits more tokens per pass than the model makes in
+the time of that pass. The denoiser's passes include reading the prompt. The model's time per token
+does not.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any
 def compare_with_peer(
     token_ms: float, generation: Mapping[str, Any], requests: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Compare with a model that takes ``token_ms`` per token.
+    """Compare with an autoregressive model that takes ``token_ms`` per token.
 
-    ``generation`` and ``requests`` come from ``bench``. The time of a pass is that of the requests,
-    or of the generation without them. Made-up tokens do not show how many tokens a pass commits, so
-    without requests ``tokens_per_pass`` and ``speedup`` are ``None``.
+    ``generation`` and ``requests`` are results of ``bench``. The time of a pass is taken from the
+    requests, or from the generation if there are no requests. The generation has made-up tokens,
+    which do not show how many tokens a pass commits. Without requests, ``tokens_per_pass`` and
+    ``speedup`` are therefore ``None``.
     """
     measured = generation if requests is None else requests
     break_even = measured["ms_per_pass"] / token_ms
@@ -35,7 +37,7 @@ def compare_with_peer(
 
 
 def verdict(peer: Mapping[str, Any]) -> str:
-    """The result of ``compare_with_peer`` as a sentence."""
+    """The result of ``compare_with_peer`` in words."""
     condition = (
         f"faster than an autoregressive model of {peer['token_ms']:.4g} ms a token from "
         f"{peer['break_even_tokens_per_pass']:.2f} tokens a pass on"

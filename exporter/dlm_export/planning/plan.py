@@ -1,5 +1,6 @@
-"""Predicts every denoiser on every target in every precision, before anything is built. Bundles
-need no torch.
+"""Predicts every denoiser on every target in every precision, before anything is built.
+
+For bundles, torch is not needed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ALL = "all"
 
 
 class PlanError(DlmError):
-    """The requested plan cannot be made."""
+    """Raised if the requested plan cannot be made."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -37,9 +38,10 @@ class PlanError(DlmError):
 class Plan:
     """A complete plan.
 
-    ``left_out``: target -> precision -> reason. ``growth`` belongs to the first denoiser.
-    ``cache_bytes_per_token``: denoiser -> cache type on a CPU -> bytes of one token's keys and
-    values.
+    - ``left_out``: for each target, the precisions that it does not run, with the reason.
+    - ``growth``: the growth of the first denoiser.
+    - ``cache_bytes_per_token``: for each denoiser and each cache type on a CPU, the bytes of one
+      token's keys and values.
     """
 
     request: Request
@@ -57,10 +59,11 @@ class Plan:
 def calibrate(
     measured: Measured, shapes: Sequence[Shape], predictions: Sequence[Prediction]
 ) -> dict[str, Any]:
-    """The measurements and how well they predict, as plain values.
+    """Summarise measurements and how well they predict, as plain values.
 
-    ``leave_one_out_errors``: errors of each pass predicted from the others. ``generation``:
-    measured and predicted tokens/s of the request, if one of ``shapes`` is the measured denoiser.
+    ``leave_one_out_errors`` are the errors when each pass is predicted from the others.
+    ``generation`` has the measured and predicted tokens/s of the request, if one of ``shapes`` is
+    the denoiser that was measured.
     """
     ratios = [each.ratio for each in measured.passes]
     asked = measured.generation
@@ -83,8 +86,9 @@ def calibrate(
 
 
 def _predict_generation(measured: Measured, shape: Shape) -> float | None:
-    """Predicted tokens/s of the measured request, or ``None`` if ``shape`` is another denoiser or lacks
-    its preset or precision.
+    """Predict the tokens/s of the request that was measured.
+
+    Returns ``None`` if ``shape`` is another denoiser, or if it lacks the preset or the precision.
     """
     asked = measured.generation
     preset = None if asked.changes else shape.presets.get(asked.preset)
@@ -123,15 +127,16 @@ def _predict_generation(measured: Measured, shape: Shape) -> float | None:
         )
         for made, count in passes.items()
     ]
-    # Blocks share the passes unevenly, so the average pass time is multiplied by the real number of
-    # passes.
+    # The passes are not divided evenly among blocks. The average time of a pass is therefore
+    # multiplied by the real number of passes.
     mean_ms = math.fsum(count * (ms or 0.0) for ms, count in times) / passes.total()
     return 1e3 * asked.new_tokens / (mean_ms * asked.nfe)
 
 
 def find_targets(text: str) -> list[Target]:
-    """Find targets by comma-separated names, including cpu; ``all`` means all. Raises TargetError,
-    PlanError.
+    """Find targets by names separated by commas. The name ``all`` means all targets.
+
+    Raises TargetError, PlanError.
     """
     names = [part.strip() for part in text.split(",") if part.strip()]
     if not names:
@@ -152,11 +157,10 @@ def make_plan(
     names: Sequence[str] | None = None,
     measured: Measured | None = None,
 ) -> Plan:
-    """Predict every denoiser on every target, in all block lengths and all precisions of ``names``
-    (``None``: all).
+    """Predict every denoiser on every target, in all block lengths and in the precisions ``names``.
 
-    Raises PlanError for a canvas longer than a denoiser's, and for a precision that no target
-    supports; RecipeError.
+    With ``None``, all precisions are predicted. Raises PlanError if the canvas is longer than a
+    denoiser allows, or if no target supports a precision. Raises RecipeError.
     """
     for shape in shapes:
         if shape.max_canvas_length is not None and request.canvas > shape.max_canvas_length:
@@ -186,7 +190,7 @@ def make_plan(
         if all(name in reasons for reasons in left_out.values()):
             recipe_for(
                 targets[:1], name
-            )  # raises with the choices, except for simulated precisions
+            )  # raises an error that lists the choices, except for simulated precisions
             raise PlanError(
                 f"precision {name} on {targets[0].name}: {left_out[targets[0].name][name]}; choose another"
             )

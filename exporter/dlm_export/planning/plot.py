@@ -1,4 +1,4 @@
-"""Plots a plan: a token's time or cost over canvas, batch and size."""
+"""Plots a plan: the time or cost of a token over canvas, batch and size."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ PLOT_SUFFIXES = (".png", ".svg")
 
 
 def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, title: str) -> None:
-    """Plot ``plan.Growth`` (plain values), one panel per axis, to a PNG or SVG.
+    """Plot ``plan.Growth`` (as plain values) to a PNG or SVG file, with one panel for each axis.
 
-    ``quantity`` is the field of the points to draw, one line per target. Missing points are
-    skipped, and so are targets without points.
+    ``quantity`` is the field of the points that is drawn. Each target has one line. Missing points
+    are skipped, and so are targets without points.
     """
     import matplotlib.style
     from matplotlib import colormaps
     from matplotlib.figure import Figure as Canvas
 
-    # The plot has no style sheet, so placeholders become greys.
+    # A plot has no style sheet, so the placeholders of colours are replaced by greys.
     greys = {INK: "#222222", MUTED: "#666666", RULE: "#dddddd"}
     style = {
         key: greys.get(value, value) if isinstance(value, str) else value
@@ -68,17 +68,19 @@ def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, 
 
 
 def claimed_plot(path: Path, *, force: bool) -> AbstractContextManager[Path]:
-    """Claim ``path`` for ``save_plot`` (``outputs.claimed``). Raises PlanError for a wrong suffix."""
+    """Claim ``path`` for ``save_plot``; see ``outputs.claimed``. Raises PlanError if its suffix is
+    wrong.
+    """
     if path.suffix not in PLOT_SUFFIXES:
         raise PlanError(f"--plot {path}: the name must end in {' or '.join(PLOT_SUFFIXES)}")
     return outputs.claimed_file(path, force=force)
 
 
 def save_plot(path: Path, plan: Plan) -> None:
-    """Plot the growth to a path from ``claimed_plot``: cost per million tokens if every target has
-    a price, else ms per token.
+    """Plot the growth of a plan to the path that ``claimed_plot`` gave.
 
-    Raises PlanError without data, and OSError.
+    If every target has a price, the plot shows the cost per million tokens, otherwise milliseconds
+    per token. Raises PlanError if there is nothing to draw, and OSError.
     """
     growth = [asdict(each) for each in plan.growth if each.values]
     if not any(any(points) for each in growth for points in each["lines"].values()):

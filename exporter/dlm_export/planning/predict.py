@@ -1,10 +1,10 @@
-"""Predicts one denoiser on one target: ms per pass, tokens/s, memory and cost.
+"""Predicts one denoiser on one target: milliseconds per pass, tokens/s, memory and cost.
 
-Every time is the roofline's limit (Williams, Waterman and Patterson, CACM 52(4), 2009). It is the
-larger of bytes divided by bandwidth and multiply-adds divided by the rate of their number format,
-for the work that ``roofline`` counts and the figures of ``targets``. Real times are longer. Figures
-without a source are left out, not guessed. For the cpu, the figures and the distance from the limit
-come from ``dlm-export bench``.
+Every time is the limit of the roofline model (Williams, Waterman and Patterson, CACM 52(4), 2009).
+It is the larger of two times: bytes divided by bandwidth, and multiply-adds divided by the rate of
+their number format. ``roofline`` counts the work, and ``targets`` has the figures of devices. Real
+times are longer. Figures without a source are left out, not guessed. For the CPU, ``dlm-export
+bench`` measures the figures, and how much longer real times are.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ def generation_passes(
     has_cache: bool = True,
     visible_block: int | None = None,
 ) -> Counter[PassSize]:
-    """The passes of a generation that commits ``tokens_per_pass`` (at least 1) per pass; their
-    total is the NFE.
+    """The passes of a generation that commits ``tokens_per_pass`` (at least 1) per pass.
 
-    With the dual cache, each block starts with a full pass, which also commits; further passes
-    compute the block only, with all other positions cached. Without a cache, every pass is full.
-    Only masked positions of the block are scored. For a block-causal network (``visible_block``),
-    one pass stores the prompt's finished blocks, passes over a block read the earlier ones, and one
-    more pass stores the block, except the last.
+    Their total is the NFE. Only the masked positions of a block are scored. There are three cases:
+
+    - With the dual cache, the first pass of each block computes the whole canvas, and it also
+      commits. Further passes compute only the block, and the other positions are cached.
+    - Without a cache, every pass computes the whole canvas.
+    - In a block-causal network (``visible_block``) with a cache, one pass stores the blocks that
+      the prompt fills. Passes over a block read the earlier blocks from the cache. After each block
+      except the last, one more pass stores that block.
     """
     canvas = prompt_tokens + new_tokens
     origin = (
@@ -77,7 +79,7 @@ def generation_passes(
 
 @dataclass(frozen=True)
 class Request:
-    """The planned request. ``prices``: target -> price per hour, in any currency."""
+    """The request to plan for. ``prices`` has the price per hour of each target, in any currency."""
 
     prompt_tokens: int = 128
     new_tokens: int = 128
@@ -93,10 +95,10 @@ class Request:
 
 @dataclass(frozen=True)
 class PassTime:
-    """The least time of a pass, in ms, by bytes and by arithmetic; ``None`` if the target lacks a
-    figure.
+    """The shortest time of a pass in ms, as limited by bytes and as limited by arithmetic.
 
-    ``ratio``: actual time divided by the limit; 1 without measurements.
+    A time is ``None`` if a figure of the target is unknown. ``ratio`` is the real time divided by
+    the limit. It is 1 without measurements.
     """
 
     made: PassSize
@@ -112,7 +114,7 @@ class PassTime:
 
     @property
     def bound(self) -> str | None:
-        """Which of the two is the limit: bytes or arithmetic."""
+        """Which of the two is the limit: "bytes" or "arithmetic"."""
         if self.bytes_ms is None or self.arithmetic_ms is None:
             return None
         return "bytes" if self.bytes_ms >= self.arithmetic_ms else "arithmetic"
@@ -129,8 +131,9 @@ class PassTime:
 
 @dataclass(frozen=True)
 class Speed:
-    """A generation that commits ``tokens_per_pass``. ``cost_per_million_tokens`` is ``None`` without a
-    price.
+    """The speed of a generation that commits ``tokens_per_pass``.
+
+    ``cost_per_million_tokens`` is ``None`` if no price is known.
     """
 
     tokens_per_pass: float
@@ -142,11 +145,13 @@ class Speed:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One denoiser on one target in one precision and block length.
+    """The prediction for one denoiser on one target, in one precision and with one block length.
 
-    ``file_bytes``: weights on disk. ``fits`` is ``None`` if the target's memory is unknown.
-    ``missing``: figures without which times are unknown. ``speeds`` exist if times are known and
-    the memory, as far as known, suffices. ``block_pass`` scores its whole block.
+    - ``file_bytes``: size of the weights on disk.
+    - ``fits``: whether the memory suffices; ``None`` if the target's memory is unknown.
+    - ``missing``: names of figures that are unknown, so that times are unknown too.
+    - ``block_pass``: a pass over a block that scores all of its rows.
+    - ``speeds``: empty if times are unknown, or if the memory is known not to suffice.
     """
 
     denoiser: str
@@ -168,16 +173,17 @@ class Prediction:
         return asdict(self) | passes
 
 
-# arithmetic -> key in a GPU's rates
+# for each arithmetic, the key in the rates of a GPU
 NUMBERS = {FULL: "fp16", **{name: name for name in NUMBER_FORMATS}}
 
 
 def rates_of(target: Target, measured: Measured | None = None) -> Rates:
-    """The target's rates per second; NaN bandwidth and missing rates if unknown.
+    """The rates of a target per second. Unknown rates are left out, and an unknown bandwidth is
+    NaN.
 
     On GPUs, tensor cores do all multiplications. Full precision, including attention, has the rate
-    of fp16, which NVIDIA also gives for bf16. A multiply-add is two of a vendor's operations. The
-    cpu uses measured rates.
+    of fp16, and NVIDIA gives the same rate for bf16. A multiply-add is two of the operations that
+    vendors count. For the CPU, the measured rates are used.
     """
     if target.sm is None:
         return Rates(math.nan, {}) if measured is None else measured.rates
@@ -190,7 +196,7 @@ def rates_of(target: Target, measured: Measured | None = None) -> Rates:
 
 
 def missing_figures(target: Target, rates: Rates, work: Work) -> tuple[str, ...]:
-    """Names of the figures without which the time of ``work`` is unknown."""
+    """The names of the figures that would be needed to know the time of ``work``."""
     lacking = [
         NUMBERS[arithmetic] for arithmetic in work.by_arithmetic() if arithmetic not in rates.macs
     ]
@@ -211,12 +217,12 @@ def _kinds(shape: Shape, precision: Precision) -> tuple[MatrixKind, ...]:
 
 
 def _table_bytes(shape: Shape, precision: Precision) -> int:
-    """Bytes per element of an unquantised embedding table."""
+    """Bytes per element of an embedding table that is not quantised."""
     return min(precision.element_bytes, shape.table_bytes)
 
 
 def stored_bytes(shape: Shape, precision: Precision) -> int:
-    """Bytes of the weights; a tied table counts once."""
+    """Bytes of the weights. A table that is tied to the head is counted once."""
     return weights_bytes(
         shape.network,
         _kinds(shape, precision),
@@ -241,7 +247,9 @@ def _work(shape: Shape, precision: Precision, made: PassSize, batch: int) -> Wor
 
 
 def pass_time(work: Work, rates: Rates, made: PassSize, ratio: float = 1.0) -> PassTime:
-    """The limits of ``work`` by bytes and by arithmetic, with rates from ``rates_of``."""
+    """The shortest times of ``work``, limited by bytes and by arithmetic, at the rates of
+    ``rates_of``.
+    """
     kinds = work.by_arithmetic()
     free = dict.fromkeys(kinds, math.inf)
     bytes_ms = (
@@ -258,15 +266,16 @@ def pass_time(work: Work, rates: Rates, made: PassSize, ratio: float = 1.0) -> P
 def memory_bytes(
     shape: Shape, precision: Precision, target: Target, canvas: int, block_length: int, batch: int
 ) -> int:
-    """Memory of the process or GPU: weights, and cache and passes per batch row (formula of
-    ``estimate``).
+    """The memory of the process or the GPU: weights, and for each canvas of the batch a cache and
+    passes.
 
-    On a GPU, the context and kernels are added. With 4-byte elements, cache and activations are
-    twice an engine's.
+    The formula is that of ``estimate``. On a GPU, the context and kernels are added. With elements
+    of 4 bytes, the cache and activations are twice as large as in an engine.
     """
     weights = stored_bytes(shape, precision)
     found = estimate(shape.network, weights, Limits(canvas, block_length))
-    logits = estimate(shape.network, weights, Limits(0, block_length)).passes  # in fp32 everywhere
+    # Logits are in fp32 on every target.
+    logits = estimate(shape.network, weights, Limits(0, block_length)).passes
     rows = batch * (precision.element_bytes // 2 * (found.cache + found.passes - logits) + logits)
     total: int = weights + rows
     return total + (0 if target.sm is None else DEVICE_OVERHEAD_BYTES)
@@ -280,8 +289,10 @@ def predict(
     block_length: int,
     measured: Measured | None = None,
 ) -> Prediction:
-    """Predict one denoiser on one target. ``measured`` applies to the cpu only: its rates always,
-    its ratios for its precision.
+    """Predict one denoiser on one target.
+
+    ``measured`` is used for the CPU only: its rates always, its ratios if the precision is the one
+    that was measured.
     """
     measured = measured if target.sm is None else None
     rates = rates_of(target, measured)

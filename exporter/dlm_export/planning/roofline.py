@@ -1,13 +1,13 @@
-"""Counts the work of one pass, and computes the least time in which a machine can do it (the
-roofline model, doi:10.1145/1498765.1498785).
+"""Counts the work of a pass, and computes the shortest time in which a machine can do it.
 
-The count includes only work that no implementation can avoid: reading every weight once, reading
-every cached row and writing every new one once, and the multiply-adds of matrix products.
-Activations are free, because they may stay in a processor's cache; norms, rotations, softmax and
-the choice of tokens are free too. Real times therefore always exceed ``limit_s``.
+This is the roofline model (doi:10.1145/1498765.1498785). Only work that no implementation can avoid
+is counted: reading every weight once, reading every cached row once, writing every new row once,
+and the multiply-adds of matrix products. Activations are not counted, because they may stay in a
+processor's cache. Norms, rotations, softmax and the choice of tokens are not counted either. Real
+times therefore always exceed ``limit_s``.
 
-A CPU's rates are measured with ONNX Runtime (``measure``), because its own products are the fastest
-that a bundle can reach and it uses the engine's threads.
+The rates of a CPU are measured with ONNX Runtime (``measure``). Its products are the fastest that a
+bundle can reach, and it uses the engine's threads.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_export.graph import CACHE_DTYPES
 from dlm_export.network.spec import CACHE_ROWS, HEAD, NetworkSpec
 
-FULL = "full"  # arithmetic in the denoiser's precision: fp32, fp16 or bf16
+FULL = "full"  # arithmetic in the precision of the unquantised denoiser: fp32, fp16 or bf16
 
 
 @dataclass(frozen=True)
 class Work:
     """The work of one pass.
 
-    ``macs`` are multiply-adds by ``part.arithmetic``. The part is ``layers``, ``attention`` or
-    ``head``; the arithmetic is the operands' format: ``full``, ``int8``, ``fp8`` or ``nvfp4``.
-    ``cache_bytes``: S rows read and T rows written.
+    ``macs`` has the number of multiply-adds by keys ``part.arithmetic``. The part is ``layers``,
+    ``attention`` or ``head``. The arithmetic is the format of the operands: ``full``, ``int8``,
+    ``fp8`` or ``nvfp4``. ``cache_bytes`` is the size of the cached rows that are read and of the
+    new rows that are written.
     """
 
     weight_bytes: int
@@ -49,8 +50,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Rates:
-    """A machine's rates per second: bytes read from memory, and multiply-adds by arithmetic (half
-    of a vendor's operations).
+    """The rates of a machine per second: bytes read from memory, and multiply-adds by arithmetic.
+
+    A multiply-add is two of the operations that vendors count.
     """
 
     read_bytes: float
@@ -69,22 +71,23 @@ def work_of(
     table_bytes: int | None = None,
     cache_dtype: str | None = None,
 ) -> Work:
-    """The work of a pass of ``tokens`` tokens with ``cached`` cached ones that scores ``rows``, for
-    ``batch`` canvases.
+    """The work of a pass over ``batch`` canvases.
 
-    Scales count as fp32. Experts count as far as tokens spread evenly over them reach them on
-    average.
+    Scales are counted as fp32. Of the experts, the number that tokens reach on average is counted,
+    assuming that all experts are equally likely.
 
     Args:
         network: The denoiser's description.
-        layers: Module path -> key of ``FORMATS``; others are in full precision.
+        layers: The format of each quantised layer, a key of ``FORMATS``. Other layers are in full
+            precision.
         tokens: Tokens of the pass, per canvas.
         cached: Cached tokens, per canvas.
         rows: Scored rows, per canvas.
         batch: Number of canvases.
-        element_bytes: Bytes of an unquantised element, 4 or 2; also of table and cache by default.
+        element_bytes: Bytes of an element that is not quantised, 4 or 2. This is also the default
+            for the table and the cache.
         table_bytes: Bytes of an element of the embedding table.
-        cache_dtype: Type of the cache, a manifest value.
+        cache_dtype: Type of the cache, as the manifest names it.
     """
     kinds = kinds_of(network, layers, element_bytes, table_bytes)
     return count_work(
@@ -101,7 +104,7 @@ def work_of(
 
 
 def cache_bytes_by_type(network: NetworkSpec) -> dict[str, int]:
-    """Cache type of ``--cache-dtype`` -> bytes of one token's keys and values."""
+    """The bytes of one token's keys and values, for each cache type of ``--cache-dtype``."""
     return {
         name: network.cache_bytes(*CACHE_ROWS[CACHE_DTYPES[name]])
         for name in ("fp32", "fp16", "int8")
@@ -110,8 +113,10 @@ def cache_bytes_by_type(network: NetworkSpec) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class MatrixKind:
-    """``number`` matrices of equal cost, with ``experts`` experts each; an expert has
-    ``expert_bytes`` and sees ``share`` of the rows.
+    """``number`` matrices of equal cost. Each consists of ``experts`` experts; a plain matrix is
+    one expert.
+
+    Each expert has ``expert_bytes`` and processes a ``share`` of the rows.
     """
 
     number: int
@@ -129,8 +134,9 @@ def kinds_of(
     element_bytes: int,
     table_bytes: int | None = None,
 ) -> tuple[MatrixKind, ...]:
-    """A network's matrices in the formats of ``layers``, grouped by cost. An unquantised tied head
-    has elements of ``table_bytes``.
+    """The matrices of a network in the formats of ``layers``, grouped by cost.
+
+    A tied head that is not quantised has elements of ``table_bytes``.
     """
     table_bytes = table_bytes or element_bytes
     found: Counter[tuple[str, str, int, float, int, int]] = Counter()
@@ -162,7 +168,7 @@ def count_work(
     table_bytes: int | None = None,
     cache_dtype: str | None = None,
 ) -> Work:
-    """``work_of`` for matrices that are already grouped."""
+    """The same as ``work_of``, for matrices that are grouped already."""
     rows_looked_up = batch * tokens * _table_bytes(network, kinds, table_bytes or element_bytes)
     weight_bytes = element_bytes * network.vector_elements + rows_looked_up // network.vocab_size
     macs: Counter[str] = Counter()
@@ -175,8 +181,8 @@ def count_work(
         macs[f"{kind.part}.{kind.arithmetic}"] += (
             kind.number * round(scored * kind.experts * kind.share) * kind.expert_macs
         )
-    # Queries times keys, then weights times values; every token sees the cached tokens and those of
-    # the pass.
+    # Attention multiplies queries by keys, and then weights by values. Every token sees the cached
+    # tokens and the tokens of the pass.
     features = sum(layer.attention.heads * layer.attention.head_size for layer in network.layers)
     macs[f"attention.{FULL}"] = batch * 2 * features * tokens * (cached + tokens)
     row = (element_bytes, 0) if cache_dtype is None else CACHE_ROWS[cache_dtype]
@@ -192,7 +198,7 @@ def _matrix_bytes(chosen: LayerFormat, inputs: int, outputs: int, element_bytes:
 
 
 def _table_bytes(network: NetworkSpec, kinds: tuple[MatrixKind, ...], element_bytes: int) -> int:
-    """Bytes of the embedding table; a tied head's matrix is the table."""
+    """Bytes of the embedding table. If the head is tied, the head's matrix is the table."""
     if network.tied_head:
         return sum(kind.expert_bytes for kind in kinds if kind.part == HEAD)
     return element_bytes * network.vocab_size * network.hidden_size
@@ -204,8 +210,9 @@ def weights_bytes(
     element_bytes: int,
     table_bytes: int | None = None,
 ) -> int:
-    """Bytes of all weights, with embedding and scales; ``kinds`` come from ``kinds_of``. A tied
-    table counts once, in the head's format.
+    """Bytes of all weights, including the embedding and scales. ``kinds`` are from ``kinds_of``.
+
+    A table that is tied to the head is counted once, in the format of the head.
     """
     matrices = sum(kind.number * kind.experts * kind.expert_bytes for kind in kinds)
     table = _table_bytes(network, kinds, table_bytes or element_bytes)
@@ -213,17 +220,19 @@ def weights_bytes(
 
 
 def file_bytes(network: NetworkSpec, weights: int, element_bytes: int) -> int:
-    """Bytes of a bundle's data file without padding: weights, rotary tables, mask token bias."""
+    """Bytes of a bundle's data file without padding: weights, rotary tables, and the bias of the
+    mask token.
+    """
     rotary = network.max_canvas_length * sum(table.size for table in network.rotary_tables())
     return weights + element_bytes * rotary + 4 * network.vocab_size
 
 
 def limit_s(work: Work, rates: Rates) -> float:
-    """The least seconds for ``work``: the larger of the time to read all bytes and the time of all
-    multiply-adds.
+    """The shortest time for ``work`` in seconds.
 
-    Reading and arithmetic can overlap, so the larger counts. Different arithmetic shares the same
-    units, so these times add up. Raises KeyError for an arithmetic without a rate.
+    This is the larger of the time to read all bytes and the time of all multiply-adds, because
+    reading and arithmetic can overlap. Different kinds of arithmetic use the same units of the
+    processor, so their times are added up. Raises KeyError if the rate of an arithmetic is unknown.
     """
     reading = (work.weight_bytes + work.cache_bytes) / rates.read_bytes
     multiplying = sum(
@@ -236,15 +245,18 @@ def limit_s(work: Work, rates: Rates) -> float:
 
 # ---- This machine ----
 
-_READ_BYTES = 256 << 20  # smallest array for the rate of reads
-# Products of [rows, 2048] by [2048, 2048]: large enough for full speed, small enough for a cache.
+_READ_BYTES = 256 << 20  # smallest array for measuring the rate of reads
+# The products measured are [rows, 2048] by [2048, 2048]. These are large enough for full speed, and
+# small enough for a processor's cache.
 _ROWS, _SQUARE = 512, 2048
-_FEW_ROWS = 32  # a block pass
+_FEW_ROWS = 32  # rows of a pass over a block
 
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine's rates per second; int8 multiply-adds with 512 and 32 rows, fp32 with 512."""
+    """This machine's rates per second. int8 is measured with 512 rows and with 32 rows, fp32 with
+    512.
+    """
 
     read_bytes_per_s: float
     int8_macs_per_s: float
@@ -252,24 +264,25 @@ class Machine:
     fp32_macs_per_s: float
 
     def rates(self) -> Rates:
-        """Rates for ``limit_s``: the faster of the int8 rates, and fp32 for full precision,
-        including fp16.
+        """The rates for ``limit_s``: the faster of the two int8 rates, and the fp32 rate for full
+        precision.
 
-        ONNX Runtime's CPU kernels convert fp16 to fp32 if the processor cannot multiply it.
+        Full precision includes fp16, because the CPU kernels of ONNX Runtime convert fp16 to fp32
+        on processors that cannot multiply fp16.
         """
         int8 = max(self.int8_macs_per_s, self.int8_macs_per_s_32_rows)
         return Rates(self.read_bytes_per_s, {"int8": int8, FULL: self.fp32_macs_per_s})
 
 
 def measure(threads: int, rounds: int = 9) -> Machine:
-    """Measure this machine with ONNX Runtime on ``threads`` threads (0: all cores); medians of
-    ``rounds`` interleaved runs.
+    """Measure this machine with ONNX Runtime on ``threads`` threads; 0 means all cores.
 
-    The rate of reads comes from ReduceSum over the rows of an array of four times the last-level
-    cache, at least 256 MiB. This operator reads every byte once, is limited by memory, and uses the
-    engine's threads, unlike a numpy loop. Products have a constant right operand, like weights,
-    which the library packs once. INT8 is MatMulInteger of uint8 by int8. Raises ModuleNotFoundError
-    without onnx.
+    Each rate is the median of ``rounds`` runs, where the kinds of measurement take turns. The rate
+    of reads is that of ReduceSum over the rows of an array of at least 256 MiB and at least four
+    times the last-level cache. Unlike a numpy loop, this operator reads every byte once, is limited
+    by memory, and uses the engine's threads. In products, the right operand is constant like a
+    weight, so ONNX Runtime packs it once. The int8 rate is that of MatMulInteger of uint8 by int8.
+    Raises ModuleNotFoundError without onnx.
     """
     import numpy as np
     import onnxruntime
@@ -293,7 +306,7 @@ def measure(threads: int, rounds: int = 9) -> Machine:
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = threads, 4
-        # Sessions take turns, so idle ones must not spin.
+        # Sessions take turns, so the threads of an idle session must not spin.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         session = onnxruntime.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -303,7 +316,8 @@ def measure(threads: int, rounds: int = 9) -> Machine:
     rng = np.random.default_rng(0)
     codes = rng.integers(-127, 128, (_SQUARE, _SQUARE), np.int8)
     inputs = rng.integers(0, 256, (_ROWS, _SQUARE), np.uint8)
-    large = np.ones((256, _read_bytes() // 1024), np.float32)  # more rows than threads, each long
+    # There are more rows than threads, and each row is long.
+    large = np.ones((256, _read_bytes() // 1024), np.float32)
     weights = codes.astype(np.float32)
     probes = {
         "read": (runner("ReduceSum", large, [np.array([1])], TensorProto.FLOAT), large.nbytes),
@@ -323,8 +337,8 @@ def measure(threads: int, rounds: int = 9) -> Machine:
     seconds: dict[str, list[float]] = {name: [] for name in probes}
     for number in range(rounds + 1):
         for name, (run, _) in probes.items():
-            # The first run is not timed: the previous probe has evicted this one's operands from
-            # the cache.
+            # The first run is not timed, because the previous measurement has removed this one's
+            # operands from the processor's cache.
             run()
             began = time.perf_counter()
             run()
@@ -335,8 +349,9 @@ def measure(threads: int, rounds: int = 9) -> Machine:
 
 
 def _read_bytes() -> int:
-    """Size of the array for the rate of reads: four times the last-level caches, but at most a
-    quarter of free memory.
+    """The size of the array for measuring the rate of reads.
+
+    It is four times the last-level caches, but at most a quarter of the free memory.
     """
     from dlm_export.memory import available_memory_bytes
 
@@ -346,8 +361,8 @@ def _read_bytes() -> int:
 
 
 def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Total size of all caches of the highest level that Linux reports; 0 if unknown."""
-    found: dict[tuple[int, str], int] = {}  # each is listed by all the cores that share it
+    """Total size of all caches of the highest level that Linux reports. 0 if it is unknown."""
+    found: dict[tuple[int, str], int] = {}  # a cache is listed by every core that shares it
     for index in folder.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
             level, shared, size = (

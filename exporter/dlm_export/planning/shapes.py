@@ -1,4 +1,4 @@
-"""Inputs of a plan: a denoiser's sizes, and the precisions in which a target runs it."""
+"""The inputs of a plan: the sizes of a denoiser, and the precisions in which a target can run it."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from dlm_export.targets import AUTO, STORED, Target, TargetError, recipe_for
 from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.presets import presets_for
 
-# LLaDA-8B (arXiv:2502.09992): 32 layers, 32 heads of 128, d 4096, MLP 12288, vocabulary 126464,
-# untied head.
+# LLaDA-8B (arXiv:2502.09992) has 32 layers, 32 heads of 128 features, hidden size 4096, an MLP of
+# 12288 features, a vocabulary of 126464 tokens, and an untied head.
 LLADA_VOCABULARY, LLADA_HEAD_SIZE, LLADA_MLP_RATIO = 126464, 128, 3
 
 
 class ShapeError(DlmError):
-    """A denoiser of this size cannot be planned."""
+    """Raised if no plan can be made for a denoiser of this size."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """A denoiser to plan for; ``max_canvas_length`` ``None`` means no limit.
+    """A denoiser to plan for. ``max_canvas_length`` ``None`` means that its canvas has no limit.
 
-    ``layers``: module path -> format of a quantised bundle named ``precision``; ``None`` for
-    checkpoints and unquantised bundles. ``presets``: name -> fields of ``Policy``. ``table_bytes``:
-    bytes per element of the released embedding table, which fp32 graphs keep.
+    - ``presets``: the fields of each preset's ``Policy``, by the preset's name.
+    - ``precision``, ``layers``: for a quantised bundle, its precision and the format of each layer.
+      ``layers`` is ``None`` for checkpoints and for bundles that are not quantised.
+    - ``table_bytes``: bytes per element of the released embedding table. fp32 graphs keep its type.
     """
 
     name: str
@@ -53,11 +54,12 @@ class Shape:
 
 
 def scaled_shape(size: str) -> Shape:
-    """LLaDA-8B's shape scaled to another ``size`` (8B, 0.5B, 134M), as near as the formula allows.
+    """The shape of LLaDA-8B, scaled to another number of parameters, such as 8B, 0.5B or 134M.
 
-    With n layers and n heads of 128, d = 128 n, and the MLP has 3 d features; the vocabulary stays
-    at 126464. LLaDA-8B has n = 32. Parameters: 13 n d**2 in layers, 2 * 126464 d in embedding and
-    head. Raises ShapeError.
+    The result has n layers and n heads of 128 features, where LLaDA-8B has n = 32. The hidden size
+    is d = 128 n, the MLP has 3 d features, and the vocabulary stays at 126464. There are 13 n d**2
+    parameters in layers, and 2 * 126464 d in the embedding and the head. n is chosen so that the
+    total is as near as possible to ``size``. Raises ShapeError.
     """
     unit = {"M": 1e6, "B": 1e9}.get(size[-1:].upper())
     try:
@@ -106,8 +108,10 @@ def _published(network: NetworkSpec) -> dict[str, dict[str, Any]]:
 
 
 def read_shape(path: Path, read_checkpoint: Callable[[Path], tuple[NetworkSpec, int]]) -> Shape:
-    """The denoiser of a bundle, or of a checkpoint read by ``read_checkpoint``, which needs torch
-    and returns the network and ``Shape.table_bytes``. Raises DlmError.
+    """The shape of the denoiser in a bundle or a checkpoint. Raises DlmError.
+
+    A checkpoint is read by ``read_checkpoint``, which needs torch. It returns the network and
+    ``Shape.table_bytes``.
     """
     if not (path / "manifest.json").is_file():
         network, table_bytes = read_checkpoint(path)
@@ -134,10 +138,11 @@ def read_shape(path: Path, read_checkpoint: Callable[[Path], tuple[NetworkSpec, 
 
 @dataclass(frozen=True)
 class Precision:
-    """Quantised ``layers`` as (module path, format), and bytes per element of everything else,
-    including the cache.
+    """A precision of one denoiser.
 
-    ``same_as``: other precisions with the same figures.
+    ``layers`` has the path and the format of each quantised layer. ``element_bytes`` is the size of
+    the elements of everything else, including the cache. ``same_as`` are other precisions with the
+    same figures.
     """
 
     name: str
@@ -147,7 +152,10 @@ class Precision:
 
 
 def _held_table(name: str, target: Target) -> str:
-    """The format that a tied head's table gets if this one is requested; HIGH on a GPU."""
+    """The format that the table of a tied head gets if the format ``name`` is requested.
+
+    On a GPU this is always full precision.
+    """
     if target.sm is not None:
         return HIGH
     return next((each for each in (name, *FORMATS[name].next) if FORMATS[each].suits_table), HIGH)
@@ -156,8 +164,9 @@ def _held_table(name: str, target: Target) -> str:
 def precisions_of(
     shape: Shape, target: Target, names: Sequence[str] | None = None
 ) -> tuple[list[Precision], dict[str, str]]:
-    """The precisions of ``names`` (``None``: all, including a quantised bundle's own) that the target
-    supports, and the reasons against the others.
+    """The precisions among ``names`` that the target supports, and the reasons against the others.
+
+    With ``None``, all precisions are considered, including that of a quantised bundle.
     """
     found: dict[tuple[Any, ...], Precision] = {}
     left_out: dict[str, str] = {}

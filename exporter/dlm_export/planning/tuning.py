@@ -1,4 +1,6 @@
-"""``--tune``: measures layers in each format here, so ``--precision auto`` can use times."""
+"""``--tune``: measures layers in each format on this machine. ``--precision auto`` then uses the
+times.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     import onnxruntime
 
 ROUNDS = 7
-# Bytes of weights that take turns, so that each is read from memory, as in a pass.
+# Total size of the weights that are multiplied in turns. They exceed the processor's cache, so that
+# each is read from memory, as in a pass.
 _LEAST_BYTES = 64 << 20
 _MOST_BYTES = 512 << 20
 Shape = tuple[int, int]
@@ -37,8 +40,8 @@ Shape = tuple[int, int]
 class Tuning:
     """The times of layers on ``processor`` in a pass of ``rows`` rows.
 
-    ``seconds``: shape ``(inputs, outputs)`` -> format -> time of one product. ``shapes``: products
-    of each shape per pass.
+    ``seconds`` has the time of one product, by the shape ``(inputs, outputs)`` and the format.
+    ``shapes`` has the number of products of each shape in a pass.
     """
 
     rows: int
@@ -47,12 +50,15 @@ class Tuning:
     seconds: Mapping[Shape, Mapping[str, float]]
 
     def cost(self, layer: LinearSpec, format: str) -> float:
-        """Seconds of one layer per pass; for a stack of experts, of those that the pass reaches."""
+        """Seconds per pass for one layer. For a stack of experts, seconds for the experts that the
+        pass reaches.
+        """
         return _reached(layer, self.rows) * self.seconds[layer.inputs, layer.outputs][format]
 
     def totals(self) -> dict[str, float]:
-        """Format -> seconds of all layers per pass; layers that do not fit the format count in full
-        precision.
+        """Seconds per pass for all layers, by format.
+
+        Layers that do not suit a format are counted in full precision.
         """
         names = dict.fromkeys(name for each in self.seconds.values() for name in each)
         return {
@@ -64,7 +70,7 @@ class Tuning:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Milliseconds by shape and format, and totals, for the manifest."""
+        """Milliseconds by shape and format, and the totals, for the manifest."""
         milliseconds = {
             f"{inputs}x{outputs}": {name: seconds * 1e3 for name, seconds in found.items()}
             for (inputs, outputs), found in self.seconds.items()
@@ -79,12 +85,16 @@ class Tuning:
 
 
 def _reached(layer: LinearSpec, rows: int) -> float:
-    """Matrices of a layer that ``rows`` rows reach on average, if they spread evenly."""
+    """How many matrices of a layer ``rows`` rows reach on average, if all experts are equally
+    likely.
+    """
     return layer.count * (1 - (1 - layer.share) ** rows)
 
 
 def shapes_of(layers: Iterable[LinearSpec], rows: int) -> dict[Shape, int]:
-    """The layers' shapes, and the number of products of each in a pass of ``rows`` rows."""
+    """The shapes of the layers, and the number of products of each shape in a pass of ``rows``
+    rows.
+    """
     found: Counter[Shape] = Counter()
     for layer in layers:
         found[layer.inputs, layer.outputs] += round(_reached(layer, rows))
@@ -99,12 +109,13 @@ def measure(
     *,
     table: ir.DataType = ir.DataType.FLOAT,
 ) -> Tuning:
-    """Time a product of ``rows`` rows for each shape of ``layers`` in every format and in full
-    precision, in turns.
+    """Time a product of ``rows`` rows for each shape of ``layers``, in every format and in full
+    precision.
 
-    Uses all cores, ONNX Runtime's settings of the runtime, and the kernels of ``$DLM_KERNELS``.
-    ``table``: type of a tied head's unquantised table. ``on_done`` is called for every shape.
-    Raises RequestError for a format without kernels.
+    The formats take turns. The measurement uses all cores, the runtime's settings of ONNX Runtime,
+    and the kernels of ``$DLM_KERNELS``. ``table`` is the type of a tied head's table when it is not
+    quantised. ``on_done`` is called after each shape. Raises RequestError for a format without
+    kernels.
     """
     formats, layers = list(formats), list(layers)
     for name in formats:
@@ -125,7 +136,10 @@ def measure(
 def _time(
     shape: Shape, formats: list[str], rows: int, count: int, table: ir.DataType | None
 ) -> dict[str, float]:
-    """Format -> median seconds of one product. ``table``: type of a tied head's table, else ``None``."""
+    """Median seconds of one product, by format.
+
+    ``table`` is the type of a tied head's table, or ``None`` for other layers.
+    """
     x = np.random.default_rng(0).standard_normal((rows, shape[0]), np.float32)
     runs = {}
     for name in formats:
@@ -146,7 +160,7 @@ def _time(
 def _session(
     shape: Shape, format: str, copies: int, table: ir.DataType | None = None
 ) -> onnxruntime.InferenceSession:
-    """A graph with ``copies`` products of one input, each with its own weight."""
+    """A graph with ``copies`` products of the same input, each with a weight of its own."""
     chosen, (inputs, outputs) = FORMATS[format], shape
     rng = np.random.default_rng(1)
     x = ir.Value(name="x", shape=ir.Shape(["rows", inputs]), type=ir.TensorType(ir.DataType.FLOAT))
@@ -184,7 +198,7 @@ def _session(
 def _weight(
     rng: np.random.Generator, format: str, shape: Shape, table: ir.DataType | None
 ) -> list[tuple[str, np.ndarray]]:
-    """A random weight as stored in a graph: a matrix, a table of rows, or panels and scales."""
+    """A random weight as a graph stores it: a matrix, a table of rows, or panels and scales."""
     (inputs, outputs), group_size = shape, FORMATS[format].group_size
     if format == HIGH and table is not None:
         rows = rng.standard_normal((outputs, inputs), np.float32)

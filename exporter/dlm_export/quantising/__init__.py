@@ -1,7 +1,8 @@
-"""Finds the numbers of a quantised graph: ranges, folded scales and solved weights.
+"""Finds the numbers that a quantised graph needs: ranges, folded scales, and solved weights.
 
-``samples`` loads text and creates calibration states from it. ``calibrate`` runs the states and
-computes the ``numbers``, with ``folding``, ``gptq`` and, for mixtures, ``experts``. ``modelopt``
-can find ranges and scales with NVIDIA's library instead. ``graph.quantise`` applies the numbers;
-``judging`` measures what they cost.
+A solved weight is one that a solver such as GPTQ has rounded. ``samples`` loads text and makes
+calibration states from it. ``calibrate`` runs the states and computes the ``numbers``. It uses
+``folding``, ``gptq`` and, for mixtures, ``experts``. Instead, ``modelopt`` can find ranges and
+scales with NVIDIA's library. The numbers are applied by ``graph.quantise``, and ``judging``
+measures what they cost.
 """

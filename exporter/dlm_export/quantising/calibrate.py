@@ -1,12 +1,11 @@
-"""Computes the activation ranges, folded scales and quantised weights of a graph, from a recipe and
-calibration states.
+"""Computes the activation ranges, folded scales and quantised weights of a graph.
 
-The denoiser runs layer by layer on all states (``network.layered``). An observer records the input
-of each quantised matrix. In each layer, smoothing and AWQ first fold scales into norms and
-neighbouring matrices. The folded layer computes the same function as before. Observers then record
-the folded layer's inputs, and the layer's matrices are solved before the next layer is read. The
-network's ``LinearSpec`` says which matrices share an input, and where scales of that input can be
-folded.
+The inputs are a recipe and calibration states. The denoiser runs layer by layer on all states
+(``network.layered``), and an observer records the input of each quantised matrix. In each layer,
+smoothing and AWQ first find scales and fold them into norms and neighbouring matrices. The folded
+layer computes the same function as before. Then the observers record the inputs of the folded
+layer. Last, the matrices of the layer are solved, before the next layer is read. The network's
+``LinearSpec`` says which matrices share an input, and where scales of that input can be folded.
 """
 
 from __future__ import annotations
@@ -43,13 +42,14 @@ from dlm_export.quantising.solved import Solved
 from dlm_export.workplace import Workplace
 
 LARGE = 500_000_000
-"""Denoisers with more parameters are calibrated in bf16 on devices where bf16 is fast, because bf16
-is exact enough for ranges. Judging uses fp32.
+"""Denoisers with more parameters are calibrated in bf16, on devices where bf16 is fast.
+
+bf16 is exact enough for ranges. Judging uses fp32.
 """
 
 
 def computing_dtype(network: NetworkSpec, device: torch.device) -> torch.dtype:
-    """The type that calibration computes in."""
+    """The type in which calibration computes."""
     return (
         torch.bfloat16
         if network.parameter_count() > LARGE and has_bf16_kernels(device)
@@ -74,17 +74,18 @@ def calibrate(
     """Find the ranges, scales and weights of a recipe.
 
     Args:
-        parameters: The source's parameters.
-        network: The source's description.
+        parameters: The parameters of the source.
+        network: The description of the source.
         recipe: How to quantise.
-        formats: Layer -> format.
+        formats: The format of each layer.
         states: Calibration states; may be empty unless ``recipe.needs_states``.
         on_done: Called ``units(...)`` times.
-        calibrator: ``own``, or ``modelopt`` to take ranges and folded scales from NVIDIA's package,
-            which loads the whole denoiser. Experts always use our own.
+        calibrator: ``own``, or ``modelopt`` to get ranges and folded scales from NVIDIA's package,
+            which loads the whole denoiser. Experts are always calibrated by our own code.
         scale_dtype: Type of scales in the graph.
         workplace: Memory and device to use.
-        fewest_tokens: Calibration tokens that an expert needs for its weights to be solved.
+        fewest_tokens: The number of calibration tokens that an expert must get before its weights
+            are solved.
         is_dense: See ``Quantisation``.
 
     Raises:
@@ -142,7 +143,7 @@ def units(
     states: int,
     calibrator: str = "own",
 ) -> int:
-    """Number of times that ``calibrate`` calls ``on_done``."""
+    """The number of times that ``calibrate`` calls ``on_done``."""
     if not recipe.needs_states(formats):
         return 0
     theirs = 0
@@ -165,7 +166,7 @@ def _sweep(
     *,
     is_folding: bool,
 ) -> None:
-    """Fold, observe and solve, layer by layer; the head comes after the last layer."""
+    """Fold, observe and solve each layer in order, and the head last."""
     c, recipe = done.parameters.network, done.recipe
     layered = families.layered(
         done.parameters, c, computing_dtype(c, workplace.device), workplace.device
@@ -173,7 +174,8 @@ def _sweep(
     canvases = [state.canvas for state in states]
     has_experts = any(readers[0].is_stacked for readers in sites.values())
     memory = workplace.activation_bytes
-    if memory is not None and has_experts:  # a mixture's inputs are stored beside the states
+    # The inputs of a mixture are stored in addition to the hidden states.
+    if memory is not None and has_experts:
         memory //= 2
     carried = Carried(layered, canvases, memory_bytes=memory, folder=workplace.folder)
     seen = _Seen(states, c.mask_token_id, layered.device)
@@ -197,8 +199,9 @@ def _sweep(
         *,
         keep: bool,
     ) -> Entered | None:
-        """Run layer ``i``, or the head after the last layer, with hooks. Returns the inputs of its
-        quantised experts.
+        """Run layer ``i`` with hooks that observe it. After the last layer, run the head.
+
+        Returns the inputs of the layer's quantised experts, if it has any.
         """
         entered = None
         if i < len(c.layers):
@@ -212,7 +215,8 @@ def _sweep(
                     )
                     entered.watch(observers[of])
                     continue
-                turn = keep and of in done.rotated  # scales are found before the rotation
+                # When scales are searched, inputs are not rotated yet.
+                turn = keep and of in done.rotated
                 look = functools.partial(seen.look, observers[of], grams.get(of), turn)
                 modules[of].register_forward_pre_hook(
                     lambda _, inputs, look=look: look(inputs[0], carried.now.numbers)
@@ -274,13 +278,13 @@ def _sweep(
 
 
 def _unsolved(done: Quantisation, readers: Iterable[LinearSpec]) -> bool:
-    """True if a site's Gram matrix is needed; experts have their own."""
+    """True if the Gram matrix of a site is needed. Experts have Gram matrices of their own."""
     return any(layer.path not in done.solved for layer in readers if not layer.is_stacked)
 
 
 @torch.no_grad()
 def _solve_experts(done: Quantisation, entered: Entered, path: str) -> None:
-    """Solve each expert's weights with the tokens routed to it, if there are enough."""
+    """Solve the weights of each expert with the tokens routed to it, unless there are too few."""
     gate, up, down = (f"{path}.{role}" for role in STACKS)
     few, device = done.reached[path].few, entered.device
     for expert in range(entered.module.count):
@@ -295,16 +299,16 @@ def _solve_experts(done: Quantisation, entered: Entered, path: str) -> None:
 
 
 def _is_byte_head(done: Quantisation, layer: LinearSpec) -> bool:
-    """True if a layer is an INT8 head.
+    """True if a layer is a head in INT8. Such a head is rounded to nearest instead of solved.
 
-    It is rounded to nearest: solvers would hold this largest matrix in fp32 several times, and gain
-    little with eight bits.
+    The head is the largest matrix, and solvers would need it in fp32 several times. With eight bits
+    they would gain little.
     """
     return layer.role == "head" and FORMATS[done.formats[layer.path]].weights == "int8"
 
 
 class _Seen:
-    """Gives layer inputs to observers, and tells them which positions are masked."""
+    """Gives the inputs of layers to observers, and tells the observers which positions are masked."""
 
     def __init__(self, states: Sequence[State], mask_token_id: int, device: torch.device) -> None:
         self.states = states
@@ -324,7 +328,7 @@ class _Seen:
         numbers: Sequence[int],
         rows: np.ndarray | slice = slice(None),
     ) -> None:
-        """Give the layer inputs ``x`` ``[B, L, K]`` to a site's observer.
+        """Give the inputs ``x`` ``[B, L, K]`` of a layer to the observer of its site.
 
         ``numbers`` has the index of each canvas among the states. ``rows`` selects the positions of
         a canvas that ``x`` covers. If ``turn`` is true, ``x`` is rotated first.
@@ -360,8 +364,9 @@ def take_stored(
     formats: Mapping[str, str],
     scale_dtype: ScaleType = FP32,
 ) -> Quantisation:
-    """Use a pre-quantised checkpoint's own codes, scales and ranges. Raises CalibrationError if a
-    range is missing.
+    """Use the codes, scales and ranges of a pre-quantised checkpoint.
+
+    Raises CalibrationError if a range is missing.
     """
     assert isinstance(parameters, families.Weights)
     done = Quantisation(recipe, dict(formats), Folded(parameters, network), scale_dtype=scale_dtype)
@@ -381,7 +386,8 @@ def take_stored(
 
 
 def _range(observer: Observer, chosen: LayerFormat, recipe: Recipe) -> float:
-    # NVFP4 groups have dynamic ranges; the tensor scale only has to cover the largest of them.
+    # The groups of NVFP4 have dynamic ranges. The scale of the tensor only has to cover the largest
+    # of them.
     if chosen.activations == "nvfp4":
         return observer.amax("max", levels="fp8")
     return observer.amax(
@@ -395,7 +401,7 @@ def _load(done: Quantisation) -> Denoiser:
 
 
 def batch(state: State) -> tuple[Tensor, Tensor]:
-    """A state's ids and positions, ``[1, L]``."""
+    """The token ids and positions of a state, both ``[1, L]``."""
     ids = torch.from_numpy(state.canvas).unsqueeze(0)
     return ids, torch.arange(ids.shape[1]).unsqueeze(0)
 
@@ -404,15 +410,16 @@ def batch(state: State) -> tuple[Tensor, Tensor]:
 def simulate(
     modules: Mapping[str, nn.Module], done: Quantisation, layers: Iterable[str] | None = None
 ) -> Callable[[], None]:
-    """Make a folded torch denoiser compute with quantised values, in place.
+    """Make a folded torch denoiser compute with quantised weights and inputs, in place.
 
-    Weights and inputs are quantised and dequantised; products are in fp32. The results equal the
-    graph's, except for the order of sums.
+    Weights and inputs are quantised and dequantised, and products are in fp32. The results equal
+    those of the graph, except for the order in which sums are added.
 
     Args:
-        modules: Modules of the denoiser, by their paths in it.
+        modules: The modules of the denoiser, by their path in it.
         done: The result of ``calibrate`` or ``take_stored``.
-        layers: Layers to change; ``None`` changes all, and the embedding table if it is quantised.
+        layers: Layers to change. ``None`` changes all layers, and the embedding table if it is
+            quantised.
 
     Returns:
         A function that undoes the change.
@@ -450,7 +457,9 @@ def _dequantised_expert(done: Quantisation, layer: str, expert: int) -> Tensor:
 
 
 def as_seen(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray:
-    """A quantised layer's input as multiplied: rotated if needed, quantised, dequantised."""
+    """The input of a quantised layer as it is multiplied: rotated if needed, quantised, and
+    dequantised.
+    """
     chosen = FORMATS[done.formats[layer]]
     if layer in done.rotated:
         x = solvers.rotate(x)

@@ -1,9 +1,11 @@
-"""Calibration of experts: counts the tokens that reach each expert, and collects its inputs.
+"""Calibrates experts: counts the tokens that reach each expert, and collects the inputs of each
+expert.
 
-Experts are processed one after the other to limit memory. A mixture's inputs are stored once for
-all tokens, in memory or in a memory-mapped file. An expert's own inputs are gathered from them, and
-only one expert's Gram matrix exists at a time. Experts that too few tokens reach are rounded to
-nearest. Activation ranges belong to a stack, so experts that no token reaches have one too.
+To limit memory, experts are processed one after the other. The inputs of a mixture are stored once
+for all tokens, in memory or in a memory-mapped file. The inputs of one expert are gathered from
+them, and only one expert's Gram matrix exists at a time. The weights of experts that too few tokens
+reach are rounded to nearest. Activation ranges belong to a whole stack, so even an expert that no
+token reaches has a range.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from dlm_export.network.layered import BATCH_TOKENS, Batch, Carried, room_for
 from dlm_export.quantising import gptq
 from dlm_export.quantising.gptq import Gram
 
-_NAMED = 6  # most experts that a sentence names
+_NAMED = 6  # largest number of experts that a message names
 
 
 def member(layer: str, expert: int) -> str:
@@ -34,10 +36,11 @@ def member(layer: str, expert: int) -> str:
 
 
 class Entered:
-    """The inputs of a layer's mixture in one sweep.
+    """The inputs of a layer's mixture of experts, from one run over all states.
 
-    ``x`` ``[tokens, hidden]`` in sweep order, the chosen experts ``[tokens, k]``, their weights,
-    and each token's weight in a Gram matrix.
+    ``x`` has the inputs, ``[tokens, hidden]``, in the order of the batches. ``chosen`` and
+    ``weights`` have each token's experts and their routing weights, ``[tokens, k]``. ``counts_for``
+    has each token's weight in a Gram matrix.
     """
 
     def __init__(
@@ -49,7 +52,9 @@ class Entered:
         memory_bytes: int | None,
         folder: Path | None,
     ) -> None:
-        """``x`` beyond ``memory_bytes`` goes to a file in ``folder``. Raises MemoryLimitError."""
+        """If ``x`` needs more than ``memory_bytes``, it is in a file in ``folder``. Raises
+        MemoryLimitError.
+        """
         self.module, self._carried, self._states = module, carried, states
         self.device = carried.layered.device
         shape = (carried.states.shape[0], module.down.outputs)
@@ -60,23 +65,27 @@ class Entered:
         self.counts_for = torch.where(torch.cat(is_masked), 1.0, gptq.COMMITTED_WEIGHT)
 
     def watch(self, hidden: Observer) -> None:
-        """Register hooks that store the mixture's inputs, and observe inputs of ``down``."""
+        """Register hooks that store the inputs of the mixture, and that observe the inputs of
+        ``down``.
+        """
         self.module.register_forward_pre_hook(self._keep)
         self.module.down.register_forward_pre_hook(self._collect)
         self.module.register_forward_hook(lambda *_: self._show(hidden))
 
     def rows(self, expert: int) -> tuple[Tensor, Tensor]:
-        """An expert's tokens ``[n]``, in order, and their routing weights ``[n, 1]``."""
+        """The tokens of an expert in order, ``[n]``, and their routing weights, ``[n, 1]``."""
         rows, places = (self.chosen == expert).nonzero(as_tuple=True)
         return rows, self.weights[rows, places, None]
 
     @property
     def tokens(self) -> np.ndarray:
-        """Number of tokens that reached each expert, int64 ``[E]``."""
+        """The number of tokens that reached each expert, int64 ``[E]``."""
         return self.chosen.flatten().bincount(minlength=self.module.count).numpy()
 
     def inputs(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield ``x`` of some tokens in batches on the layer's device, with their Gram weights."""
+        """Yield the inputs of the tokens ``rows`` in batches, on the layer's device, with their
+        weights in the Gram matrix.
+        """
         for some in torch.split(rows, BATCH_TOKENS):
             yield self.x[some].to(self.device), self.counts_for[some].to(self.device)
 
@@ -106,8 +115,9 @@ class Entered:
 def hidden_of(
     entered: Entered, expert: int, rows: Tensor, share: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield an expert's features before the down projection, ``[n, size]``, in batches, with their
-    Gram weights.
+    """Yield an expert's features before the down projection in batches ``[n, size]``.
+
+    Each batch comes with the weights of its tokens in the Gram matrix.
     """
     for (x, counts), mine in zip(
         entered.inputs(rows), torch.split(share, BATCH_TOKENS), strict=True
@@ -128,7 +138,7 @@ def kept_rows(pieces: Iterator[tuple[Tensor, Tensor]], most: int) -> np.ndarray:
 def factor_of(
     pieces: Iterator[tuple[Tensor, Tensor]], channels: int, device: torch.device
 ) -> Tensor:
-    """GPTQ's factor for an expert's inputs (``gptq.inverse_factor``)."""
+    """The factor that GPTQ needs for an expert's inputs (``gptq.inverse_factor``)."""
     gram = Gram(channels, device)
     for x, counts in pieces:
         gram.add(x.float(), counts)
@@ -143,8 +153,9 @@ def factor_of(
 
 @dataclass(frozen=True)
 class Reached:
-    """Number of calibration tokens per expert of a mixture; below ``fewest``, weights are rounded
-    to nearest.
+    """The number of calibration tokens that each expert of a mixture got.
+
+    The weights of experts that got less than ``fewest`` tokens are rounded to nearest.
     """
 
     layer: str
@@ -157,7 +168,7 @@ class Reached:
 
     @property
     def few(self) -> list[int]:
-        """Experts that fewer than ``fewest`` tokens reached, including unreached ones."""
+        """Experts that got less than ``fewest`` tokens, including those that got none."""
         return [expert for expert, count in enumerate(self.tokens) if count < self.fewest]
 
     def as_dict(self) -> dict[str, Any]:
@@ -167,7 +178,7 @@ class Reached:
 
 
 def doubts(reached: Mapping[str, Reached]) -> list[str]:
-    """Warnings about experts that no or few calibration tokens reached."""
+    """Warnings about experts that got no calibration tokens, or only a few."""
     total = sum(len(each.tokens) for each in reached.values())
     never = [member(each.layer, expert) for each in reached.values() for expert in each.never]
     few = [

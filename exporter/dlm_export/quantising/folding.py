@@ -1,4 +1,6 @@
-"""Finds SmoothQuant's and AWQ's scales, and folds them into the preceding operators."""
+"""Finds the scales of SmoothQuant and AWQ, and folds them into the operators before the scaled
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from dlm_export.quantising.experts import Entered, hidden_of, kept_rows
 from dlm_export.quantising.numbers import Quantisation
 
 AWQ_ROWS = 256
-AWQ_EXPERTS = 8  # experts of a mixture on which shared scales are tried
+AWQ_EXPERTS = 8  # number of experts of a mixture on which shared scales are tried
 
 
 def fold(
@@ -25,7 +27,9 @@ def fold(
     entered: Entered | None,
     fewest_tokens: int,
 ) -> None:
-    """Find scales at every site that can fold them, and fold them into ``done.parameters``."""
+    """Find scales for every site where scales can be folded, and fold them into
+    ``done.parameters``.
+    """
     found = {}
     for of, observer in observers.items():
         readers = sites[of]
@@ -50,7 +54,9 @@ def _rounded_by(done: Quantisation, layer: LinearSpec) -> Callable[[np.ndarray],
 
 
 def _row_amax(done: Quantisation, layer: LinearSpec) -> np.ndarray:
-    """The largest weight of each input, fp32 ``[K]``, over all experts of a stack."""
+    """The largest weight magnitude of each input, fp32 ``[K]``. For a stack, this is over all
+    experts.
+    """
     found: np.ndarray
     if layer.is_stacked:
         found = np.max([_row_amax_of(done, layer, expert) for expert in range(layer.count)], 0)
@@ -72,7 +78,10 @@ def _expert_matrix(done: Quantisation, layer: LinearSpec, expert: int) -> np.nda
 def _met(
     done: Quantisation, observer: Observer, readers: Sequence[LinearSpec], entered: Entered | None
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Inputs and matrices of a site to try scales on; for experts, those that most tokens reach."""
+    """The inputs and matrices of a site on which scales are tried.
+
+    For experts, these are the experts that get the most tokens.
+    """
     plain = [done.parameters.read(layer.weight, FP32) for layer in readers if not layer.is_stacked]
     inputs, stacks = [observer.rows] * len(plain), [layer for layer in readers if layer.is_stacked]
     if not stacks:
@@ -90,10 +99,11 @@ def _met(
 def _scales_by_expert(
     done: Quantisation, observer: Observer, down: LinearSpec, entered: Entered, fewest_tokens: int
 ) -> np.ndarray:
-    """The divisors of each expert's features before the down projection, fp32 ``[E, K]``.
+    """The scales by which each expert's features are divided before the down projection, fp32 ``[E,
+    K]``.
 
-    They are found from the tokens that reached the expert. With too few tokens, SmoothQuant uses
-    the ranges of the stack, and AWQ uses 1.
+    They are found from the tokens that reached the expert. If there are too few tokens, SmoothQuant
+    uses the ranges of the stack, and AWQ uses scale 1.
     """
     scales = np.ones((down.count, down.inputs), np.float32)
     alpha, tokens = done.recipe.smoothing, entered.tokens

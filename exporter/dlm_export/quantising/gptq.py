@@ -1,7 +1,8 @@
-"""GPTQ (arXiv:2210.17323): rounds weights row by row; later rows compensate for a row's error.
+"""GPTQ (arXiv:2210.17323): rounds weights row by row, and changes later rows to compensate for
+errors.
 
-Work that grows with the cube of a layer's inputs runs in torch, on a GPU if available. Codes are
-computed in numpy by the functions that define the formats.
+The work that grows with the cube of a layer's inputs runs in torch, on a GPU if there is one. The
+codes are computed in numpy, by the functions that define the formats.
 """
 
 from __future__ import annotations
@@ -27,31 +28,38 @@ from dlm_calibration.formats import (
 )
 
 COMMITTED_WEIGHT = 0.5
-"""Weight of a committed position in a Gram matrix. A masked one counts 1, because only predictions
-of masked positions are used.
+"""Weight of a committed position in a Gram matrix.
+
+A masked position has weight 1. It counts more because only predictions at masked positions are
+used.
 """
-_BATCH = 128  # rows whose errors are applied to later rows in one product
-_STEP = 16  # rows of a group or batch whose errors are applied one at a time
-_STRIP = 1024  # columns of a Gram matrix that are summed at a time
-_SMALLEST_SQUARE = 1e-20  # lower bound of a vector's mean square, so zero vectors add nothing
+_BATCH = 128  # number of rows whose errors are applied to later rows in one product
+_STEP = 16  # number of rows of a group or batch whose errors are applied one at a time
+_STRIP = 1024  # number of columns of a Gram matrix that are summed at a time
+# Lower bound of a vector's mean square, so that a vector of zeros adds nothing.
+_SMALLEST_SQUARE = 1e-20
 EXACT = 4096
-"""The factor is computed in float64 up to this many inputs; above, in fp32, as in the paper."""
+"""Largest number of inputs for which the factor is computed in float64.
+
+For more inputs, it is computed in fp32, as in the paper.
+"""
 
 
 class Gram:
-    """The weighted sum of ``x^T x`` over a layer's input vectors: fp32 ``[K, K]``, upper triangle
-    only.
+    """The weighted sum of ``x^T x`` over a layer's input vectors, fp32 ``[K, K]``.
 
-    Vectors are normalised. In trained denoisers a few tokens have vectors a thousand times as long
-    as others, and would otherwise dominate the rounding (figures in BENCHMARKS.md).
+    Only the upper triangle is computed. The vectors are normalised first. In trained denoisers, a
+    few tokens have vectors a thousand times as long as the others, and would otherwise dominate the
+    rounding (figures in BENCHMARKS.md).
     """
 
     def __init__(self, channels: int, device: torch.device) -> None:
         self.matrix = torch.zeros(channels, channels, device=device)
 
     def add(self, x: Tensor, weight: Tensor) -> None:
-        """Add ``x`` fp32 ``[P, K]``; each vector is scaled to a mean square of 1 and weighted by
-        ``weight`` ``[P]``.
+        """Add input vectors ``x``, fp32 ``[P, K]``, with weights ``weight`` ``[P]``.
+
+        Each vector is scaled to a mean square of 1 before its weight is applied.
         """
         weighted = x * (weight / x.square().mean(1).clamp_min(_SMALLEST_SQUARE))[:, None]
         for start in range(0, x.shape[1], _STRIP):
@@ -60,15 +68,15 @@ class Gram:
 
 
 def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
-    """fp32 upper triangular ``U`` ``[K, K]``, where ``U^T U`` is the inverse of a damped Gram
-    matrix.
+    """The upper triangular matrix ``U``, fp32 ``[K, K]``, where ``U^T U`` is the inverse of the
+    damped Gram matrix.
 
-    Input channels that were always zero correct nothing. Uses memory for two such matrices, in
-    float64 up to ``EXACT`` inputs.
+    An input channel that was always zero does not change other rows. The function needs memory for
+    two matrices of this size, in float64 up to ``EXACT`` inputs.
 
     Args:
         gram: fp32 ``[K, K]``; only the upper triangle is read.
-        damping: Share of the mean diagonal to add to the diagonal; default 0.01.
+        damping: This share of the mean of the diagonal is added to the diagonal; default 0.01.
 
     Raises:
         QuantisationError: Values are not finite, or the matrix is not positive semi-definite.
@@ -77,18 +85,19 @@ def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
         raise QuantisationError(f"a GPTQ damping of {damping} is not positive: 0.01 is usual.")
     size = len(gram)
     diagonal = gram.diagonal().double()
-    # NaN and infinity in any element reach the sum.
+    # A NaN or an infinity in any element makes the sum NaN or infinite.
     if not gram.sum(dtype=torch.float64).isfinite() or bool((diagonal < 0).any()):
         raise QuantisationError(
             "the Gram matrix has values that are not finite, or a negative diagonal: calibrate again."
         )
     is_dead = diagonal == 0
-    # A dead channel's row and column are zero too, otherwise this is not a Gram matrix.
+    # The row and column of a dead channel are zero too, otherwise this would not be a Gram matrix.
     added = damping * diagonal[~is_dead].mean() if not bool(is_dead.all()) else torch.zeros(())
-    # If R R^T is the damped matrix and R is upper triangular, then U is the inverse of R. R is the
-    # Cholesky factor of the matrix with rows and columns reversed, reversed again. This needs one
-    # factorisation; inverting first would need two and lose digits. The summed triangle is the
-    # lower one of the reversed matrix.
+    # Let R be the upper triangular matrix for which R R^T is the damped matrix. Then U is the
+    # inverse of R. R is found by reversing the order of rows and columns, computing the Cholesky
+    # factor, and reversing again. This needs one factorisation; inverting the matrix first would
+    # need two, and would lose digits. The triangle that was summed is the lower one of the reversed
+    # matrix.
     lower = gram.to(torch.float64 if size <= EXACT else torch.float32).flip(0, 1)
     lower.diagonal().copy_((torch.where(is_dead, 1.0, diagonal) + added).flip(0))
     info = torch.empty((), dtype=torch.int32, device=gram.device)
@@ -103,7 +112,11 @@ def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
 
 
 def _invert_lower(lower: Tensor) -> None:
-    """Invert a lower triangular matrix in place: recursively in halves, the corner by two products."""
+    """Invert a lower triangular matrix in place.
+
+    The two diagonal blocks are inverted recursively. The off-diagonal block is computed with two
+    products.
+    """
     size = len(lower)
     if size <= 256:
         identity = torch.eye(size, dtype=lower.dtype, device=lower.device)
@@ -126,18 +139,19 @@ def gptq(
     scale_dtype: ScaleType = FP32,
     is_signed: bool = False,
 ) -> QuantisedWeight:
-    """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes least for the inputs that ``factor`` came
-    from.
+    """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes least, for the inputs ``x`` of the Gram
+    matrix.
 
-    int4 and nvfp4 (groups of 16) compute a group's scale when the group begins, from the corrected
-    weights. int8 and fp8 have one scale per column. Takes K^2 N multiply-adds.
+    In int4 and in nvfp4 (groups of 16), the scale of a group is computed when the group begins,
+    from weights that are already corrected. In int8 and fp8 there is one scale per column. The
+    function needs K^2 N multiply-adds.
 
     Args:
         w: The weight.
         factor: ``inverse_factor`` of the layer's Gram matrix; layers with the same input share it.
         format: Number format; default int4.
-        group_size: Rows per group of int4; default 128.
-        amax: Range to use instead of the column's, or of the tensor's for nvfp4.
+        group_size: Rows in a group of int4; default 128.
+        amax: Range to use instead of that of the column. For nvfp4, instead of that of the tensor.
         scale_dtype: Type of scales in the graph.
         is_signed: Allow negative scales in int4.
 
@@ -153,18 +167,22 @@ def gptq(
             f"a Gram matrix of shape {list(factor.shape)} does not belong to a weight of {rows} input channels."
         )
     is_grouped, size = group_size is not None, group_size or rows
-    # One row of scales per group; group scales are set when the group begins.
+    # There is one row of scales per group. For formats with groups, it is computed when the group
+    # begins.
     scales, global_scale = scales_of(ranges, format, scale_dtype), None
     if format == "nvfp4":
         global_scale = np.float32(scales_of(ranges.max(), format, scale_dtype))
         scales = nvfp4_group_scales(ranges, global_scale)
     codes = np.empty((rows, columns), CODE_TYPES[format])
-    left = torch.tensor(np.asarray(w, np.float32), device=factor.device)  # corrected in place
-    # A group's scale depends on all earlier corrections, so a batch ends where a group ends.
+    # The weights, which are corrected in place.
+    left = torch.tensor(np.asarray(w, np.float32), device=factor.device)
+    # The scale of a group depends on all earlier corrections, so a batch of rows must end where a
+    # group ends.
     batch = size * max(1, _BATCH // size) if is_grouped else _BATCH
     for start in range(0, rows, batch):
         stop = min(start + batch, rows)
-        # On a CPU this shares memory with ``left``, whose rows are not read again.
+        # On a CPU this array shares memory with ``left``, whose rows of this batch are not read
+        # again.
         now = left[start:stop].cpu().numpy()
         local = factor[start:stop, start:stop].cpu().numpy()
         errors = np.empty_like(now)
@@ -176,7 +194,7 @@ def gptq(
                 if is_grouped and (start + i) % size == 0:
                     largest = group_amax(now[i : i + size], size)[0]
                     if global_scale is None:
-                        # The weight of each row's error.
+                        # The weight of the error of each row.
                         counts = local.diagonal()[i : i + size, None] ** -2.0
                         scales[group] = int4_scales(
                             now[None, i : i + size],

@@ -1,13 +1,13 @@
 """Finds ranges and scales with NVIDIA's modelopt, as an alternative to our own calibration.
 
 modelopt (https://github.com/NVIDIA/Model-Optimizer, Apache-2.0) quantises ``nn.Linear`` modules in
-place. Here it works on a copy of the denoiser with such modules. Only its results are used: the
-range of each layer's input, and the scales of SmoothQuant (arXiv:2211.10438) and AWQ
-(arXiv:2306.00978). Our code does the rounding and writing.
+place. It therefore works on a copy of the denoiser that has such modules. Only two results are
+used: the range of each layer's input, and the scales of SmoothQuant (arXiv:2211.10438) and AWQ
+(arXiv:2306.00978). Our own code rounds and writes the weights.
 
-modelopt is optional. Its ``[onnx]`` extra requires other versions of onnx and onnxruntime than
-ours, so only the plain package is used, and only ``modelopt.torch`` is imported. Everything except
-AWQ on NVFP4 weights runs without CUDA.
+modelopt is optional. Its extra ``[onnx]`` requires other versions of onnx and onnxruntime than
+ours. For this reason, only the plain package is used, and only ``modelopt.torch`` is imported.
+Everything except AWQ on NVFP4 weights runs without CUDA.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from dlm_export.network.linear import Linear
 from dlm_runtime.errors import DlmError
 
 PACKAGE = "nvidia-modelopt"
-OLDEST = (0, 47)  # the oldest version tested; quantiser settings became a list shortly before
+OLDEST = (0, 47)  # the oldest version tested; shortly before it, quantiser settings became a list
 INSTALL = "pip install 'dlm-export[modelopt]'"
 
-# modelopt's names for number formats; those of activations have one static scale per tensor.
+# modelopt's settings for number formats. Activations have one static scale per tensor.
 _ACTIVATIONS: dict[str, dict[str, Any]] = {
     "int8": {"num_bits": 8, "axis": None},
     "fp8": {"num_bits": (4, 3), "axis": None},
@@ -51,20 +51,21 @@ _WEIGHTS: dict[str, dict[str, Any]] = {
     "nvfp4": _ACTIVATIONS["nvfp4"],
 }
 AWQ_SWEEPS = 2
-"""Number of times that AWQ runs every state; ranges and SmoothQuant run them once."""
+"""Number of times that AWQ runs every state. Finding ranges, and SmoothQuant, run every state once.
+"""
 
 
 class ModeloptError(DlmError):
-    """modelopt is missing, too old, or cannot do the requested work on this machine."""
+    """Raised if modelopt is missing, is too old, or cannot do the requested work on this machine."""
 
 
 def version() -> str | None:
-    """The installed modelopt's version, or ``None``."""
+    """The version of modelopt that is installed, or ``None``."""
     return _version(PACKAGE)
 
 
 def require() -> Any:
-    """Import ``modelopt.torch.quantization``. Raises ModeloptError with versions."""
+    """Import ``modelopt.torch.quantization``. Raises ModeloptError that names the versions."""
     found = version()
     if found is None:
         raise ModeloptError(
@@ -80,7 +81,8 @@ def require() -> Any:
         raise ModeloptError(
             f"{PACKAGE} {found} needs {err.name}, which is not installed: {INSTALL}"
         ) from err
-    except Exception as err:  # importing a package built for other versions may raise anything
+    # Importing a package that was built for other versions may raise any exception.
+    except Exception as err:
         beside = ", ".join(
             f"{name} {_version(name) or 'missing'}" for name in ("torch", "onnx", "onnxruntime")
         )
@@ -98,7 +100,7 @@ def amaxes(
     rotated: Mapping[str, int] | None = None,
     on_state: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """The input ranges of all layers with static activation scales, from modelopt's max
+    """Find the input ranges of all layers with static activation scales, with modelopt's max
     calibration.
 
     The denoiser is not modified.
@@ -106,13 +108,14 @@ def amaxes(
     Args:
         denoiser: The denoiser to run.
         states: Calibration states.
-        formats: Layer -> key of ``recipes.FORMATS``.
-        rotated: Layer -> size of the Hadamard matrix that rotates its input before quantisation.
+        formats: The format of each layer, a key of ``recipes.FORMATS``.
+        rotated: For each layer whose input is rotated before quantisation, the size of the Hadamard
+            matrix.
         on_state: Called once per state.
 
     Raises:
-        ModeloptError: Modelopt cannot be used.
-        CalibrationError: A layer has no observation, or its range is not finite.
+        ModeloptError: modelopt cannot be used.
+        CalibrationError: A layer was not observed, or its range is not finite.
     """
     mtq = require()
     layers = [layer for layer, name in formats.items() if FORMATS[name].is_static]
@@ -134,7 +137,7 @@ def amaxes(
     modules: dict[str, Any] = dict(calibrated.named_modules())
     ranges = {layer: modules[_path(layer, turned)].input_quantizer.amax for layer in layers}
     _check_observed(ranges)
-    # Inputs that were always zero get a range too, as with our own observers.
+    # As with our own observers, inputs that were always zero get a range too.
     return {layer: max(float(amax), SMALLEST_AMAX) for layer, amax in ranges.items()}
 
 
@@ -147,17 +150,19 @@ def scales(
     alpha: float | None = None,
     on_state: Callable[[], None] = lambda: None,
 ) -> dict[str, np.ndarray]:
-    """The divisors of the inputs of ``groups``, fp32 ``[K]`` per group; rows of their weights are
-    multiplied by them.
+    """Find the scales for the inputs of each group of layers, fp32 ``[K]`` per group.
+
+    The inputs are divided by the scales, and the rows of the weights are multiplied by them.
 
     Args:
         denoiser: The denoiser to run.
         states: Calibration states.
-        formats: Layer -> key of ``recipes.FORMATS``.
-        groups: Name -> layers with the same input; their scales are averaged, as in modelopt's
-            export.
-        alpha: SmoothQuant's strength; ``None`` uses AWQ's search for the weights' formats.
-        on_state: Called once per state by SmoothQuant, ``AWQ_SWEEPS`` times by AWQ.
+        formats: The format of each layer, a key of ``recipes.FORMATS``.
+        groups: Groups of layers that have the same input, by name. The scales of the layers in a
+            group are averaged, as in modelopt's export.
+        alpha: Strength of SmoothQuant. ``None`` uses AWQ's search instead, for the formats of the
+            weights.
+        on_state: Called once per state by SmoothQuant, and ``AWQ_SWEEPS`` times by AWQ.
 
     Raises:
         ModeloptError, CalibrationError: See ``amaxes``.
@@ -169,8 +174,8 @@ def scales(
         chosen = FORMATS[formats[layer]]
         assert chosen.weights is not None
         if alpha is not None:
-            # These scales depend on ranges only, so the format does not matter; modelopt computes
-            # them for INT8 only.
+            # These scales depend only on ranges, so the format does not matter. modelopt computes
+            # them only for INT8.
             settings.append(
                 {"quantizer_name": f"{layer}.weight_quantizer", "cfg": _WEIGHTS["int8"]}
             )
@@ -228,7 +233,8 @@ def _calibrate(
             ]
             is_masked = ids[0] == mask_token_id
             if has_head and is_masked.any():
-                denoiser.project(features[0, is_masked])  # committed rows never reach the head
+                # Rows of committed positions never reach the head.
+                denoiser.project(features[0, is_masked])
             on_state()
 
     config = {
@@ -247,7 +253,10 @@ def _calibrate(
 def _with_torch_linears(
     denoiser: Denoiser, layers: Sequence[str], rotated: Mapping[str, int], *, own_weights: bool
 ) -> Denoiser:
-    """A copy of the denoiser with ``nn.Linear``; shares weights unless ``own_weights``."""
+    """A copy of the denoiser where the linear layers are ``nn.Linear``.
+
+    The copy shares the weights, unless ``own_weights`` is true.
+    """
     shared: dict[int, Any] = {}
     for tensor in (*denoiser.parameters(), *denoiser.buffers()):
         shared[id(tensor)] = tensor
@@ -256,7 +265,7 @@ def _with_torch_linears(
         parent, name = layer.rsplit(".", 1) if "." in layer else ("", layer)
         ours = copied.get_submodule(layer)
         assert isinstance(ours, Linear), layer
-        # modelopt scales weights in place: SmoothQuant and AWQ must not change the original
+        # modelopt scales weights in place. SmoothQuant and AWQ must not change the original
         # denoiser.
         weight = ours.weight.detach().T.clone() if own_weights else ours.weight.detach().T
         if layer in rotated:
@@ -271,7 +280,7 @@ def _with_torch_linears(
 
 
 def _torch_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """``nn.Linear`` that uses the given tensors without copying."""
+    """An ``nn.Linear`` that uses ``weight`` and ``bias`` without copying them."""
     outputs, inputs = weight.shape
     with torch.device("meta"):
         linear = nn.Linear(inputs, outputs, bias=bias is not None)
@@ -296,7 +305,9 @@ class _Rotation(nn.Module):
 
 
 def _path(layer: str, rotated: Mapping[str, int]) -> str:
-    """The path of a layer's ``nn.Linear`` in the copy: after its rotation, if it has one."""
+    """The path of a layer's ``nn.Linear`` in the copy. The path differs if a rotation comes before
+    the layer.
+    """
     return f"{layer}.1" if layer in rotated else layer
 
 
@@ -319,8 +330,9 @@ def _check_observed(found: Mapping[str, Tensor | None]) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Redirect modelopt's output from stdout, which is reserved for results, and silence warnings
-    that do not apply.
+    """Silence warnings that do not apply, and redirect what modelopt prints from stdout to stderr.
+
+    stdout is reserved for results.
     """
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -335,6 +347,6 @@ def _version(package: str) -> str | None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """``(0, 47)`` of ``0.47.0rc1``."""
+    """The first two numbers of a version: ``(0, 47)`` for ``0.47.0rc1``."""
     parts = text.split(".")[:2]
     return tuple(int("".join(digit for digit in part if digit.isdigit()) or 0) for part in parts)

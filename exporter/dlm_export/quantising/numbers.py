@@ -1,4 +1,6 @@
-"""The numbers of a quantised graph: parameters with folded scales, ranges, and codes on demand."""
+"""The numbers of a quantised graph: parameters with folded scales, ranges, and codes that are made
+on demand.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,14 @@ from dlm_export.quantising import gptq
 from dlm_export.quantising.experts import Reached, member
 from dlm_export.quantising.solved import Solved
 
-_HEAD_COLUMNS = 1 << 14  # columns of a head that are solved at a time
+_HEAD_COLUMNS = 1 << 14  # number of columns of a head that are solved at a time
 
 
 def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
-    """Site -> the layers that read that input, in the order of the pass."""
+    """Group layers by their site: layers of one site read the same input.
+
+    Sites and layers are in the order of the pass.
+    """
     sites: dict[str, list[LinearSpec]] = {}
     for layer in layers:
         sites.setdefault(layer.site, []).append(layer)
@@ -42,10 +47,10 @@ def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
 
 @dataclass
 class Folded:
-    """A source's parameters with scales folded in.
+    """The parameters of a source with scales folded in.
 
-    ``rows`` scale inputs, ``columns`` scale outputs (or the elements of a norm or bias). Scales of
-    experts may differ per expert: ``[E, K]``.
+    ``rows`` has the scales of a parameter's inputs. ``columns`` has the scales of its outputs, or
+    of the elements of a norm or bias. If each expert has its own scales, they are ``[E, K]``.
     """
 
     source: Parameters
@@ -54,7 +59,7 @@ class Folded:
     columns: dict[str, np.ndarray] = field(default_factory=dict)
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
-        """See ``Parameters.read``; scaled in fp32."""
+        """See ``Parameters.read``. The parameter is scaled in fp32."""
         if parameter not in self.rows and parameter not in self.columns:
             return self.source.read(parameter, dtype, at)
         array = self.source.read(parameter, np.dtype(np.float32), at)
@@ -86,14 +91,16 @@ class Folded:
         return by_site(self.network.linear_layers())
 
     def fold(self, of: str, scales: np.ndarray) -> None:
-        """Divide the input of a site by ``scales`` (``[K]``, or ``[E, K]`` per expert), and
-        multiply the rows of all matrices that read it.
+        """Divide the input of a site by ``scales``, and multiply the rows of all matrices that read
+        the input.
+
+        ``scales`` is ``[K]``, or ``[E, K]`` with scales for each expert.
         """
         readers = self._readers[of]
         fold = readers[0].fold
         assert fold is not None, of
         shared = scales
-        if scales.ndim == 1:  # runs of inputs that read the same elements share one scale
+        if scales.ndim == 1:  # inputs that are computed from the same elements share one scale
             runs = scales.reshape(-1, fold.repeats, fold.run).max(1)
             shared, scales = runs.reshape(-1), np.repeat(runs, fold.repeats, 0).reshape(-1)
         for name in fold.parameters:
@@ -107,13 +114,14 @@ class Folded:
 
 
 def _transposed(matrix: Lazy) -> Lazy:
-    """The transposed matrix; both axes must be indexed."""
+    """The transposed matrix. Both axes must be indexed."""
     return Lazy(matrix.shape[::-1], lambda at: matrix[at[::-1]].T)
 
 
 def _along(scales: np.ndarray, at: Index, ndim: int, axis: int) -> np.ndarray:
-    """The scales for part ``at`` of an array with ``ndim`` axes, along ``axis`` and per expert if
-    ``[E, K]``.
+    """The scales for the part ``at`` of an array with ``ndim`` axes.
+
+    The scales are along ``axis``. If they are ``[E, K]``, each expert has its own.
     """
     place = ndim + axis
     found: np.ndarray = scales[at[: scales.ndim - 1] + at[place : place + 1]]
@@ -122,7 +130,7 @@ def _along(scales: np.ndarray, at: Index, ndim: int, axis: int) -> np.ndarray:
 
 @dataclass
 class Quantisation:
-    """Everything that a quantised graph needs; ``weight`` and ``embedding`` return codes."""
+    """Everything that a quantised graph needs. ``weight`` and ``embedding`` return codes."""
 
     recipe: Recipe
     formats: dict[str, str]
@@ -132,18 +140,22 @@ class Quantisation:
     observers: Observers | None = None
     stored: families.Weights | None = None
     scale_dtype: ScaleType = FP32
-    """Type of scales in the graph; some formats always use fp16."""
+    """Type of scales in the graph. Some formats use fp16 in any case."""
     solved: Solved = field(default_factory=Solved)
     is_dense: bool = False
-    """True if all experts are computed, with each stack as one matrix; then the down stack's
-    experts share a scale per column.
+    """True if all experts are computed, and each stack is one matrix.
+
+    Then the experts in the stack of down projections share one scale per column.
     """
     reached: dict[str, Reached] = field(default_factory=dict)
-    """Quantised mixture of experts -> the calibration tokens that its experts received."""
+    """For each quantised mixture of experts, the number of calibration tokens that its experts got.
+    """
     _ranges: dict[str, np.ndarray | float] = field(default_factory=dict)
 
     def matrix(self, layer: str) -> np.ndarray:
-        """A layer's unquantised weight ``[K, N]``, fp32, with foldings and rotation applied."""
+        """The unquantised weight of a layer, fp32 ``[K, N]``. Scales are folded in, and rotation is
+        applied.
+        """
         spec = self.parameters.network.quantisable()[layer]
         w = self.parameters.read(spec.weight, FP32)
         if spec.is_tied:
@@ -151,15 +163,18 @@ class Quantisation:
         return solvers.rotate_rows(w) if layer in self.rotated else w
 
     def _stored(self, layer: str) -> Lazy:
-        """A layer's unquantised weight ``[K, N]``, fp32, read on demand; with foldings but without
-        rotation.
+        """The unquantised weight of a layer, fp32 ``[K, N]``, which is read on demand.
+
+        Scales are folded in, but rotation is not applied.
         """
         spec = self.parameters.network.quantisable()[layer]
         parameter = self._later(spec.weight)
         return _transposed(parameter) if spec.is_tied else parameter
 
     def expert(self, layer: str, expert: int) -> QuantisedWeight:
-        """One expert's quantised weight: solved during calibration, or rounded to nearest now."""
+        """The quantised weight of one expert. If calibration did not solve it, this call rounds it
+        to nearest.
+        """
         name = member(layer, expert)
         if name in self.solved:
             return self.solved[name]
@@ -175,8 +190,10 @@ class Quantisation:
         )
 
     def _shared_range(self, layer: str) -> np.ndarray | float | None:
-        """The range that a stack's experts share: the tensor's for NVFP4, or the columns' if joined
-        in one matrix.
+        """The range that the experts of a stack share, or ``None`` if each has its own.
+
+        In NVFP4 they share the range of the tensor. If the experts are joined to one matrix along
+        their inputs, they share the ranges of the columns.
         """
         chosen = FORMATS[self.formats[layer]]
         is_column = self.is_dense and layer.endswith(".down") and chosen.weights in ("int8", "fp8")
@@ -190,21 +207,24 @@ class Quantisation:
         return self._ranges[layer]
 
     def _joined(self, layer: LinearSpec) -> QuantisedWeight:
-        """All experts of a stack as one matrix (``graph.experts.spread``)."""
+        """All experts of a stack as one matrix, for ``graph.experts.spread``."""
         each = [self.expert(layer.path, i) for i in range(layer.count)]
         (first, *_), is_down = each, layer.role == "down"
-        along = 0 if is_down != (first.format == "nvfp4") else 1  # NVFP4 codes are transposed
+        along = 0 if is_down != (first.format == "nvfp4") else 1  # codes of NVFP4 are transposed
         codes = np.concatenate([weight.codes for weight in each], along)
         scales = first.scales
-        if not is_down or first.group_size is not None:  # otherwise they share a scale per column
+        # Otherwise all experts have the same scales.
+        if not is_down or first.group_size is not None:
             scales = np.concatenate(
                 [weight.scales for weight in each], 0 if first.group_size is None else along
             )
         return replace(first, codes=codes, scales=scales)
 
     def weight(self, layer: str) -> QuantisedWeight:
-        """A layer's quantised weight: solved during calibration, or rounded to nearest now; a stack
-        becomes one matrix.
+        """The quantised weight of a layer. If calibration did not solve it, this call rounds it to
+        nearest.
+
+        A stack of experts becomes one matrix.
         """
         chosen = FORMATS[self.formats[layer]]
         assert chosen.weights is not None
@@ -223,7 +243,7 @@ class Quantisation:
     def rounded(
         self, w: np.ndarray | Lazy, chosen: LayerFormat, amax: np.ndarray | float | None = None
     ) -> QuantisedWeight:
-        """Round a matrix to nearest in a layer format; ``amax``: see ``quantise_weight``."""
+        """Round a matrix to nearest in a layer format. ``quantise_weight`` explains ``amax``."""
         assert chosen.weights is not None
         return quantise_weight(
             w,
@@ -238,8 +258,9 @@ class Quantisation:
         return FP16 if chosen.is_int4_in_panels else self.scale_dtype
 
     def solve(self, layer: str, factor: Tensor, expert: int | None = None) -> None:
-        """Round a layer's or an expert's weight with GPTQ; ``factor`` is ``gptq.inverse_factor`` of
-        its input.
+        """Round the weight of a layer or of an expert with GPTQ.
+
+        ``factor`` is ``gptq.inverse_factor`` of its input.
         """
         chosen = FORMATS[self.formats[layer]]
         assert chosen.weights is not None
@@ -250,7 +271,8 @@ class Quantisation:
             "is_signed": chosen.is_int4_in_panels,
         }
         if layer == HEAD and chosen.weights != "nvfp4":
-            # Columns are independent, and all of them in fp32 would take gigabytes.
+            # The head is solved in parts, because all of its columns in fp32 would take gigabytes.
+            # Columns are independent of each other.
             stored = self._stored(layer)
             pieces = [
                 gptq.gptq(np.ascontiguousarray(stored[:, at], FP32), factor, **options)
@@ -273,23 +295,26 @@ class Quantisation:
         )
 
     def embedding(self) -> QuantisedWeight:
-        """The embedding table's codes ``[V, hidden]`` with one scale per row, as columns of its
-        transpose.
+        """The codes of the embedding table, as columns of its transpose: ``[hidden, V]`` with one
+        scale per token.
         """
         assert self.recipe.embedding is not None
         return quantise_weight(_transposed(self._later(EMBEDDING)), self.recipe.embedding)
 
     @property
     def has_tied_table(self) -> bool:
-        """True if the embedding table is also the weight of a quantised head, so both share codes
-        and scales.
+        """True if the embedding table is also the weight of a quantised head.
+
+        Both then have the same codes and scales.
         """
         head = self.parameters.network.quantisable()[HEAD]
         return head.is_tied and self.formats.get(HEAD, HIGH) != HIGH
 
     def embedding_rows(self, table: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """Rows that the quantised graph looks up, fp32 ``[N, hidden]``, for ``ids`` ``[N]``;
-        ``table`` ``[N, hidden]`` has the unquantised rows.
+        """The embeddings that the quantised graph looks up for ``ids`` ``[N]``, fp32 ``[N,
+        hidden]``.
+
+        ``table`` ``[N, hidden]`` has the unquantised embeddings of these ids.
         """
         if self.has_tied_table and HEAD in self.solved:
             return np.ascontiguousarray(self.solved[HEAD].columns(ids).dequantise().T)
@@ -307,5 +332,5 @@ class Quantisation:
         return later(self.parameters, self.parameters.network, parameter)
 
     def summary(self) -> dict[str, Any]:
-        """Recipe and format of every layer, for the manifest."""
+        """The recipe, and the format of every layer, for the manifest."""
         return {"recipe": self.recipe.as_dict(), "layers": self.formats}

@@ -1,4 +1,4 @@
-"""Chooses the text for calibration and judging, and creates calibration states from it."""
+"""Chooses the text for calibration and judging, and makes calibration states from it."""
 
 from __future__ import annotations
 
@@ -21,26 +21,32 @@ if TYPE_CHECKING:
     from dlm_export.network.layered import Layered
     from dlm_export.sources import Source
 
-CALIBRATION_FILE = "calibration.jsonl"  # beside a checkpoint: the default data
+# The default data, if this file is in the folder of the checkpoint.
+CALIBRATION_FILE = "calibration.jsonl"
 MIXES = {"denoising": (0.5, 0.4, 0.1), "text": (0.0, 0.0, 1.0)}
-"""Shares of masked, trajectory and clean states: our default, and the method of other tools."""
-JUDGED_EVERY = 4  # every fourth sample of a file is used for judging, not calibration
-FEWEST_TOKENS = 32
-"""Default number of calibration tokens that an expert needs for its weights to be solved.
+"""Shares of masked, trajectory and clean states.
 
-On independent inputs, GPTQ beats rounding from 8 tokens on, and loses a third less from 32 on.
-Tokens of a few texts are often too similar.
+"denoising" is the default. "text" is what tools for other language models use.
 """
-RANDOM_LENGTH = 64  # tokens of a random sample; half of them are the prompt
-TRAJECTORY_PASSES = 16  # limit per block, because an unsure denoiser would take one pass per token
+# Every fourth sample of a file is used for judging; the others are used for calibration.
+JUDGED_EVERY = 4
+FEWEST_TOKENS = 32
+"""Default number of calibration tokens that an expert must get before its weights are solved.
+
+On independent inputs, GPTQ beats rounding to nearest from 8 tokens on, and from 32 tokens on it
+loses a third less. A few texts often have tokens that are too similar.
+"""
+RANDOM_LENGTH = 64  # length of a random sample in tokens; the first half is the prompt
+# Limit of passes per block, because an unsure denoiser would need one pass per token.
+TRAJECTORY_PASSES = 16
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """Calibration data and its use.
+    """Which data to calibrate on, and how.
 
-    ``data``: JSONL or text file. Up to ``samples`` prompts give ``states_per_sample`` canvases
-    each. ``source`` is a key of ``MIXES``.
+    ``data`` is a JSONL or text file. Up to ``samples`` prompts are used, and each gives
+    ``states_per_sample`` canvases. ``source`` is a key of ``MIXES``.
     """
 
     data: Path | None = None
@@ -53,10 +59,10 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class Data:
-    """Samples for calibration and for judging, and their origin.
+    """Samples for calibration and for judging, and where they are from.
 
-    ``is_made_up``: the user gave no data, so results say little about the real task. ``is_shared``:
-    there are too few samples to split, so both lists are the same.
+    ``is_made_up`` means that the user gave no data, so that results say little about the real task.
+    ``is_shared`` means that there are too few samples to split. Both lists are then the same.
     """
 
     name: str
@@ -66,11 +72,11 @@ class Data:
     is_shared: bool
 
     def doubts(self, *, option: str, has_ranges: bool = False, is_judged: bool = True) -> list[str]:
-        """Warnings about figures that depend on this data; ``option`` is the command-line option
-        for better data.
+        """Warnings about figures that depend on this data.
 
-        ``has_ranges``: static activation ranges were found on it. ``is_judged``: a loss was
-        measured on it.
+        ``option`` is the command-line option with which the user can give better data.
+        ``has_ranges`` says whether static activation ranges were found on the data, and
+        ``is_judged`` whether a loss was measured on it.
         """
         found = []
         if self.is_made_up and has_ranges:
@@ -100,9 +106,9 @@ class Data:
 def threshold_preset(
     network: NetworkSpec, presets: Mapping[str, Policy], name: str | None
 ) -> tuple[str, Policy]:
-    """The named preset, or the published parallel loop for such a network, without sampling.
+    """The preset ``name``, or by default the parallel loop that was published for such a network.
 
-    Raises RequestError that lists the choices.
+    Sampling is turned off. Raises RequestError that lists the choices.
     """
     chosen = name or ("dream-block" if network.shift else "fast-dllm")
     # The preset of Fast-dLLM v2 supports only some block lengths.
@@ -121,11 +127,12 @@ def load_data(
     *,
     is_calibrating: bool = True,
 ) -> Data:
-    """Load the data named in ``options``, else the checkpoint's own, else built-in samples, else
-    random ids.
+    """Load the samples for calibration and judging.
 
-    Without calibration, all samples of named data are used for judging. Raises CalibrationError and
-    RequestError for unusable files.
+    They are from the file in ``options``, or else from the checkpoint's own file, or else the
+    built-in samples. Without a tokenizer, they are random ids. If nothing is calibrated, all
+    samples of the file in ``options`` are used for judging. Raises CalibrationError or RequestError
+    if a file is unusable.
     """
     c = network
     own = folder / CALIBRATION_FILE
@@ -168,14 +175,15 @@ def _random_samples(c: NetworkSpec, options: CalibrationOptions) -> list[Sample]
 def trajectories(
     layered: Layered, policy: Policy, memory_bytes: int | None, on_done: Callable[[], None]
 ) -> Trajectories:
-    """Canvases of samples under a policy, before the first pass and after each one, with responses
-    masked.
+    """Return a function that generates from samples with the policy, and returns the canvases of
+    each run.
 
-    A block takes at most ``TRAJECTORY_PASSES``. ``memory_bytes``: see ``lockstep.courses``.
-    ``on_done`` is called once per sample, when a proportional share of all masked positions is
-    decided.
+    For each sample, these are the canvas before the first pass, where the response is masked, and
+    the canvas after each pass. A block has at most ``TRAJECTORY_PASSES`` passes.
+    ``lockstep.courses`` explains ``memory_bytes``. ``on_done`` is called once per sample, at even
+    shares of the positions that are decided.
     """
-    # Imported here because reading data and judging bundles must work without torch.
+    # Imported here, because reading data and judging bundles must work without torch.
     from dlm_export.network import lockstep
 
     c = layered.network
@@ -216,7 +224,9 @@ def calibration_states(
     on_sample: Callable[[], None],
     memory_bytes: int | None = None,
 ) -> Iterator[State]:
-    """States of ``data.calibration``; runs ``trajectories`` if the mix includes them."""
+    """The states of ``data.calibration``. If the mix has trajectory states, the denoiser generates
+    them.
+    """
     _, policy = threshold_preset(source.network, source.presets, options.preset)
     runs = (
         trajectories(layered, policy, memory_bytes, on_sample) if MIXES[options.source][1] else None
@@ -225,7 +235,9 @@ def calibration_states(
 
 
 def masked_states(source: Source, data: Data, options: CalibrationOptions) -> Iterator[State]:
-    """States of ``data.calibration`` that need no denoiser: masked ones replace trajectories."""
+    """States of ``data.calibration`` that need no denoiser. Masked states take the place of
+    trajectory states.
+    """
     return _states(source, data, options, None)
 
 

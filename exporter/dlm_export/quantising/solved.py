@@ -1,4 +1,4 @@
-"""Stores solved weights until the graph is written, in memory or in one file each."""
+"""Keeps the weights that a solver has rounded, in memory or in files, until the graph is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from dlm_runtime.precision import NUMBER_FORMATS
 
 
 class Solved:
-    """Layer -> its rounded weight; with a ``folder``, in atomically written, hashed files."""
+    """The rounded weight of each layer that a solver has processed.
+
+    With a ``folder``, each weight is a file, which is written atomically and contains its hash.
+    Otherwise the weights are in memory.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         if folder is not None:
@@ -56,7 +60,7 @@ class Solved:
         os.replace(partial, self._path(layer))
 
     def __getitem__(self, layer: str) -> QuantisedWeight:
-        """Raises CalibrationError for a file that is damaged."""
+        """The weight of a layer. Raises CalibrationError if its file is damaged."""
         if layer in self._held:
             return self._held[layer]
         path = self._path(layer)

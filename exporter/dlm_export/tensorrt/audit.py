@@ -1,9 +1,10 @@
-"""Compares the format of each layer in an engine with the recipe, so no fallback goes unnoticed.
+"""Compares the format of each layer in an engine with the recipe, so that every fallback is
+noticed.
 
-Layers are matrix multiplications, identified by the module path in the names of the device graph's
-nodes. Without a GPU, the parsed, strongly typed network is read: both operands are traced back to
-their dequantisation. On a device, the engine inspector's report is checked too. A table maps module
-paths to formats as named in recipes.
+Here a layer is a matrix multiplication. It is identified by its module path, which is part of the
+names of nodes in the device graph. Without a GPU, the parsed network is read: it is strongly typed,
+so both operands can be traced back to their dequantisation. On a device, the report of the engine
+inspector is read too. A table maps module paths to formats, by their names in recipes.
 """
 
 from __future__ import annotations
@@ -19,26 +20,27 @@ from dlm_runtime.precision import NUMBER_FORMATS
 
 MATMUL = "MatMul"  # nodes of a device graph are named <module path>/<operator>
 FULL = {"HALF": "float16", "BF16": "bfloat16", "FLOAT": "float32"}
-# TensorRT's names, also used in the inspector's "Format/Datatype", such as "Row major linear FP8
-# format".
+# TensorRT's names of number formats. The inspector uses them in "Format/Datatype", for example in
+# "Row major linear FP8 format".
 NUMBERS = {word: name for name, known in NUMBER_FORMATS.items() for word in known.tensorrt}
-# An engine contains the weights of the data file without page padding, plus kernels and constants.
+# An engine contains the weights of the data file without the padding to pages, and in addition
+# kernels and constants. These are the limits of its size.
 SIZE_LEAST, SIZE_MOST, SIZE_KERNELS_BYTES = 0.9, 1.15, 48 << 20
 
 
 class AuditError(DlmError):
-    """The engine would use other formats than requested."""
+    """Raised if the engine would have other formats than requested."""
 
     exit_code = ExitCode.MISSED
 
 
 def differs(asked: str, held: str) -> bool:
-    """True if a layer's format is not the requested one; ``high`` matches any full precision."""
+    """True if a layer's format is not the requested one. ``high`` matches any full precision."""
     return held not in FULL.values() if asked == HIGH else held != asked
 
 
 def fallbacks(table: Mapping[str, str], asked: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Layers with another format than requested, for the manifest."""
+    """Layers whose format is not the requested one, for the manifest."""
     return {
         layer: {"asked": name, "held": table[layer]}
         for layer, name in asked.items()
@@ -49,7 +51,11 @@ def fallbacks(table: Mapping[str, str], asked: Mapping[str, str]) -> dict[str, d
 def check(
     table: Mapping[str, str], asked: Mapping[str, str], target: str, *, allow_fallback: bool
 ) -> None:
-    """Raises AuditError that names layers that are missing or, unless allowed, have another format."""
+    """Raises AuditError if layers are missing or have another format than requested. The error
+    names them.
+
+    With ``allow_fallback``, other formats are accepted.
+    """
     missing = [layer for layer in asked if layer not in table]
     if missing:
         names = f"{', '.join(missing[:8])}{_more(missing)}"
@@ -68,11 +74,12 @@ def _more(names: list[str]) -> str:
 
 
 def check_size(engine_bytes: int, weights_bytes: int, target: str, *, allow_fallback: bool) -> None:
-    """Raises AuditError if an engine's size does not match its weights, which were then widened or
-    left out.
+    """Raises AuditError if the size of an engine does not match the size of its weights.
+
+    The engine then contains widened weights, or lacks some.
     """
     low, high = int(SIZE_LEAST * weights_bytes), int(SIZE_MOST * weights_bytes) + SIZE_KERNELS_BYTES
-    padding = 4096 * 2048  # of a data file, bytes: more than any denoiser's tensors need
+    padding = 4096 * 2048  # bytes of padding in a data file; no denoiser's tensors need more
     if not low - padding <= engine_bytes <= high and not allow_fallback:
         raise AuditError(
             f"the engine for {target} was not written: it has {engine_bytes:,} bytes, but its weights have "
@@ -84,7 +91,7 @@ def check_size(engine_bytes: int, weights_bytes: int, target: str, *, allow_fall
 
 
 class _Network:
-    """Layers of an INetworkDefinition, and the layer that produces each tensor."""
+    """The layers of an INetworkDefinition, and for each tensor the layer that produces it."""
 
     def __init__(self, network: Any) -> None:
         self.layers = [network.get_layer(i) for i in range(network.num_layers)]
@@ -96,8 +103,9 @@ class _Network:
         }
 
     def source(self, tensor: Any) -> Any:
-        """The layer that computes a tensor, skipping layers that only move values; ``None`` for a
-        network input.
+        """The layer that computes a tensor. Layers that only move values are skipped.
+
+        ``None`` for an input of the network.
         """
         layer = self.producers.get(tensor.name)
         while layer is not None and _kind(layer) in ("SHUFFLE", "IDENTITY"):
@@ -114,7 +122,7 @@ def _dtype(tensor: Any) -> str:
 
 
 def network_table(network: Any) -> dict[str, str]:
-    """Module path -> format of every matrix multiplication by a weight in a parsed network."""
+    """The format of every multiplication by a weight in a parsed network, by module path."""
     parsed = _Network(network)
     table: dict[str, str] = {}
     for layer in parsed.layers:
@@ -122,9 +130,10 @@ def network_table(network: Any) -> dict[str, str]:
         if _kind(layer) != "MATRIX_MULTIPLY" or operator.partition(".")[0] != MATMUL:
             continue
         made = parsed.source(layer.get_input(1))
-        # Leave out products of two activations.
+        # Products of two activations are not layers.
         if made is not None and _kind(made) in ("CONSTANT", "DEQUANTIZE"):
-            # The last product of a path counts: a rotation of the input may come before it.
+            # A path may have two products, because the input may be rotated first. The last one is
+            # the layer's.
             table[path] = _format(parsed, layer)
     return table
 
@@ -137,7 +146,8 @@ def _format(parsed: _Network, matmul: Any) -> str:
         return FULL.get(dtype, dtype.lower())
     for name, known in FORMATS.items():
         is_group = known.weights != "int4" or known.group_size == group_size
-        # TensorRT has no dynamic per-row ranges, so its quantised activations are static.
+        # TensorRT cannot compute ranges per row in each pass, so its quantised activations are
+        # static.
         if (
             (known.weights, known.activations) == (weights, activations)
             and is_group
@@ -148,8 +158,9 @@ def _format(parsed: _Network, matmul: Any) -> str:
 
 
 def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str | None, int | None]:
-    """The number format of a dequantised operand, and its group size along the inputs; ``None`` in full
-    precision.
+    """The number format of a dequantised operand, and the size of its groups along the inputs.
+
+    Both are ``None`` in full precision.
     """
     dequantise = parsed.source(tensor)
     if dequantise is None or _kind(dequantise) != "DEQUANTIZE":
@@ -162,7 +173,8 @@ def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str |
     name = NUMBERS.get(_dtype(codes), _dtype(codes).lower())
     if not is_weight or len(tuple(scales.shape)) < 2:
         return name, None
-    # int4 [K, N] with scales [K / group, N]; nvfp4 [N, K] with [N, K / group]: one axis is shorter.
+    # int4 codes are [K, N] with scales [K / group, N]; nvfp4 codes are [N, K] with scales [N, K /
+    # group]. In both, one axis of the scales is shorter.
     ratios = [
         -(-size // groups)
         for size, groups in zip(tuple(codes.shape), tuple(scales.shape), strict=True)
@@ -174,12 +186,11 @@ def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str |
 
 
 def inspector_table(information: str, expected: Mapping[str, str]) -> dict[str, str]:
-    """The formats that an engine's layers confirm, from IEngineInspector's JSON (detailed
-    verbosity).
+    """The formats of layers according to the JSON of IEngineInspector (with detailed verbosity).
 
-    A layer keeps its ``expected`` format if an engine layer that contains its node reads a tensor
-    of that format. Otherwise the widest type that this engine layer reads is returned. Raises
-    AuditError if the JSON has no layers.
+    A layer has its ``expected`` format if an engine layer that contains its node reads a tensor of
+    that format. Otherwise its entry is the types that the engine layer reads. Raises AuditError if
+    the JSON has no layers.
     """
     try:
         layers = json.loads(information).get("Layers")

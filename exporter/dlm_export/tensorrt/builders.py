@@ -1,7 +1,7 @@
-"""Finds the TensorRT that can build engines for a device on this machine.
+"""Finds the TensorRT on this machine that can build engines for a device.
 
-TensorRT-RTX builds ahead of time, without a GPU, for given compute capabilities. TensorRT builds on
-the device and for that device only.
+TensorRT-RTX builds ahead of time for chosen compute capabilities, and needs no GPU. TensorRT builds
+on the device, for that device only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from dlm_export.tensorrt.estimate import BuilderError, EngineError, EngineOption
 
 @dataclass(frozen=True)
 class Builder:
-    """A TensorRT that can build for a target here. ``sms``: compute capabilities as two digits."""
+    """A TensorRT that can build engines for a target on this machine.
+
+    ``sms`` are compute capabilities without the point: 89 is 8.9.
+    """
 
     kind: str
     module: ModuleType
@@ -33,7 +36,8 @@ def deferred_command(folder: Path, target: Target) -> str:
 
 
 def find_builder(target: Target, options: EngineOptions) -> Builder | None:
-    """The TensorRT that builds for ``target`` here, or ``None`` if this must happen on the device.
+    """The TensorRT on this machine that builds for ``target``, or ``None`` if the device must do
+    it.
 
     Raises BuilderError if TensorRT-RTX could build but is not installed, or if this machine has
     another GPU. Raises EngineError for an option that the builder does not support.
@@ -49,8 +53,8 @@ def find_builder(target: Target, options: EngineOptions) -> Builder | None:
         module = _rtx_module()
         if module is not None:
             if options.timing_cache is not None:
-                # Since TensorRT-RTX 1.2 its timing caches are empty, and creating one fails without
-                # a GPU.
+                # Since version 1.2, the timing caches of TensorRT-RTX are empty, and creating one
+                # without a GPU fails.
                 raise EngineError("TensorRT-RTX keeps no timings: omit --timing-cache")
             return Builder(RTX.name, module, (target.sm,))
         if wanted == RTX.name or importlib.util.find_spec("tensorrt") is None:

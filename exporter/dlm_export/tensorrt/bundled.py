@@ -1,8 +1,7 @@
-"""Adds an engine to an existing bundle, or removes an engine from it. Holds the bundle's lock, and
-replaces files by renaming.
+"""Adds an engine to an existing bundle, or removes an engine from it.
 
-If the process is killed at any moment, the bundle can still be opened, because its manifest never
-lists a missing or different engine.
+The bundle is locked meanwhile, and files are replaced by renaming. Even if the process is killed,
+the bundle can be opened, because its manifest never lists an engine that is missing or different.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ def add_engine(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Built:
-    """Build an engine into an existing bundle.
+    """Build an engine and add it to an existing bundle.
 
-    The engine, then the manifest, are renamed into place; until then the bundle is unchanged. An
-    engine that is replaced is removed from the manifest first.
+    First the engine and then the manifest is renamed into place. Until then the bundle is
+    unchanged. An engine that is replaced is removed from the manifest first.
 
     Args:
         folder: The bundle.
-        manifest: Its manifest, checked by the runtime.
+        manifest: The bundle's manifest, which the runtime has checked.
         target: The device.
         options: How to build.
         force: Replace an existing engine.
-        progress: Receives the build's stages.
+        progress: Receives the stages of the build.
 
     Raises:
         EngineError, AuditError, TargetError, OutputError: The engine cannot be built or written.
@@ -91,8 +90,9 @@ def add_engine(
 
 
 def remove_engine(folder: Path, manifest: dict[str, Any], target: Target) -> int:
-    """Remove an engine from a bundle; returns the size of its file in bytes. Raises EngineError,
-    OutputError.
+    """Remove an engine from a bundle. Returns the size of its file in bytes.
+
+    Raises EngineError, OutputError.
     """
     entries = manifest["loop"].get("engines", {})
     if target.name not in entries:
@@ -112,7 +112,9 @@ def remove_engine(folder: Path, manifest: dict[str, Any], target: Target) -> int
 
 @contextmanager
 def _changing(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
-    """``changing`` for a bundle's engine ``path``; creates its folder."""
+    """Lock the bundle of the engine ``path`` as ``changing`` does, and create the folder of
+    engines.
+    """
     folder = path.parent.parent
     with changing(folder, manifest, path.relative_to(folder).as_posix()):
         if path.parent.is_symlink():
@@ -120,7 +122,8 @@ def _changing(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
                 f"{path.parent}: is a symbolic link, which may lead out of the bundle: not written"
             )
         path.parent.mkdir(exist_ok=True)
-        for left in path.parent.glob("*.engine.new"):  # left by a killed process; we hold the lock
+        # A killed process left this file; no other process uses it, because we hold the lock.
+        for left in path.parent.glob("*.engine.new"):
             left.unlink()
         try:
             yield

@@ -1,9 +1,10 @@
-"""Builds an engine from a bundle's device graph, with the Builder API of TensorRT 10, 11 and
+"""Builds an engine from the device graph of a bundle, with the Builder API of TensorRT 10, 11 and
 TensorRT-RTX.
 
-All versions parse ``device.onnx`` from its file, so weights are memory-mapped and not copied.
-Networks are strongly typed: the engine has the graph's types. Errors that the builder logs become
-part of the exception, and warnings that a part of the graph was ignored count as errors.
+All versions parse ``device.onnx`` from its file, so the weights are memory-mapped and not copied.
+Networks are strongly typed, which means that the engine has the types of the graph. Errors that the
+builder logs become part of the exception. A warning that a part of the graph was ignored counts as
+an error.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from dlm_export.tensorrt.estimate import (
 )
 from dlm_runtime.files import read_bytes
 
-# Warnings that the engine would not compute the whole graph; others are shown.
+# Warnings with these texts mean that the engine would not compute the whole graph. Other warnings
+# are shown.
 TIMINGS_LIMIT_BYTES = 1 << 30
 FATAL_WARNINGS = (
     "unused input",
@@ -50,8 +52,10 @@ FATAL_WARNINGS = (
 
 @dataclass(frozen=True)
 class Built:
-    """Result of a build: the engine's entries for the manifest (``loop.engines``, ``audits``), time
-    in seconds, and warnings.
+    """The result of building an engine.
+
+    ``entry`` and ``audit`` are the engine's records for ``loop.engines`` and ``audits`` in the
+    manifest. ``seconds`` is the time of the build.
     """
 
     target: str
@@ -65,7 +69,10 @@ class Built:
 
 
 def with_engine(manifest: Mapping[str, Any], built: Built) -> dict[str, Any]:
-    """A copy of the manifest with an engine, replacing the target's old one; keeps ``files``."""
+    """A copy of the manifest with an engine, which replaces an old engine of the same target.
+
+    ``files`` is not changed.
+    """
     loop, audits = manifest["loop"], manifest.get("audits", {})
     engines = loop.get("engines", {}) | {built.target: built.entry}
     return {
@@ -76,7 +83,7 @@ def with_engine(manifest: Mapping[str, Any], built: Built) -> dict[str, Any]:
 
 
 def without_engine(manifest: Mapping[str, Any], target: str) -> dict[str, Any]:
-    """A copy of the manifest without a target's engine; ``files`` is unchanged."""
+    """A copy of the manifest without the engine of a target. ``files`` is not changed."""
 
     def others(entries: Mapping[str, Any]) -> dict[str, Any]:
         return {name: entry for name, entry in entries.items() if name != target}
@@ -90,7 +97,9 @@ def without_engine(manifest: Mapping[str, Any], target: str) -> dict[str, Any]:
 
 
 def check_device_graph(folder: Path, manifest: Mapping[str, Any], target: Target) -> None:
-    """Raises EngineError if the bundle has no graph for ``target``."""
+    """Raises EngineError if the bundle has no graph that an engine for ``target`` can be built
+    from.
+    """
     if target.sm is None:
         raise EngineError(f"target {target.name} needs no engine: ONNX Runtime runs its graph")
     if "device_file" not in manifest["loop"]["graph"]:
@@ -110,19 +119,20 @@ def build_engine(
     output: Path,
     progress: Progress | None = None,
 ) -> Built:
-    """Write the engine of a bundle's device graph to ``output``; the caller changes the manifest.
+    """Build the engine of a bundle's device graph into the file ``output``. The caller changes the
+    manifest.
 
-    Signals that end a process cancel the builder first.
+    A signal that ends the process first cancels the builder.
 
     Args:
         folder: The bundle.
-        manifest: Its manifest.
-        files: Name -> size and SHA-256 of the bundle's files.
+        manifest: The bundle's manifest.
+        files: Size and SHA-256 of each of the bundle's files, by name.
         target: The device.
         builder: The TensorRT to use.
         options: How to build.
-        output: The file to write; the caller removes it after an error.
-        progress: Receives the builder's phases.
+        output: The file to write. After an error, the caller removes it.
+        progress: Receives the phases of the builder.
 
     Raises:
         EngineError, BuilderError, audit.AuditError, OSError: The engine cannot be built or written.
@@ -204,9 +214,10 @@ def build_engine(
 
 
 def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Path) -> bool:
-    """Build the engine into a file. If False, the logger has the reason.
+    """Build the engine into a file. If the result is False, the logger has the reason.
 
-    Newer builders write in pieces, so the whole engine is never in memory beside the weights.
+    Newer builders write the engine in pieces, so that memory never holds the whole engine besides
+    the weights.
     """
     if not hasattr(trt_builder, "build_serialized_network_to_stream"):
         plan = trt_builder.build_serialized_network(network, config)
@@ -224,7 +235,7 @@ def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Pa
             def write(self, data: bytes) -> int:
                 try:
                     return file.write(data)
-                except OSError as err:  # an exception must not cross the builder's frames
+                except OSError as err:  # an exception must not pass through the builder's C++ code
                     failures.append(err)
                     return 0
 
@@ -235,12 +246,14 @@ def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Pa
 
 
 def engine_file(target: Target) -> str:
-    """Path of a target's engine in a bundle."""
+    """The path of a target's engine within a bundle."""
     return f"engines/{target.name}.engine"
 
 
 def seal(entry: Mapping[str, Any]) -> str:
-    """SHA-256 of an entry without its seal, as canonical JSON; detects edited entries."""
+    """SHA-256 of an engine's record without its seal, as canonical JSON. It detects records that
+    were edited.
+    """
     bare = {key: value for key, value in entry.items() if key != "seal"}
     return hashlib.sha256(
         json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()
@@ -249,12 +262,13 @@ def seal(entry: Mapping[str, Any]) -> str:
 
 def _network_flags(trt: Any) -> int:
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
-    return 0 if flag is None else 1 << int(flag)  # TensorRT 11 always uses this
+    # TensorRT 11 has no such flag, because its networks are always strongly typed.
+    return 0 if flag is None else 1 << int(flag)
 
 
 @functools.cache
 def _logger(base: Any) -> Any:
-    """The ILogger that keeps errors and warnings; TensorRT allows one per process."""
+    """The ILogger that collects errors and warnings. TensorRT allows one logger per process."""
     levels = base.Severity
 
     class Logger(base):  # type: ignore[misc]
@@ -273,7 +287,7 @@ def _logger(base: Any) -> Any:
             elif severity == levels.WARNING:
                 is_fatal = any(pattern in text.lower() for pattern in FATAL_WARNINGS)
                 into = self.errors if is_fatal else self.shown
-                # The runtime passes int64 ids, so this warning is expected.
+                # This warning is expected, because the runtime passes int64 ids.
                 if "Int64 binding" not in text and text not in into:
                     into.append(text)
 
@@ -281,7 +295,7 @@ def _logger(base: Any) -> Any:
 
 
 def _raise_logged(logger: Any, what: str, succeeded: Any) -> None:
-    """Raises BuilderError with all logged errors, even if the call reports success."""
+    """Raises BuilderError with all logged errors. It does so even if the call reports success."""
     if succeeded and not logger.errors:
         return
     reasons = "; ".join(dict.fromkeys(logger.errors)) or "no reason was given"
@@ -306,7 +320,7 @@ def _make_config(
         for i, sm in enumerate(builder.sms):
             config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), i)
     else:
-        # The inspector reports types only at this verbosity.
+        # The engine inspector reports types only with this setting.
         config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     if options.timing_cache is not None:
         path = options.timing_cache
@@ -331,7 +345,9 @@ def _make_config(
 
 @contextmanager
 def _cancellable(trt: Any, config: Any, progress: Progress, stage: str) -> Iterator[None]:
-    """Show the builder's phases as progress, and let ending signals stop it between steps."""
+    """Show the builder's phases as progress. Signals that end the process stop the builder between
+    two steps.
+    """
     stopped: list[int] = []
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
@@ -355,8 +371,9 @@ def _cancellable(trt: Any, config: Any, progress: Progress, stage: str) -> Itera
 
     monitor = Monitor()
     config.progress_monitor = monitor
-    # An exception must not cross the builder's frames, so the handler records the signal and the
-    # monitor cancels. The original handler gets the first signal afterwards.
+    # An exception must not pass through the builder's C++ code. The handler therefore only records
+    # the signal, and the monitor then cancels the build. Afterwards, the original handler gets the
+    # first signal.
     with handled_by(lambda got, _: stopped.append(got)):
         try:
             yield

@@ -1,4 +1,4 @@
-"""Computes what an engine needs: its largest passes, and memory by formula."""
+"""Computes what an engine needs: the sizes of its largest passes, and its memory by formula."""
 
 from __future__ import annotations
 
@@ -11,27 +11,33 @@ from dlm_export.targets import Target
 from dlm_runtime.errors import DlmError, ExitCode
 
 WORKSPACE_BYTES = 1 << 30
-HOST_OVERHEAD_BYTES, HOST_FACTOR = 1 << 30, 2.5  # of a build, times the weights: see BENCHMARKS.md
-# CUDA's context, kernels, and the builder's scratch memory on a device.
+# Memory of a build on the host: a constant, plus a factor times the size of the weights. See
+# BENCHMARKS.md.
+HOST_OVERHEAD_BYTES, HOST_FACTOR = 1 << 30, 2.5
+# Memory on the device for CUDA's context, kernels, and the builder's temporary data.
 DEVICE_OVERHEAD_BYTES = 768 << 20
 
 
 class EngineError(DlmError):
-    """An engine cannot be built as requested; nothing was written."""
+    """Raised if an engine cannot be built as requested. Nothing was written."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class BuilderError(EngineError):
-    """This machine cannot build it: TensorRT is missing or failed, or memory or the GPU is missing."""
+    """Raised if this machine cannot build the engine: TensorRT, memory or the GPU is missing, or
+    TensorRT failed.
+    """
 
     exit_code = ExitCode.COULD_NOT
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine is built. ``canvas``, ``block``: longest canvas and longest cached pass in
-    tokens; ``None`` uses the bundle's.
+    """How an engine is built.
+
+    ``canvas`` is the length of the longest canvas, and ``block`` that of the longest pass with a
+    cache, both in tokens. ``None`` uses the bundle's values.
     """
 
     canvas: int | None = None
@@ -44,15 +50,20 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest passes of an engine: ``canvas`` tokens without a cache, ``block`` tokens and
-    scored rows with one.
+    """The largest passes of an engine.
+
+    A pass without a cache has at most ``canvas`` tokens. A pass with a cache has at most ``block``
+    tokens. At most ``block`` rows are scored.
     """
 
     canvas: int
     block: int
 
     def profiles(self) -> dict[str, dict[str, list[int]]]:
-        """Optimisation profiles: ``[min, opt, max]`` of tokens T, cached S and scored rows R."""
+        """TensorRT's optimisation profiles, by kind of pass.
+
+        Each has ``[min, opt, max]`` of the tokens, the cached tokens and the scored rows of a pass.
+        """
         rows = [1, min(32, self.block), self.block]
         return {
             "prefill": {
@@ -70,8 +81,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes that an engine needs, by formula. ``device``: weights, cache, passes and context;
-    ``host``: during the build.
+    """The bytes that an engine needs, according to a formula.
+
+    ``device`` is the total on the device: weights, cache, passes and CUDA's context. ``host`` is
+    the memory that the build needs on the host.
     """
 
     weights: int
@@ -82,8 +95,9 @@ class Estimate:
 
 
 def limits_of(longest: int, block_length: int, options: EngineOptions) -> Limits:
-    """Limits for a loop with ``block_length`` on canvases of ``longest`` tokens, reduced as
-    requested. Raises EngineError.
+    """The limits of an engine for canvases of ``longest`` tokens and a loop with ``block_length``.
+
+    ``options`` may reduce them. Raises EngineError.
     """
     canvas = options.canvas or longest
     if canvas > longest:
@@ -95,12 +109,12 @@ def limits_of(longest: int, block_length: int, options: EngineOptions) -> Limits
 
 
 def estimate(network: NetworkSpec, weights_bytes: int, limits: Limits) -> Estimate:
-    """Estimate memory by formula, in bytes.
+    """Estimate memory in bytes, by formula.
 
-    cache = 2 (past, present) * canvas * keys and values of all layers at 2 bytes per element.
-    Passes need the activations of the widest layer (residual, norm, q, k, v, attention, the two
-    halves of the MLP and their product), and fp32 logits, probabilities and sorted rows of the
-    scored rows.
+    The cache is the keys and values of the whole canvas, at 2 bytes per element. It is counted
+    twice: before and after a pass. Passes need the activations of the widest layer: residual, norm,
+    q, k, v, attention, the two halves of the MLP and their product. They also need fp32 logits,
+    probabilities and sorted rows for the scored rows.
     """
     canvas, rows = limits.canvas, limits.block
     cache = 2 * canvas * network.cache_bytes(2)
@@ -113,7 +127,7 @@ def estimate(network: NetworkSpec, weights_bytes: int, limits: Limits) -> Estima
 
 
 def _inner_width(layer: LayerSpec) -> int:
-    """Features per token inside a layer, beside the residual and its norm."""
+    """Features per token inside a layer, without the residual and its norm."""
     a, mlp = layer.attention, layer.mlp
     inside = mlp.size if isinstance(mlp, MlpSpec) else mlp.active * mlp.size + mlp.shared_size
     return 2 * (a.heads + a.kv_heads) * a.head_size + 3 * inside
@@ -122,8 +136,10 @@ def _inner_width(layer: LayerSpec) -> int:
 def check_memory(
     network: NetworkSpec, target: Target, weights_bytes: int, limits: Limits, *, on_host: bool
 ) -> Estimate:
-    """Estimate the memory. Raises EngineError with figures if the target is too small, or
-    BuilderError with ``on_host`` if this machine cannot build it.
+    """Estimate the memory, and check that it is available.
+
+    Raises EngineError with figures if the target has too little memory. With ``on_host``, raises
+    BuilderError if this machine has too little to build the engine.
     """
     found = estimate(network, weights_bytes, limits)
     if target.memory_bytes is not None and found.device > target.memory_bytes:
@@ -142,7 +158,7 @@ def check_memory(
 
 
 def _what_fits(network: NetworkSpec, memory: int, weights_bytes: int, limits: Limits) -> str:
-    low, high = 0, limits.canvas  # the longest canvas that fits is in [low, high)
+    low, high = 0, limits.canvas  # invariant: the longest canvas that fits is in [low, high)
     while high - low > 1:
         middle = (low + high) // 2
         if (

@@ -1,9 +1,10 @@
-"""A chat template as segments: the text before, between and after messages, by their roles.
+"""Reads a chat template as segments: the texts that it writes before, between and after messages.
 
-A template is a program. Only certain templates are compiled. They must put each message's content
-in one place, unchanged or stripped. The text between two messages may depend only on their roles
-and on whether the second is the last. To find the segments, all conversations of up to four
-messages are rendered. Conversations that depend on more are left out, and rejected later.
+A template is a program, and only some templates can be compiled. Each message's content must appear
+in one place, either unchanged or stripped. The text between two messages may depend only on the
+roles of the two and on whether the second message is the last. To find the segments, all
+conversations of up to four messages are rendered. Conversations whose texts depend on anything else
+are not compiled, and are rejected at run time.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from dlm_export.text.refusal import NotCompiled
 
 ROLES = ("system", "user", "assistant", "tool")
 LEADING = "leading system"
-"""A system message in first place, which templates often treat differently."""
+"""The role of a system message that is the first message. Templates often treat it differently."""
 REFUSED, AS_IS, STRIPPED = 0, 1, 2
-MOST_MESSAGES = 4  # length of the conversations that are tried
-MOST_LITERALS = 200  # texts named in a template; each is tried in all contexts
+MOST_MESSAGES = 4  # largest number of messages in the conversations that are tried
+MOST_LITERALS = 200  # largest number of texts in a template; each text is tried in all contexts
 _EXAMPLES_PER_CONTEXT = 3
 _CONTENTS = (
     *(
@@ -53,20 +54,28 @@ _METHODS = (
 
 Message = dict[str, str]
 Render = Callable[[Sequence[Sequence[Message]]], Sequence[str | None]]
-"""Renders conversations with the template; ``None`` for those that it rejects."""
+"""Renders conversations with the template. The result is ``None`` for a conversation that it
+rejects.
+"""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """The segments of a template; empty by default. A context is ``2 * role``, plus 1 for the last
-    message.
+    """The segments of a template. They are empty by default.
 
-    ``gaps`` ``[R + 1, 2 R]``, flat: the text before a message, by the previous role (0: none) and
-    its context. ``ends`` ``[R]``: the text after the last message, including the start of the
-    answer. ``None`` means that no such conversation is supported. ``transforms``: ``[2 R]``.
-    ``literals``: texts that a context's content must not contain. ``empties``: contexts whose
-    content must not be empty. A role may appear twice: first for a chat's first message, then for
-    all others.
+    R is the number of roles. A context is a role's number times 2, plus 1 if the message is the
+    last.
+
+    - ``transforms``, ``[2 R]``: for each context, whether content is unchanged, stripped or not
+      supported.
+    - ``gaps``, ``[R + 1, 2 R]``, flat: the text before a message, by the number of the previous
+      role plus 1 (0: no message before) and by the context of the message.
+    - ``ends``, ``[R]``: the text after the last message. It includes the start of the answer.
+    - ``literals``: pairs of a context and a text that its content must not contain.
+    - ``empties``: contexts whose content must not be empty.
+
+    ``None`` in ``gaps`` or ``ends`` means that such conversations are not supported. The role
+    "system" may appear twice: first for a message that is the first of a chat, then for all others.
     """
 
     roles: tuple[str, ...] = ()
@@ -76,12 +85,12 @@ class Chat:
     literals: tuple[tuple[int, str], ...] = ()
     empties: tuple[int, ...] = ()
     reason: str = ""
-    """Why there are no roles."""
+    """Why ``roles`` is empty."""
 
 
 @dataclass(eq=False)
 class _Segments:
-    """Gaps and ends found so far, by role names."""
+    """The gaps and ends found so far, by the names of roles."""
 
     gaps: dict[tuple[str | None, str, bool], str | None]
     ends: dict[str, str | None]
@@ -99,7 +108,9 @@ class _Segments:
 
 
 def read_chat(template: str, render: Render) -> Chat:
-    """Find the segments of a template. Raises NotCompiled if not even one user message has any."""
+    """Find the segments of a template. Raises NotCompiled if not even a chat of one user message
+    can be compiled.
+    """
     orders = [
         _led(order)
         for count in range(1, MOST_MESSAGES + 1)
@@ -110,10 +121,12 @@ def read_chat(template: str, render: Render) -> Chat:
     for order, text in zip(orders, texts, strict=True):
         if segments.rendered(order, _markers(order)) not in (None, text):
             raise NotCompiled(
-                f"its chat template refuses {', '.join(order)}, which no two of these roles do alone"
+                f"its chat template rejects {', '.join(order)}, although it accepts each two of these roles"
             )
     if segments.rendered(["user"], ["a"]) is None:
-        raise NotCompiled("its chat template has no plain place for one message of a user")
+        raise NotCompiled(
+            "its chat template does not insert the content of a user message once and unchanged"
+        )
     known = [order for order in orders if segments.rendered(order, _markers(order)) is not None]
     roles = tuple(role for role in (LEADING, *ROLES) if any(role in order for order in known))
     tested, others = _literals(template)
@@ -134,7 +147,7 @@ def read_chat(template: str, render: Render) -> Chat:
         literals += [(number, text) for text in wrong if text.strip()]
         if any(not text.strip() for text in wrong):
             if transform == AS_IS and any(text for text in wrong if not text.strip()):
-                transforms[-1] = REFUSED  # white space alone is changed
+                transforms[-1] = REFUSED  # the template changes content that is only white space
             empties.append(number)
     gaps = [
         segments.gaps.get((before, role, is_last))
@@ -152,7 +165,7 @@ def _led(order: Sequence[str]) -> tuple[str, ...]:
 
 
 def _segments(orders: Sequence[Sequence[str]], texts: Sequence[str | None]) -> _Segments:
-    """Collect the texts between markers that are the same in all conversations."""
+    """Collect the texts between markers that are equal in all conversations."""
     found = _Segments({}, {})
     for order, text in zip(orders, texts, strict=True):
         pieces = None if text is None else _between(text, _markers(order))
@@ -168,7 +181,7 @@ def _segments(orders: Sequence[Sequence[str]], texts: Sequence[str | None]) -> _
 
 
 def _between(text: str, markers: Sequence[str]) -> list[str] | None:
-    """The texts around markers that each appear once and in order, else ``None``."""
+    """The texts around the markers. ``None`` unless each marker appears once, and in order."""
     pieces = []
     for marker in markers:
         if text.count(marker) != 1:
@@ -211,7 +224,10 @@ def _holds(
     transform: int,
     contents: Sequence[str],
 ) -> bool:
-    """True if the segments render like the template, for each content at each example's position."""
+    """True if the segments give the same text as the template.
+
+    Each content is tried at the position of each example.
+    """
     chats, expected = [], []
     for (order, at), content in itertools.product(examples, contents):
         said = _markers(order)
@@ -223,7 +239,7 @@ def _holds(
 
 
 def _literals(template: str) -> tuple[list[str], list[str]]:
-    """The texts that a template tests for, and all other texts in it."""
+    """The texts that a template searches for in content, and all other texts in it."""
     from jinja2 import Environment, TemplateError, nodes
 
     try:

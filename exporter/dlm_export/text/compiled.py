@@ -1,5 +1,6 @@
-"""Compiles a checkpoint's tokenizer and chat template into one file that is proved equal, or gives
-the reason why not.
+"""Compiles a checkpoint's tokenizer and chat template into one file.
+
+The file is proved to give equal results. If that fails, the reason is recorded instead.
 """
 
 from __future__ import annotations
@@ -26,14 +27,20 @@ _REASON_LIMIT = 400  # characters
 
 @dataclass(frozen=True)
 class Compiled:
-    """``data``: the file, or ``None``. ``entry``: its record for the manifest."""
+    """The compiled file and its record.
+
+    ``data`` is the content of the file, or ``None`` if the tokenizer cannot be compiled. ``entry``
+    is the record for the manifest.
+    """
 
     data: bytes | None
     entry: dict[str, str]
 
 
 def compile_text(tokenizer: Tokenizer, template: str | None) -> Compiled:
-    """Compile a tokenizer and its chat template (``None``: it has no template)."""
+    """Compile a tokenizer and its chat template. ``template`` is ``None`` if there is no chat
+    template.
+    """
     try:
         tables = _tables(json.loads(tokenizer.as_json()), tokenizer)
     except (NotCompiled, BundleError, RequestError) as err:
@@ -65,9 +72,9 @@ def _tables(found: Mapping[str, Any], tokenizer: Tokenizer) -> TextTables:
 
 
 def _with_wholes(tables: TextTables) -> TextTables:
-    """Mark tokens whose text encodes to just that token, so that common words are found fast."""
+    """Mark tokens whose text encodes to that single token, so that common words are found fast."""
     compiled, token_flags = CompiledText(as_bytes(tables)), tables.token_flags.copy()
-    # As ordinary text, an added token's text is encoded to other tokens.
+    # The text of an added token is encoded to other tokens when it is ordinary text.
     added = {each.token for each in tables.added}
     for token, text in enumerate(tables.tokens):
         if (
@@ -94,7 +101,7 @@ def _chat(template: str, tables: TextTables, tokenizer: Tokenizer) -> Chat:
     if not prove_chats(
         CompiledText(as_bytes(replace(tables, chat=chat))), tokenizer, chat, special
     ):
-        raise NotCompiled("no chat of the proof has a compiled form")
+        raise NotCompiled("its compiled chat template rejects all test conversations")
     return chat
 
 

@@ -1,4 +1,6 @@
-"""Tables of Unicode's canonical composition (NFC), in the version of the tokenizers library."""
+"""Makes tables of Unicode's canonical composition (NFC), for the Unicode version of the tokenizers
+library.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,23 @@ from dataclasses import dataclass
 import numpy as np
 
 CODE_POINTS = 0x110000
-LAST_PLANE = 0x30000  # no characters from here on compose
+LAST_PLANE = 0x30000  # characters from here on have no compositions
 STARTS = 255
-"""Class of a starter that may change together with its neighbour."""
+"""Class of a starter (a character of combining class 0) that may change together with its
+neighbour.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Composition:
     """Tables of canonical composition.
 
-    ``classes`` uint8 ``[0x110000]``: 0 for characters that never change, STARTS, or a combining
-    class. ``decompositions``: full, by code point. ``pairs``: two code points -> their composition.
-    Hangul syllables follow a rule and are in neither.
+    - ``classes``, uint8 ``[0x110000]``: 0 for characters that never change, STARTS, or the
+      combining class of a mark.
+    - ``decompositions``: the full decomposition of characters, by code point.
+    - ``pairs``: the composition of two code points.
+
+    Hangul syllables follow a rule, and are in neither ``decompositions`` nor ``pairs``.
     """
 
     classes: np.ndarray
@@ -30,7 +37,10 @@ class Composition:
 
 @functools.cache
 def composition() -> Composition:
-    """Python's tables without characters that the library does not know. ``proof`` checks them."""
+    """Make the tables from Python's, without characters that the tokenizers library does not know.
+
+    ``proof`` checks the result.
+    """
     from tokenizers import normalizers
 
     composed, decomposed = normalizers.NFC().normalize_str, normalizers.NFD().normalize_str
@@ -40,14 +50,14 @@ def composition() -> Composition:
     for point in range(0x80, LAST_PLANE):
         letter = chr(point)
         order, mapping = unicodedata.combining(letter), unicodedata.decomposition(letter)
-        # The library reorders a mark it knows before U+0345, which has the highest class.
+        # The library knows a mark if it moves the mark before U+0345, which has the highest class.
         if order and (order >= 240 or decomposed("\u0345" + letter)[0] != "\u0345"):
             classes[point] = order
         if not mapping or mapping.startswith("<"):
             continue
         whole = decomposed(letter)
         if whole == letter:
-            continue  # newer than the library
+            continue  # the character is newer than the library
         decompositions[point] = tuple(map(ord, whole))
         if composed(letter) == letter:
             first, second = (int(part, 16) for part in mapping.split())
@@ -57,5 +67,6 @@ def composition() -> Composition:
     for _, second in pairs:
         if not classes[second]:
             classes[second] = STARTS
-    classes[0x1161:0x1176] = classes[0x11A8:0x11C3] = STARTS  # vowels and tails of Hangul
+    # The vowels and final consonants of Hangul.
+    classes[0x1161:0x1176] = classes[0x11A8:0x11C3] = STARTS
     return Composition(classes, decompositions, pairs)

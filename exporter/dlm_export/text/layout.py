@@ -1,5 +1,6 @@
-"""Writes the compiled text file: a header of sizes, then arrays of int32 and bytes, as
-runtime/native/src/text/text_file.cc reads them.
+"""Writes the compiled text file: a header of sizes, and then arrays of int32 and of bytes.
+
+runtime/native/src/text/text_file.cc reads it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from dlm_export.text.splits import Splits
 
 MAGIC = b"DLMTEXT\x01"
 SPECIAL, WHOLE, BYTE = 1, 2, 4
-"""Token flags: decodes to nothing; its text encodes to just this token; one byte of a character
-missing from the vocabulary.
+"""Flags of a token. SPECIAL: it decodes to nothing. WHOLE: its text encodes to this single token.
+BYTE: it is one byte of a character that the vocabulary lacks.
 """
 STRIPS_LEFT, STRIPS_RIGHT = 1, 2
 SPACE_LETTER, STARTS_WITH_SPACE, BYTE_FALLBACK, STRIPS_SPACE = 1, 2, 4, 8
@@ -25,7 +26,10 @@ SPACE_LETTER, STARTS_WITH_SPACE, BYTE_FALLBACK, STRIPS_SPACE = 1, 2, 4, 8
 
 @dataclass(frozen=True)
 class Added:
-    """A text that is always one token. ``is_raw``: found before normalisation, not after."""
+    """A text that is always encoded as one token.
+
+    If ``is_raw``, the text is searched for before normalisation, otherwise after it.
+    """
 
     text: bytes
     token: int
@@ -35,11 +39,14 @@ class Added:
 
 @dataclass(frozen=True, eq=False)
 class TextTables:
-    """The content of the file.
+    """The content of a compiled text file.
 
-    ``tokens`` has the text of each token, ``token_flags`` uint8 ``[V]`` their flags. ``byte_ids``
-    int32 ``[256]`` has -1 for missing bytes; ``chars`` has the tokens of characters by code point;
-    ``merges`` is int32 ``[M, 3]``.
+    - ``tokens``: the text of each token.
+    - ``token_flags``: the flags of each token, uint8 ``[V]``.
+    - ``byte_ids``: the token of each byte, int32 ``[256]``; -1 if there is none.
+    - ``chars``: the token of each character that is one, by code point.
+    - ``merges``: for each merge in order, the left token, the right token and the result, int32
+      ``[M, 3]``.
     """
 
     tokens: Sequence[bytes]
@@ -57,7 +64,7 @@ class TextTables:
 
 
 def as_bytes(tables: TextTables) -> bytes:
-    """Serialise the tables."""
+    """Serialise the tables to the content of the file."""
     added = sorted(tables.added, key=lambda each: (not each.is_raw, each.text))
     chars = sorted(tables.chars.items())
     composition, splits, chat = tables.composition, tables.splits, tables.chat
@@ -143,13 +150,15 @@ def as_bytes(tables: TextTables) -> bytes:
 
 
 def _starts(parts: Sequence[Sequence[object] | np.ndarray]) -> np.ndarray:
-    """Start offsets of concatenated parts, and the end of the last one."""
+    """The offset of each part when the parts are concatenated, and at the end the total length."""
     return np.cumsum([0, *map(len, parts)])
 
 
 def _pages(values: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Compress one value per code point to distinct pages of 256: page numbers int32 ``[4352]``,
-    and pages uint8 ``[P * 256]``.
+    """Compress a table that has one value per code point, by storing equal pages of 256 values
+    once.
+
+    Returns the number of each page, int32 ``[4352]``, and the different pages, uint8 ``[P * 256]``.
     """
     if values is None:
         return np.zeros(0, np.int32), np.zeros(0, np.uint8)

@@ -1,4 +1,4 @@
-"""A compiled text file in the native library, for proofs, measurements and tests against Python."""
+"""Opens a compiled text file in the native library, for proofs, measurements and tests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ _PROMPT, _SPECIAL = 1, 2  # flags of dlm_text_encode
 
 
 class CompiledText:
-    """Created from a file's bytes. Raises BundleError if damaged, RequestError for bad input."""
+    """A compiled text file in the native library, created from its bytes.
+
+    Raises BundleError if the file is damaged, and RequestError for input that it rejects.
+    """
 
     def __init__(self, data: bytes) -> None:
         self._library, self._handle = _native.library(), C.c_void_p()
         self._message = C.create_string_buffer(_native.MESSAGE_BYTES)
-        # Buffers for results; they grow as needed.
+        # Buffers for results. They grow as needed.
         self._ids_out, self._text = np.empty(1024, np.int32), np.empty(4096, np.uint8)
         self._check(
             self._library.dlm_text_read(data, len(data), *self._report, C.byref(self._handle))
@@ -31,8 +34,10 @@ class CompiledText:
     def encode(
         self, text: str | bytes, is_prompt: bool = False, special_tokens: bool = False
     ) -> list[int]:
-        """Token ids. ``is_prompt`` adds the tokenizer's tokens around a prompt; ``special_tokens``:
-        see ``Options``.
+        """Encode text to token ids.
+
+        ``is_prompt`` adds the tokens that the tokenizer puts around a prompt. ``special_tokens`` is
+        explained at ``Options``.
         """
         data = text.encode() if isinstance(text, str) else text
         flags = (_PROMPT if is_prompt else 0) | (_SPECIAL if special_tokens else 0)
@@ -41,13 +46,13 @@ class CompiledText:
     def encode_chat(
         self, messages: Sequence[Mapping[str, str]], special_tokens: bool = False
     ) -> list[int]:
-        """Token ids of a chat."""
+        """Encode a chat to token ids."""
         return self._ids(
             self._library.dlm_chat_encode, *_chat(messages), _SPECIAL if special_tokens else 0
         )
 
     def _ids(self, function: Any, *given: Any) -> list[int]:
-        """Call a function that writes ids and their number; returns the ids."""
+        """Call a function that writes ids and their number, and return the ids."""
         count = C.c_size_t()
         while True:
             out = self._ids_out.ctypes.data_as(_native.i32p)
@@ -61,14 +66,14 @@ class CompiledText:
             self._ids_out = np.empty(2 * count.value, np.int32)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Decode token ids to text."""
         given = np.asarray(tokens, np.int32)
         return self._filled(
             self._library.dlm_text_decode, given.ctypes.data_as(_native.i32p), given.size
         )
 
     def _filled(self, function: Any, *given: Any) -> str:
-        """Call a function that writes text and its size; returns the text."""
+        """Call a function that writes text and its size, and return the text."""
         size = C.c_size_t()
         while True:
             out = self._text.ctypes.data_as(C.c_char_p)
@@ -80,7 +85,7 @@ class CompiledText:
             self._text = np.empty(2 * size.value, np.uint8)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """A chat as text."""
+        """Render a chat as text."""
         return self._filled(self._library.dlm_chat_render, *_chat(messages))
 
     @property

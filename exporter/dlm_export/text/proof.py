@@ -1,4 +1,4 @@
-"""Checks that a compiled text file gives the same ids, text and chats as Python's libraries."""
+"""Checks that a compiled text file gives the same token ids, text and chats as Python's libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def prove_tokens(
     added: Sequence[str],
     lines: int = LINES,
 ) -> None:
-    """Raises NotCompiled for the first text that is encoded differently, or row of ids that is
+    """Compare encoding and decoding with Python's tokenizer on generated texts and rows of token
+    ids.
+
+    Raises NotCompiled at the first text that is encoded differently, or at the first row that is
     decoded differently.
     """
     for special_tokens in (True, False):
@@ -59,10 +62,11 @@ def prove_chats(
     special: Sequence[str] = (),
     chats: int = CHATS,
 ) -> int:
-    """The number of conversations that were rendered and not rejected; messages may contain the
-    texts ``special``.
+    """Compare rendered and encoded conversations with Python's. Messages may contain the texts in
+    ``special``.
 
-    Raises NotCompiled for the first whose text or token ids differ from Python's.
+    Returns the number of conversations that the compiled template rendered instead of rejecting.
+    Raises NotCompiled at the first conversation whose text or token ids differ.
     """
     rendered = 0
     literals = sorted({*special, *(text for _, text in chat.literals)})
@@ -87,7 +91,7 @@ def prove_chats(
 def _chat_ids(
     tokenizer: Tokenizer, messages: list[dict[str, str]], otherwise: list[int]
 ) -> list[int]:
-    """Token ids of a conversation; ``otherwise`` if Python rejects it."""
+    """Python's token ids of a conversation, or ``otherwise`` if Python rejects it."""
     try:
         return tokenizer.encode_chat(messages)
     except RequestError:
@@ -95,7 +99,7 @@ def _chat_ids(
 
 
 def _encoded(compiled: CompiledText, text: str, special_tokens: bool) -> list[int] | None:
-    """Token ids, or ``None`` for a rejected text."""
+    """Token ids of a text, or ``None`` if the text is rejected."""
     try:
         return compiled.encode(text, special_tokens=special_tokens)
     except RequestError:

@@ -1,7 +1,10 @@
-"""The error for a tokenizer or template that cannot be compiled."""
+"""The exception for a tokenizer or chat template that cannot be compiled."""
 
 from __future__ import annotations
 
 
 class NotCompiled(Exception):
-    """The reason, as shown in the manifest and in the C library's messages."""
+    """Raised if a tokenizer or chat template cannot be compiled.
+
+    The message is the reason, which the manifest and the messages of the C library show.
+    """

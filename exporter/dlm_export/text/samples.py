@@ -1,6 +1,8 @@
 # ruff: noqa: RUF001
-"""Text for comparing tokenizers: many scripts, white space, code, marks in any order, and a
-vocabulary's letters.
+"""Generates texts, rows of token ids and chats for comparing two tokenizers.
+
+The texts have many scripts, white space, code, combining marks in any order, and texts of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ _SPACES = (
     "",
     "",
 )
-# The first code point of each script, and the number of characters to draw from.
+# Ranges to draw characters from: the first code point of a script, and the number of code points.
 _SCRIPTS = (
     *(
         (0x20, 95),
@@ -110,14 +112,15 @@ _SCRIPTS = (
         (0xE0100, 0xF0),
     ),
 )
-_MARKS = (0x300, 0x70)  # combining marks, which follow letters
+_MARKS = (0x300, 0x70)  # the same for combining marks, which follow letters
 
 
 def lines(
     count: int, vocabulary: Sequence[str] = (), added: Sequence[str] = (), seed: int = 0
 ) -> Iterator[str]:
-    """``count`` texts: fixed ones first, then random ones, which may contain texts of
-    ``vocabulary`` and ``added``.
+    """Yield ``count`` texts: first fixed ones, then random ones.
+
+    The random texts may contain texts of ``vocabulary`` and ``added``.
     """
     yield from _LINES[:count]
     source = random.Random(seed)
@@ -141,7 +144,10 @@ def lines(
 
 
 def rows(count: int, vocab_size: int, seed: int = 0) -> Iterator[list[int]]:
-    """``count`` rows of random token ids; some use few different ids, so they repeat."""
+    """Yield ``count`` rows of random token ids.
+
+    Two of three rows draw from few different ids, so that ids repeat.
+    """
     source = random.Random(seed)
     for number in range(count):
         few = min(vocab_size, (vocab_size, 400, 40)[number % 3])
@@ -152,7 +158,9 @@ def rows(count: int, vocab_size: int, seed: int = 0) -> Iterator[list[int]]:
 def chats(
     count: int, roles: Sequence[str], literals: Sequence[str], seed: int = 0
 ) -> Iterator[list[dict[str, str]]]:
-    """``count`` random conversations of up to six messages, which may contain ``literals``."""
+    """Yield ``count`` random conversations of up to six messages. Messages may contain
+    ``literals``.
+    """
     source = random.Random(seed)
     contents = [*lines(60, added=[*literals], seed=seed), "", " ", "\n", *literals]
     usual = [role for role in ("user", "assistant") if role in roles]

@@ -1,13 +1,15 @@
 """Compiles split patterns to automata over character classes.
 
-A tokenizer cuts text at the matches of a regular expression with backtracking semantics: the
-leftmost match, and among the ways to match there the first one tried. An automaton gives the same
-result if each state is a list of places in the expression, in the order in which backtracking would
-try them (R. Cox, "Regular Expression Matching in the Wild", 2010). Places after one that ends the
-expression are never tried. A match may depend on the next character, as in ``\\s+(?!\\S)``: a state
-learns of its match when it reads the next character.
+A tokenizer cuts text at the matches of a regular expression. The expression is matched by
+backtracking: the leftmost match is taken, and if there are several ways to match there, the first
+one that is tried. An automaton gives the same result if each of its states is a list of places in
+the expression, in the order in which backtracking would try them (R. Cox, "Regular Expression
+Matching in the Wild", 2010). Once a place ends the expression, the places after it in the list are
+never tried.
 
-The tokenizers library itself is asked which characters ``\\s`` or ``\\p{L}`` match.
+Whether there is a match may depend on the next character, as in ``\\s+(?!\\S)``. An automaton
+therefore reports a match only when it reads the next character. The tokenizers library is called
+to find which characters ``\\s`` or ``\\p{L}`` match.
 """
 
 from __future__ import annotations
@@ -28,13 +30,16 @@ _SHORT = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "e": "\x1b", "a
 _PROPERTY = re.compile(r"\\[pP]\{\^?[A-Za-z_ ]{1,32}\}|\\[sSdDwW]")
 _HEX = re.compile(r"\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{2})|\\x\{([0-9a-fA-F]{1,6})\}")
 _REPEAT = re.compile(r"\{(\d{0,3})(,?)(\d{0,3})\}")
-# Letters that fold to an ASCII letter but are not its other case.
+# Letters that equal an ASCII letter if case is ignored, but are neither its lower nor its upper
+# case.
 _FOLDED = {"s": "\N{LATIN SMALL LETTER LONG S}", "k": "\N{KELVIN SIGN}"}
 
 
 @dataclass(frozen=True)
 class Split:
-    """A pattern's source, or the name of a pre-tokenizer without one: "Digits"."""
+    """The source of a split pattern. The pre-tokenizer "Digits" has no pattern and is given by its
+    name.
+    """
 
     pattern: str
     is_literal: bool = False
@@ -42,11 +47,12 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """Compiled patterns.
+    """Compiled split patterns.
 
-    ``classes`` uint8 ``[0x110000]``: class of each code point. Each split has a table int32
-    ``[states, classes + 1]``; its last column is for the end of the text. An entry is twice (next
-    state + 1), or 0 if there is none, plus 1 if a match ends before this character.
+    ``classes``, uint8 ``[0x110000]``, is the class of each code point. Each pattern has a table
+    int32 ``[states, classes + 1]``, whose last column is for the end of the text. An entry is 0 if
+    there is no next state, otherwise 2 * (next state + 1). If a match ends before this character,
+    the entry is greater by 1.
     """
 
     classes: np.ndarray
@@ -54,16 +60,17 @@ class Splits:
     tables: list[np.ndarray]
 
 
-# Parts of an expression: places that consume a character, choose, look ahead, or end.
+# The places of an expression. A place consumes a character, chooses between places, looks ahead, or
+# ends.
 @dataclass(frozen=True)
 class _Take:
-    characters: int  # index of a set
+    characters: int  # number of a set of characters
     to: int
 
 
 @dataclass(frozen=True)
 class _Choose:
-    to: tuple[int, ...]  # in the order of trying
+    to: tuple[int, ...]  # in the order in which they are tried
 
 
 @dataclass(frozen=True)
@@ -78,12 +85,13 @@ class _End:
 
 
 _Place = _Take | _Choose | _Look | _End
-_Make = Callable[[int], int]  # creates a part's places before a given place; returns the first
+# Creates the places of a part, which continue at a given place; returns the first of them.
+_Make = Callable[[int], int]
 
 
 @dataclass(eq=False)
 class _Sets:
-    """Distinct sets of characters."""
+    """The different sets of characters in the patterns, by number."""
 
     numbers: dict[bytes, int] = field(default_factory=dict)
     members: list[np.ndarray] = field(default_factory=list)
@@ -101,7 +109,7 @@ class _Sets:
 
 
 def compile_splits(splits: Sequence[Split]) -> Splits:
-    """Compile patterns. Raises NotCompiled for an unsupported or too large one."""
+    """Compile split patterns. Raises NotCompiled if a pattern is not supported or is too large."""
     sets = _Sets()
     programs = [_Parser(split, sets).program() for split in splits]
     classes, signatures = _classes(sets.members)
@@ -113,13 +121,16 @@ def compile_splits(splits: Sequence[Split]) -> Splits:
 
 
 def _classes(sets: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Group characters that no set distinguishes: the class of each code point, and the sets of
-    each class as bits.
+    """Group characters into classes. Characters are in one class if no set contains only some of
+    them.
+
+    Returns the class of each code point, and for each class the sets that contain it, as bits.
     """
     signature = np.zeros(CODE_POINTS, np.uint64)
     for number, members in enumerate(sets):
         signature |= members.astype(np.uint64) << np.uint64(number)
-    starts = np.append(0, np.nonzero(np.diff(signature))[0] + 1)  # starts of runs; there are few
+    # The start of each run of equal values; there are few runs.
+    starts = np.append(0, np.nonzero(np.diff(signature))[0] + 1)
     found, numbers = np.unique(signature[starts], return_inverse=True)
     if len(found) > MOST_CLASSES:
         raise NotCompiled(
@@ -138,10 +149,10 @@ def _determinised(places: Sequence[_Place], first: int, signatures: Sequence[int
         for signature in [*signatures, None]:  # None: the end of the text
             has_matched, behind = _step(places, state, signature)
             if has_matched and not rows:
-                raise NotCompiled("a split pattern matches texts of no length")
+                raise NotCompiled("a split pattern matches an empty text")
             if behind and behind not in numbers:
                 if len(order) == MOST_STATES:
-                    raise NotCompiled(f"a split pattern takes more than {MOST_STATES} states")
+                    raise NotCompiled(f"a split pattern needs more than {MOST_STATES} states")
                 numbers[behind] = len(order)
                 order.append(behind)
             row.append(2 * (numbers[behind] + 1 if behind else 0) + has_matched)
@@ -152,7 +163,10 @@ def _determinised(places: Sequence[_Place], first: int, signatures: Sequence[int
 def _step(
     places: Sequence[_Place], state: tuple[int, ...], signature: int | None
 ) -> tuple[bool, tuple[int, ...]]:
-    """Say if a match ends before a character, and give the next state."""
+    """Take one step of the automaton: whether a match ends before a character, and the next state.
+
+    ``signature`` has the sets that contain the character, as bits; ``None`` is the end of the text.
+    """
     behind: dict[int, None] = {}
     seen: set[int] = set()
     waiting = [*reversed(state)]
@@ -244,12 +258,13 @@ class _Parser:
         def make(to: int) -> int:
             if most == 1:  # x?
                 return self._new(_Choose((part(to), to)))
-            # The tokenizers library ends a repeat at the first iteration that consumes nothing;
-            # other engines continue. Such a repeat would be ambiguous.
+            # A repeat of something that can match an empty text is rejected, because it is
+            # ambiguous: the tokenizers library ends the repeat at the first empty iteration, and
+            # other engines continue.
             again = self._new(_Choose(()))
             first = part(again)
             if self._is_empty(first, again):
-                raise self._refused("a repeat of what may have no length")
+                raise self._refused("a repeat of a part that can match an empty text")
             if most is None:
                 self._places[again] = _Choose((first, to))
                 to = again
@@ -264,7 +279,7 @@ class _Parser:
         return make
 
     def _is_empty(self, first: int, last: int) -> bool:
-        """True if one place can reach another without consuming a character."""
+        """True if place ``last`` can be reached from place ``first`` without consuming a character."""
         waiting, seen = [first], set[int]()
         while waiting:
             at = waiting.pop()
@@ -321,7 +336,7 @@ class _Parser:
 
     def _close(self) -> None:
         if not self._take(")"):
-            raise self._refused("something before the ) of a group")
+            raise self._refused("unsupported syntax before the ) of a group")
 
     def _taking(self, members: np.ndarray) -> _Make:
         number = self._sets.number(members)
@@ -331,7 +346,7 @@ class _Parser:
         return lambda to: self._new(_Look(number, is_negative, to))
 
     def _set(self) -> np.ndarray:
-        """One character, class or escape of the expression, as a set."""
+        """Parse one character, class or escape, and return its set of characters."""
         if self._take("["):
             return self._class()
         if self._take("."):
@@ -374,7 +389,7 @@ class _Parser:
         return ~members if is_negative else members
 
     def _letter(self) -> str | np.ndarray:
-        """A character, or the set of an escape."""
+        """Parse a character, or an escape that stands for a set."""
         if self._text[self._at] != "\\":
             self._at += 1
             return self._text[self._at - 1]
@@ -405,12 +420,14 @@ def _only(letters: str) -> np.ndarray:
 
 @functools.cache
 def _members(escape: str) -> np.ndarray:
-    """The characters of an escape such as ``\\p{L}``. Raises NotCompiled if it is unknown."""
+    """The characters that an escape such as ``\\p{L}`` matches. Raises NotCompiled if it is
+    unknown.
+    """
     from tokenizers import Regex, pre_tokenizers
 
     try:
         split = pre_tokenizers.Split(Regex(escape), behavior="removed")
-    except Exception as err:  # the library has no specific exception for it
+    except Exception as err:  # the library raises no specific exception here
         raise NotCompiled(f"its split pattern names {escape}, which is unknown: {err}") from err
     members = np.ones(CODE_POINTS, bool)
     for start, text in _planes():
@@ -426,7 +443,7 @@ def _digits() -> np.ndarray:
 
     members = np.zeros(CODE_POINTS, bool)
     for start, text in _planes():
-        # The text starts with a letter, so every second piece is digits.
+        # The text starts with a letter, so every second piece consists of digits.
         pieces = pre_tokenizers.Digits(individual_digits=False).pre_tokenize_str("a" + text)
         for _, (first, last) in pieces[1::2]:
             members[start + first - 1 : start + last - 1] = True
@@ -434,8 +451,8 @@ def _digits() -> np.ndarray:
 
 
 def _filled(members: np.ndarray) -> np.ndarray:
-    """Exclude surrogates, and extend the result of each probed plane's first character to the whole
-    plane.
+    """Complete the set: exclude surrogates, and fill planes where only the first character was
+    tested.
     """
     members[0xD800:0xE000] = False
     for plane in _ALIKE:
@@ -443,13 +460,14 @@ def _filled(members: np.ndarray) -> np.ndarray:
     return members
 
 
-# Planes without characters, and private-use planes: all their code points behave alike.
+# Planes that are empty or for private use. All code points of such a plane behave alike, so only
+# the first is tested.
 _ALIKE = (*range(4, 14), 15, 16)
 
 
 @functools.cache
 def _planes() -> list[tuple[int, str]]:
-    """Characters to test, in parts, each with its first code point."""
+    """The characters to test, as several texts, each with the code point of its first character."""
     whole = [(plane << 16, plane + 1 << 16) for plane in (1, 2, 3, 14)]
     bounds = [
         (0, 0xD800),

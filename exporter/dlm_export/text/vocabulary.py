@@ -1,8 +1,9 @@
-"""Reads a tokenizer.json as tables: BPE over bytes (GPT-2's), or over characters with byte
-fallback.
+"""Reads a tokenizer.json as tables. Two kinds of BPE are supported.
 
-Everything else is rejected by name. If the vocabulary writes spaces as U+2581 (SentencePiece), the
-tables use spaces instead; the original treats both the same.
+One is BPE over bytes, as in GPT-2. The other is BPE over characters, where characters that the
+vocabulary lacks become bytes (byte fallback). Everything else is rejected with an error that names
+it. Some vocabularies (SentencePiece) have U+2581 in place of spaces. Then the tables have spaces,
+because the tokenizer treats both alike.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ from dlm_runtime.constraints.vocabulary import BYTES
 
 _LETTER = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# The split pattern of the pre-tokenizer ByteLevel, from GPT-2's published code.
+# The split pattern of the pre-tokenizer ByteLevel, from the published code of GPT-2.
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 Part = Mapping[str, Any]
 
 
 def read_tables(found: Part, spelled: Sequence[str | None]) -> TextTables:
-    """The tables of a tokenizer.json, without a chat; ``spelled`` has the library's spelling of
-    each id. Raises NotCompiled.
+    """Make the tables of a tokenizer.json, without the chat template. Raises NotCompiled.
+
+    ``spelled`` has the text of each token id, as the tokenizers library returns it.
     """
     model = found["model"]
     if model["type"] != "BPE":
@@ -127,7 +129,7 @@ def _of_characters(
         raise NotCompiled(
             f"it normalises by {_named(normalisers)}; without ByteLevel, only U+2581 for spaces is compiled"
         )
-    # The text has no spaces here, so this splits nothing.
+    # The text has no spaces at this point, so a split at spaces does nothing.
     if any(
         part
         != {
@@ -181,7 +183,11 @@ def _of_characters(
 
 
 def _parts(part: Part | None, members: str) -> list[Part]:
-    """Flatten a normaliser, pre-tokenizer or decoder: empty, itself, or a sequence's members."""
+    """The members of a normaliser, pre-tokenizer or decoder.
+
+    A sequence has several members, in order. ``None`` gives an empty list. Anything else is its own
+    member.
+    """
     if part is None:
         return []
     if part["type"] != "Sequence":
@@ -214,7 +220,10 @@ def _is_spelled(name: str) -> bool:
 
 
 def _bytes_of(name: str) -> bytes:
-    """The bytes that ByteLevel decodes a token to; its own text if a letter encodes no byte."""
+    """The bytes that ByteLevel decodes a token to.
+
+    If a letter of the token stands for no byte, they are the bytes of the token's own text.
+    """
     return bytes(BYTES[letter] for letter in name) if _is_spelled(name) else name.encode()
 
 
@@ -222,7 +231,7 @@ def _merges(model: Part) -> np.ndarray:
     vocab, ranks = model["vocab"], dict[tuple[int, int], tuple[int, int]]()
     for rank, merge in enumerate(model["merges"]):
         left, right = merge.split(" ") if isinstance(merge, str) else merge
-        # If a pair is listed twice, the last rank counts.
+        # If a pair is listed twice, its last rank is used.
         ranks[vocab[left], vocab[right]] = (rank, vocab[left + right])
     ordered = sorted((rank, left, right, made) for (left, right), (rank, made) in ranks.items())
     return np.array([row[1:] for row in ordered], np.int32).reshape(-1, 3)
@@ -246,11 +255,11 @@ def _added(token: Part, normalise: Any) -> Added:
 
 
 def _around(processor: Part | None) -> dict[str, Any]:
-    """The tokens before and after a prompt."""
+    """The tokens that the tokenizer puts before and after a prompt."""
     around: dict[str, Any] = {"prefix": [], "suffix": []}
     for part in _parts(processor, "processors"):
         if part["type"] == "ByteLevel":
-            continue  # it changes offsets, not tokens
+            continue  # this changes offsets, but no tokens
         if part["type"] != "TemplateProcessing" or any(around.values()):
             raise NotCompiled(f"it puts tokens around text by {part['type']}")
         sequences = [piece for piece in part["single"] if "Sequence" in piece]
