@@ -162,7 +162,7 @@ def test_the_demo_answers_a_second_message_by_itself_and_says_so(demo_bundle: Pa
     calls = [json.loads(line) for line in done.stdout.splitlines()]
     assert [call["name"] for call in calls] == ["set_light", "add_reminder", "set_light"]
     assert done.stderr.count("single commands: give one message") == 1
-    assert done.stderr.count("From now on, each message is answered by itself") == 1
+    assert done.stderr.count("From now on, each message is answered without the earlier ones") == 1
 
 
 def test_a_conversation_with_little_room_says_how_much_is_left(demo_bundle: Path) -> None:

@@ -258,4 +258,4 @@ def test_the_text_of_a_file_in_its_names_place_is_told_from_a_missing_file(
 ) -> None:
     refused = invoke("run", llada_bundle, "--tokens", "1", "--schema", '{"type": "object"}')
     assert refused.exit_code == 2
-    assert "this is JSON, and the option takes the file that it is in" in refused.stderr
+    assert "this is JSON; write it to a file, and pass the file" in refused.stderr

@@ -184,21 +184,21 @@ def test_onnxruntimes_gpu_wheel_stands_for_the_other_and_both_are_noted() -> Non
     both = of(
         replace(BARE, onnxruntime_wheels={"onnxruntime": "1.31.1", "onnxruntime-gpu": "1.31.1"})
     )
-    assert both["base", "its wheels"].remedy.startswith(
+    assert both["base", "ONNX Runtime wheels"].remedy.startswith(
         "pip uninstall -y onnxruntime onnxruntime-gpu"
     )
 
 
 def test_telemetry_that_is_left_on_is_noted() -> None:
-    assert of(BARE)["base", "its telemetry"].state == OK
-    assert of(replace(BARE, telemetry="0"))["base", "its telemetry"].state == NOTE
+    assert of(BARE)["base", "ONNX Runtime telemetry"].state == OK
+    assert of(replace(BARE, telemetry="0"))["base", "ONNX Runtime telemetry"].state == NOTE
 
 
 def test_a_pc_whose_gpu_has_no_driver_is_told_so_and_its_base_still_works() -> None:
     machine = replace(RTX, driver=NO_DRIVER)
     driver = of(machine)["GPU", "driver"]
     assert driver.state == MISSING
-    assert "an NVIDIA GPU is on the bus" in driver.said
+    assert "an NVIDIA GPU on the PCI bus" in driver.said
     assert "nvidia-driver" in driver.remedy
     assert works(machine)
     asked = of(machine, "rtx5090")
@@ -246,7 +246,7 @@ def test_a_thor_whose_library_was_built_without_tensorrt_is_told_the_command() -
     older = replace(
         THOR, driver=Driver("12.8", (Gpu("NVIDIA Thor", 101, 122 * GIB),))
     )  # the name that CUDA 12 uses
-    assert ("board", "its GPU") not in of(older)
+    assert ("board", "GPU") not in of(older)
 
 
 def test_a_jetson_in_a_container_without_the_hosts_files_is_still_judged() -> None:
@@ -362,7 +362,7 @@ def test_a_bundle_for_gpus_wants_an_engine_of_this_gpu_and_this_tensorrt(
     assert fits["bundle", "engine"].said == "TensorRT on Orin"
     for change, reason in (
         ({"sm": [110]}, "agx-orin is for SM 11.0"),
-        ({"version": "10.7.0.23"}, "agx-orin is of TensorRT 10.7.0.23, 10.3.0.30 is here"),
+        ({"version": "10.7.0.23"}, "agx-orin needs TensorRT 10.7.0.23, not 10.3.0.30"),
         (
             {"builder": "tensorrt_rtx"},
             "agx-orin is for TensorRT-RTX, the native library is for TensorRT",
@@ -498,7 +498,7 @@ def _library(folder: Path, name: str, source: str) -> str:
 
 @pytest.mark.parametrize(
     ("init", "failure"),
-    [("0", None), ("100", "CUresult 100"), ("*(volatile int *)0", "ended the process that asked")],
+    [("0", None), ("100", "CUresult 100"), ("*(volatile int *)0", "libcuda.so.1 crashed")],
 )
 def test_the_driver_is_asked_in_a_process_of_its_own(
     tmp_path: Path, init: str, failure: str | None

@@ -185,7 +185,7 @@ def test_a_denoiser_that_does_not_look_ahead_infills_nothing() -> None:
         (
             ("--infill", "a <mask>", "--max-new-tokens", "4"),
             2,
-            "--infill takes --hole-tokens for the length of holes",
+            "--infill does not take --max-new-tokens",
         ),
     ],
 )

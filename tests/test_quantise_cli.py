@@ -661,7 +661,7 @@ def test_the_default_effort_says_how_much_it_judged_and_full_runs_the_reference_
     shown = _run(*arguments)
     assert shown.exit_code == 0, shown.output
     assert (
-        "Judged by 2 samples (as asked), on canvases that the candidate met; 0 runs of the reference were free"
+        "Judged on 2 samples (as requested), on canvases of the candidate's loop; the reference ran freely on 0 prompts"
         in shown.stdout
     )
     assert int8[1]["judgement"]["effort"]["states_of"] == "candidate"

@@ -124,7 +124,7 @@ def test_verdict_figures_and_worst_places_are_in_words(page_text: str) -> None:
         "1.031 (0.990 to 1.070)",
         "\N{MINUS SIGN}0.6 (\N{MINUS SIGN}1.8 to +0.4)",
         "At threshold 0.92 instead of 0.9",
-        "Loops of preset fast-dllm that commit earlier or later, on 11 samples",
+        "Variants of the preset fast-dllm that commit tokens earlier or later, measured on 11 samples",
         "low 65.0% 5.00 threshold = 0.6 medium 70.0% 8.00",
         "e5" * 32,
         f"The other {12 * len(ROLES) - page.FIGURE_LAYERS} layers",

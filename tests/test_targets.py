@@ -309,7 +309,7 @@ def test_what_no_source_prints_is_told_beside_the_rates() -> None:
     printed = CliRunner().invoke(
         main, ["plan", "--sizes", "1B", "--targets", "agx-orin", "--precisions", "fp16,int8-static"]
     )
-    assert "Derived, as no source prints it: fp16 rate (half of int8's" in printed.stdout
+    assert "Not published, so derived: fp16 rate (half of int8's" in printed.stdout
     assert "missing" not in printed.stdout
     listed = json.loads(CliRunner().invoke(main, ["targets", "--json"]).stdout)["targets"]
     assert {target["name"]: target["derived"] for target in listed if target["derived"]} == derived

@@ -1,7 +1,8 @@
-"""The command ``dlm-export``: its commands in sections, errors as one line, and exit codes.
+"""The program ``dlm-export``: groups its commands, prints errors as one line, and sets exit codes.
 
-Results go to stdout, progress and warnings to stderr. ``dlm_runtime.errors.ExitCode`` has the exit
-codes. A process that a signal ends dies by that signal, so that a shell loop around it stops too.
+Results go to stdout; progress and warnings go to stderr. ``dlm_runtime.errors.ExitCode`` lists the
+exit codes. If a signal ends the program, the program dies by that signal. A shell loop around it
+then stops too.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ def _failure(error: DlmError) -> click.ClickException:
 
 
 class _Group(cloup.Group):
-    """Turns errors of this package into one line and an exit code. Others keep their traceback."""
+    """Prints an error of this package as one line, and exits with its code.
+
+    Other exceptions keep their traceback, because they are bugs.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -92,7 +96,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Print warnings of this package as one line, without the line of code."""
+    """Print a warning of this package as one line, without the line of code that Python adds."""
     if issubclass(category, DlmWarning):
         warn(str(message))
     else:

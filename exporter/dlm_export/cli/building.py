@@ -1,4 +1,4 @@
-"""Making bundles: ``build``, ``quantize``, ``engine``."""
+"""The commands that create bundles or parts of them: ``build``, ``quantize`` and ``engine``."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ if TYPE_CHECKING:
     from dlm_export.planning.tuning import Tuning
     from dlm_export.tensorrt.engine import Built
 
-LISTED = 8  # layers that are listed by name
+LISTED = 8  # the most layers that are listed by name
 
 
 def _common(precision: str, **settings: Any) -> Any:
-    """The common options of ``build`` and ``quantize``."""
+    """Declare the common options of ``build`` and ``quantize``."""
     return group(
         "Common options",
         output_option("Folder of the bundle to write.", "DIR"),
@@ -130,9 +130,10 @@ def quantize(source: Path, output: Path, **values: Any) -> None:
 def engine(
     bundle: Path, target: str, force: bool, remove: bool, as_json: bool, **values: Any
 ) -> None:
-    """Build a TensorRT engine into BUNDLE, which was built for GPUs. Needs neither torch nor onnx.
+    """Build a TensorRT engine for BUNDLE, and add it. BUNDLE must have been built for GPUs.
 
-    Engines for RTX GPUs can be built on any machine. Build the others on the device.
+    Engines for RTX GPUs can be built on any machine. Build other engines on the device. This needs
+    neither torch nor onnx.
 
     Example: dlm-export engine build/demo-nvfp4 --target thor
     """
@@ -165,7 +166,7 @@ def engine(
 
 
 def _build(source: Located, output: Path, values: dict[str, Any]) -> None:
-    """The work of ``build`` and ``quantize``."""
+    """Do the work of ``build`` and ``quantize``."""
     if values["target"] is None:
         values["target"] = ",".join(_targets_of(source.path))
     if values["precision"] is None:
@@ -189,7 +190,7 @@ def _build(source: Located, output: Path, values: dict[str, Any]) -> None:
 
 
 def _targets_of(source: Path) -> list[str]:
-    """The targets of a bundle; cpu for a checkpoint."""
+    """Return the targets of a bundle, or cpu for a checkpoint."""
     from dlm_export.bundle.manifest import read_manifest
 
     if not (source / "manifest.json").is_file():
@@ -199,7 +200,9 @@ def _targets_of(source: Path) -> list[str]:
 
 
 def print_build(report: BuildReport) -> None:
-    """Print the files of a build, its checks, and the engines that it left to the device."""
+    """Print what a build wrote, its checks, and the engines that must still be built on the
+    device.
+    """
     from dlm_export.targets import find
 
     print_table(
@@ -249,7 +252,7 @@ def print_build(report: BuildReport) -> None:
 
 
 def _shown_parity(parity: Parity) -> str:
-    """The compared parts, and the largest differences."""
+    """Say which parts were compared, and the largest differences found."""
     from dlm_calibration.recipes import FORMATS
     from dlm_export.judging.parity.verdict import LOGITS, ROUTER
 
@@ -261,13 +264,13 @@ def _shown_parity(parity: Parity) -> str:
         worst = max(row.worst for row in rows)
         kind = "quantised layers" if "quantised" in parity.precision else "mixtures of experts"
         flips = (
-            ", in which codes that flip add up,"
+            ", in which rounding differences add up,"
             if any(FORMATS[row.format].activations for row in rows)
             else ""
         )
         return (
-            f"{count} {kind} and what lies between them, each from equal inputs, within {worst:.1e} of their range "
-            f"({limit.relative:.1e} allowed). A whole pass{flips} is judged, not held to a limit: logits of random prompts "
+            f"{count} {kind} and the operators between them, each from equal inputs, within {worst:.1e} of their range "
+            f"({limit.relative:.1e} allowed). A whole pass{flips} has no limit here: logits of random prompts "
             f"within {pass_apart:.1e}"
         )
     equal, total = (
@@ -275,12 +278,12 @@ def _shown_parity(parity: Parity) -> str:
     )
     return (
         f"logits within {pass_apart:.1e} of their range ({limit.relative:.1e} allowed), {equal} of {total} canvases of random "
-        f"prompts equal ({limit.agreement:.0%} asked)"
+        f"prompts equal ({limit.agreement:.0%} required)"
     )
 
 
 def print_engine(built: Built, size: int) -> None:
-    """Print an engine's size, builder, profiles, and the formats of its layers."""
+    """Print the size, builder and profiles of an engine, and the formats of its layers."""
     from dlm_export.targets import sm_text
 
     entry, audit = built.entry, built.audit
@@ -306,19 +309,19 @@ def print_engine(built: Built, size: int) -> None:
 
 
 def print_tuning(tuning: Tuning) -> None:
-    """Print the time of all layers of a pass in each format."""
+    """Print how long the layers of a pass take in each format."""
     told = ", ".join(
         f"{name} {seconds * 1e3:.3g} ms"
         for name, seconds in sorted(tuning.totals().items(), key=lambda i: i[1])
     )
     click.echo(
-        f"Timed here ({tuning.processor}), the products of a pass of {tuning.rows} rows: {told}"
+        f"Time of all layers in a pass of {tuning.rows} rows on this machine ({tuning.processor}): {told}"
     )
 
 
 def print_cache(cache: Mapping[str, Any]) -> None:
-    """Print the loss from rounding keys and values in the cache, by itself."""
-    click.echo(f"Cache in {cache['cache_dtype']}, by itself, on {cache['samples']} samples:")
+    """Print the loss that comes from rounding keys and values in the cache alone."""
+    click.echo(f"Loss from the {cache['cache_dtype']} cache alone, on {cache['samples']} samples:")
     rows = [
         [
             name,
@@ -333,7 +336,7 @@ def print_cache(cache: Mapping[str, Any]) -> None:
 
 
 def print_curve(curve: Sequence[CurvePoint]) -> None:
-    """Print the trade-off that ``--precision auto`` chose from."""
+    """Print the trade-offs that ``--precision auto`` chose from."""
     step = max(1, len(curve) // 12)
     points = [
         point
@@ -360,7 +363,7 @@ def print_curve(curve: Sequence[CurvePoint]) -> None:
 
 
 def print_threshold(refit: Refit) -> None:
-    """Print the verdict on the preset's threshold, and its evidence."""
+    """Print the verdict on the preset's threshold, with the figures that support it."""
     low, high = refit.interval
     lost = f"{refit.difference:+.1%} ({low:+.1%} .. {high:+.1%}, 95%, {refit.samples} samples)"
     original, there = refit.original.threshold, refit.refitted.threshold

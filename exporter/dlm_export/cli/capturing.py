@@ -1,4 +1,4 @@
-"""Keeping what the released code computes: ``capture``."""
+"""The command ``capture``, which saves the logits that a release's own code computes."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def capture(
 ) -> None:
     """Save logits of the released code of CHECKPOINT, for `dlm-export verify --golden`.
 
-    CHECKPOINT is a folder, or hf:ORG/NAME[@REVISION], which is downloaded without code: pass
-    --trunk with it. Runs in fp32 on the CPU. Needs the version of transformers that the released
-    code asks for, and no onnx.
+    CHECKPOINT is a folder, or hf:ORG/NAME[@REVISION]. A checkpoint from the hub is downloaded
+    without its code, so it needs --trunk. Capturing runs in fp32 on the CPU. It needs the version
+    of transformers that the released code asks for, but not onnx.
 
     Example: dlm-export capture Dream-v0-Instruct-7B -o dream.npz --trust-remote-code
     """

@@ -1,4 +1,6 @@
-"""Constraints: the options of commands that generate, and ``compile``, which writes one to a file."""
+"""The options that constrain a text, and the command ``compile``, which writes a constraint to a
+file.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ constrain_from_option = number(
 
 
 def kind_group(*more: Any) -> Any:
-    """The options that say what a text may be, and ``more`` options beside them."""
+    """Declare the options that constrain a text, followed by the options in ``more``."""
     return group(
         "Constrained text",
         file("--schema", "Write JSON that is valid by this JSON Schema."),
@@ -62,11 +64,12 @@ def kind_group(*more: Any) -> Any:
 def take_constraint(
     values: dict[str, Any], is_infill: bool = False, has_tools: bool = False
 ) -> dict[str, Any]:
-    """Remove the options of a constraint from a command's values, and return them as options of a
+    """Remove the constraint options from a command's values, and return them as options of a
     request.
 
-    The result is empty if no constraint was given. It may hold ``constrain_from``, an argument of
-    ``Bundle.infill``. ``has_tools`` allows ``--max-depth`` and ``--json-layout`` without one.
+    The result is empty if the user gave no constraint. It may contain ``constrain_from``, an
+    argument of ``Bundle.infill``. If ``has_tools``, ``--max-depth`` and ``--json-layout`` are also
+    allowed without a constraint.
     """
     first = values.pop("constrain_from")
     given = _take_kind(values, has_tools)

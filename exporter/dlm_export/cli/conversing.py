@@ -1,4 +1,4 @@
-"""Conversations: the options for messages and tools, and the command ``chat``."""
+"""The command ``chat``, and the options for messages and tools that other commands use too."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ conversation_options = (
 
 
 def tools_group(default: str) -> Any:
-    """The options that describe tools. ``default`` is that of ``--tool-choice``, for the help."""
+    """Declare the options that describe tools.
+
+    ``default`` is the default of ``--tool-choice``, which the help shows.
+    """
     choices = "required, or a function's name"
     return group(
         "Tools",
@@ -64,7 +67,10 @@ def tools_group(default: str) -> Any:
 
 
 def take_conversation(values: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Remove the options of messages from a command's values. Returns None if none was given."""
+    """Remove the message options from a command's values, and return the conversation.
+
+    Returns None if the user gave no message.
+    """
     chat, system, messages = (values.pop(name) for name in ("chat", "system", "messages"))
     if chat is not None and messages is not None:
         raise click.UsageError("give one of --chat and --messages")
@@ -81,7 +87,9 @@ def take_conversation(values: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def take_tools(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the options of tools from a command's values. Returns arguments for a request."""
+    """Remove the tool options from a command's values, and return them as arguments of a
+    request.
+    """
     found = {name: value for name in _TOOL_OPTIONS if (value := values.pop(name)) is not None}
     if values.pop("parallel_tool_calls"):
         found["parallel_tool_calls"] = True
@@ -91,10 +99,10 @@ def take_tools(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def warn_of_length(bundle: Bundle, new_tokens: int | None) -> None:
-    """Warn if an answer may be longer than the bundle's usual ones.
+    """Warn if the requested answer is longer than the answers that this bundle was trained on.
 
-    A denoiser with full attention sees the whole canvas from its first pass. If the canvas is
-    longer than in training, it often ends its text too early.
+    A denoiser with full attention sees the whole canvas from its first pass on. If the canvas is
+    longer than in training, such a denoiser often ends its text too early.
     """
     usual = bundle.manifest["loop"].get("max_new_tokens")
     if (
@@ -141,7 +149,8 @@ def chat(
 
     If stdin or stdout is not a terminal, each line of stdin is a message, and each answer is one or
     more lines of stdout. A message that fails is reported on stderr, and the exit code is then 2.
-    If the chat template takes single messages only, as the demo's does, each is answered by itself.
+    Some chat templates, such as the demo's, accept only one message. Each message is then answered
+    without the earlier ones.
 
     \b
     Example: dlm-export chat build/demo
@@ -164,7 +173,7 @@ def chat(
 
 
 class Conversation:
-    """The messages so far, and the settings of the next answer."""
+    """A conversation: the messages so far, and the settings of the next answer."""
 
     def __init__(self, bundle: Bundle, request: dict[str, Any]) -> None:
         if bundle.tokenizer is None or bundle.tokenizer.template is None:
@@ -174,31 +183,37 @@ class Conversation:
         self.bundle, self.request, self.tokenizer = bundle, request, bundle.tokenizer
         self.system: str | None = None
         self.messages: list[dict[str, Any]] = []
-        self.remembers = True  # whether the template takes earlier messages
-        self.running: threading.Event | None = None  # set it to end the current answer
+        self.remembers = True  # False once the template has rejected earlier messages
+        self.running: threading.Event | None = None  # set this event to end the current answer
 
     def take_system(self, system: str | None) -> None:
-        """Set the system message of later answers. Raises RequestError if the template has none."""
+        """Set the system message of later answers.
+
+        Raises RequestError if the chat template does not support system messages.
+        """
         self.tokenizer.encode_chat(_messages(system, [{"role": "user", "content": "-"}]))
         self.system = system
 
     def take_effort(self, level: str | None) -> None:
-        """Set the effort of later answers; None restores the preset. Raises RequestError."""
+        """Set the effort level of later answers; None restores the preset.
+
+        Raises RequestError for an unknown level.
+        """
         self.bundle.policy(self.request["preset"], level)
         self.request["effort"] = level
 
     def interrupt(self) -> bool:
-        """End the current answer. Returns False if there is no current answer."""
+        """End the current answer. Returns False if no answer is being generated."""
         if self.running is None:
             return False
         self.running.set()
         return True
 
     def ask(self, text: str, show: Callable[[dict[str, Any], int], Generation]) -> Generation:
-        """Answer a message, and add both to the conversation.
+        """Answer a message, and add the message and the answer to the conversation.
 
-        ``show`` makes the answer from a request and the position where the answer starts. Raises
-        RequestError if the conversation fills the canvas.
+        ``show`` generates the answer. Its arguments are the request, and the position where the
+        answer starts. Raises RequestError if the conversation fills the canvas.
         """
         said, given = self._next(text)
         room = self.bundle.max_canvas_length - given
@@ -221,9 +236,10 @@ class Conversation:
         return answer
 
     def _next(self, text: str) -> tuple[list[dict[str, Any]], int]:
-        """The messages up to this one, and the number of their tokens.
+        """Return the messages to send, and the number of their tokens.
 
-        If the template rejects earlier messages, only this one is returned.
+        These are all messages of the conversation, or only the new one if the template rejects the
+        earlier messages.
         """
         message = {"role": "user", "content": text}
         if self.messages and self.remembers:
@@ -232,13 +248,16 @@ class Conversation:
                 return said, len(self.tokenizer.encode_chat(_messages(self.system, said)))
             except RequestError as err:
                 given = len(self.tokenizer.encode_chat(_messages(self.system, [message])))
-                warn(f"{err}. From now on, each message is answered by itself")
+                warn(f"{err}. From now on, each message is answered without the earlier ones")
                 self.remembers = False
                 return [message], given
         return [message], len(self.tokenizer.encode_chat(_messages(self.system, [message])))
 
     def command(self, line: str) -> str | None:
-        """Run a line that starts with /. Returns its message, or None to end the conversation."""
+        """Run a line that starts with /, and return a message for the user.
+
+        Returns None if the conversation shall end.
+        """
         name, _, rest = line.partition(" ")
         said = rest.strip() or None
         if name == "/quit":
@@ -259,7 +278,7 @@ class Conversation:
 
 
 def _in_lines(talk: Conversation) -> DlmError | None:
-    """Answer each line of stdin on stdout; messages of commands and errors go to stderr.
+    """Answer each line of stdin with lines of stdout. Other messages and errors go to stderr.
 
     Returns the first error. A line that fails does not end the conversation.
     """
@@ -282,14 +301,14 @@ def _in_lines(talk: Conversation) -> DlmError | None:
 
 
 def _in_terminal(talk: Conversation) -> None:
-    """Read messages at a prompt, and show the canvas of each answer."""
+    """Let the user type messages at a prompt, and show the canvas of each answer."""
     from rich.console import Console
 
     console = Console()
 
     def interrupt() -> bool:
         if not talk.interrupt():
-            raise KeyboardInterrupt  # at the prompt: drop the typed line
+            raise KeyboardInterrupt  # no answer is running: discard the line that is being typed
         return True
 
     click.echo(f"{one_line(talk.bundle.engine)}. Ctrl-C ends an answer, /help lists commands.")
@@ -310,7 +329,7 @@ def _in_terminal(talk: Conversation) -> None:
 
 
 def _typed() -> Iterator[str]:
-    """Yield typed lines that are not empty, until Ctrl-D."""
+    """Yield the typed lines that are not empty, until Ctrl-D."""
     import readline  # noqa: F401  # gives input() its editing keys
 
     while True:

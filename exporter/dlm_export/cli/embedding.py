@@ -1,4 +1,6 @@
-"""Flags and paths for programs that embed the runtime: ``embed``."""
+"""The command ``embed``, which prints compiler flags and paths for programs that embed the
+runtime.
+"""
 
 from __future__ import annotations
 

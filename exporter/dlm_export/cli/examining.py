@@ -1,4 +1,4 @@
-"""Checks of this machine: ``doctor``."""
+"""The command ``doctor``, which checks this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 )
 @click.pass_context
 def doctor(context: click.Context, bundle: Path | None, target: str | None, as_json: bool) -> None:
-    """Check this machine, and BUNDLE if given, and say what to do. Changes nothing.
+    """Check this machine and, optionally, BUNDLE, and say what to do. Changes nothing.
 
     Exits with 1 if the base install, BUNDLE or --target cannot run here. Other findings are notes.
 
@@ -45,7 +45,9 @@ def doctor(context: click.Context, bundle: Path | None, target: str | None, as_j
 
 
 def print_report(report: Report) -> None:
-    """Print all findings in a table, then the remedies, first of missing and then of optional parts."""
+    """Print a table of all findings, then what to do about missing parts, then about
+    optional ones.
+    """
     rows = [[each.state, each.part, each.name, each.said] for each in report.findings]
     print_table("", ["state", "of", "what", "found"], rows)
     for title, is_missing in (("What to do:", True), ("Optional:", False)):

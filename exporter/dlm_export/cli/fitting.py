@@ -1,4 +1,4 @@
-"""Fitting a finished bundle to data: ``effort``."""
+"""The command ``effort``, which fits the loops of a finished bundle to data."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def effort(
 ) -> None:
     """Fit effort levels and the default loop of BUNDLE on data, and write them into it.
 
-    The levels are instant, low, medium and high. They are loops of one preset that commit earlier
-    or later. The default loop makes the fewest passes at the quality of one token a pass.
+    The levels are instant, low, medium and high. They are variants of one preset that commit tokens
+    earlier or later. The default loop is the one with the fewest passes that is as good as one
+    token a pass.
 
     Example: dlm-export effort build/demo --data examples/demo-denoiser/calibration.jsonl
     """

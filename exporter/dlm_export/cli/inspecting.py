@@ -1,4 +1,4 @@
-"""Description of a checkpoint or a bundle: ``inspect``."""
+"""The command ``inspect``, which describes a checkpoint or a bundle."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 def inspect(checkpoint: Path | HubName, as_json: bool, **values: Any) -> None:
     """Describe a checkpoint (family, network, memory) or a bundle (files, engines, presets).
 
-    CHECKPOINT is a folder, or hf:ORG/NAME[@REVISION]. Of a checkpoint on the hub, only the headers
-    of the weights are read.
+    CHECKPOINT is a folder, or hf:ORG/NAME[@REVISION]. From the hub, only the headers of the weights
+    are read.
 
     Example: dlm-export inspect examples/demo-denoiser
     """
@@ -65,7 +65,7 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
 
     opened = Checkpoint(found.path)
     network = families.read_network(opened, changed)
-    # Raises an error for missing, extra and wrongly shaped tensors.
+    # This also raises an error for tensors that are missing, unexpected or of the wrong shape.
     tensors = families.check_tensors(opened, network)
     text = tokenizer.read(opened, network)
     kinds = {
@@ -102,7 +102,7 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
     if found.hub is not None:
         click.echo(f"revision {found.hub.revision}; only the headers of the weights were read")
     active = network.active_parameter_count()
-    met = "" if active == network.parameter_count() else f", {active:,} of which a token uses,"
+    met = "" if active == network.parameter_count() else f", {active:,} of them per token,"
     click.echo(
         f"{network.parameter_count():,} parameters{met} in {len(opened.tensors)} tensors of {dtypes}"
     )
@@ -144,17 +144,19 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
 
 
 def _kept(c: NetworkSpec) -> int:
-    """Tokens of the longest canvas whose keys and values are kept.
+    """Return how many tokens of the longest canvas have keys and values in the cache.
 
-    A block-causal network keeps those before the last block, other networks keep all.
+    A block-causal network caches all blocks before the last. Other networks cache all tokens.
     """
     block = c.visible_block
     return c.max_canvas_length if block is None else (-(-c.max_canvas_length // block) - 1) * block
 
 
 def _memory(c: NetworkSpec, element_bytes: int, table_bytes: int) -> dict[str, int]:
-    """Bytes of weights and cache. ``table_bytes`` is the size of an element of the embedding table,
-    which fp32 bundles keep in its released type.
+    """Return the bytes of weights and cache.
+
+    ``table_bytes`` is the size of an element of the embedding table. It may differ from that of
+    other weights, because fp32 bundles keep the table in the checkpoint's type.
     """
     from dlm_export.planning.roofline import kinds_of, weights_bytes
 
@@ -168,7 +170,7 @@ def _memory(c: NetworkSpec, element_bytes: int, table_bytes: int) -> dict[str, i
 
 
 def print_network(network: NetworkSpec) -> None:
-    """Print the fields of a network, and a row for each run of equal layers."""
+    """Print the fields of a network, and one table row for each run of equal layers."""
     fields = (
         "architecture",
         "vocab_size",
@@ -223,8 +225,10 @@ def _layer_words(layer: LayerSpec) -> tuple[str, str, str, str]:
     else:
         r = mlp.router
         inside = f"{mlp.active} of {mlp.count} experts of {mlp.size}, {mlp.activation}"
-        inside += f", one of {mlp.shared_size} for all" * (mlp.shared_size > 0)
-        inside += f"; by {r.score}" + f" in {r.active_groups} of {r.groups} groups" * (r.groups > 1)
+        inside += f", a shared expert of {mlp.shared_size}" * (mlp.shared_size > 0)
+        inside += f"; routed by {r.score}" + f" in {r.active_groups} of {r.groups} groups" * (
+            r.groups > 1
+        )
         inside += "" if r.bias is None else f" and a bias of the {r.bias}"
         inside += ", renormalised" * r.renormalise + f", times {r.scale:g}" * (r.scale != 1)
     return attention, positions, inside, f"{', '.join(layer.norms)}; eps {layer.norm_eps:g}"
@@ -275,7 +279,7 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _default_words(manifest: Mapping[str, Any]) -> str:
-    """The default loop, and why the build chose it."""
+    """Describe the default loop, and why the build chose it."""
     name = manifest["loop"]["default_preset"]
     record = manifest.get("default_loop")
     if record is None:
@@ -286,7 +290,7 @@ def _default_words(manifest: Mapping[str, Any]) -> str:
 
 
 def _embedding_words(manifest: Mapping[str, Any]) -> str:
-    """The type of the embedding table, and whether the head shares it."""
+    """Describe the type of the embedding table, and whether the head shares the table."""
     from dlm_export.network.spec import HEAD
 
     precision, tied = manifest["precision"], manifest["network"]["tied_head"]
@@ -298,7 +302,9 @@ def _embedding_words(manifest: Mapping[str, Any]) -> str:
 
 
 def _audited(audit: Mapping[str, Any] | None) -> list[str]:
-    """The formats of an engine's layers, the number of fallbacks, and the memory on the device."""
+    """Return the formats of an engine's layers, the number of fallbacks, and the memory on the
+    device.
+    """
     if audit is None:
         return ["-"] * 3
     held = ", ".join(f"{count} {held}" for held, count in Counter(audit["layers"].values()).items())

@@ -1,4 +1,4 @@
-"""Commands that check bundles: ``verify``, ``compare``, ``report``."""
+"""The commands that check bundles: ``verify``, ``compare`` and ``report``."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from dlm_export.sources import Source
 
 STOPPED = {
-    "asked": "as asked",
+    "asked": "as requested",
     "all": "all samples",
     "most": "the default; --judged sets more",
-    "decided": "every budget is decided by its 95% interval",
-    "time": "as long as the rest of the work; --judged sets more",
+    "decided": "enough to decide every budget",
+    "time": "the time limit; --judged sets more",
 }
 
 
@@ -53,7 +53,7 @@ STOPPED = {
     group(
         "Common options",
         folder("--checkpoint", "Checkpoint or full-precision bundle of the build.", CHECKPOINT),
-        file("--golden", "Instead: logits of the released code (`dlm-export capture`)."),
+        file("--golden", "Or: logits of the released code (`dlm-export capture`)."),
         folder("--report", "Write accuracy.json and report.html here, if quantised."),
         flag("--force", default=None, help="Replace the report if it exists."),
         json_option,
@@ -71,9 +71,9 @@ STOPPED = {
 def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values: Any) -> None:
     """Compare BUNDLE with its checkpoint in PyTorch, or with logits of the released code.
 
-    In full precision, logits and whole canvases are compared. A quantised bundle is judged on the
-    samples of --data. --golden compares logits only, and needs neither torch nor the checkpoint.
-    Exits with 3 if a tolerance or a budget is missed.
+    For a bundle in full precision, logits and whole canvases are compared. A quantised bundle is
+    judged on the samples of --data. With --golden, only logits are compared, and neither torch nor
+    the checkpoint is needed. Exits with 3 if a tolerance or a budget is missed.
 
     Example: dlm-export verify build/demo-int8 --checkpoint examples/demo-denoiser --max-ce-increase
     0.01
@@ -153,7 +153,7 @@ def _verify_golden(bundle: Path, path: Path, values: dict[str, Any]) -> None:
 
 
 def _judging(values: dict[str, Any]) -> JudgingOptions:
-    """The judging options of ``verify`` and ``compare``."""
+    """Return the judging options of ``verify`` and ``compare``."""
     from dlm_export.judging.accuracy.run import VERIFY_SECONDS, JudgingOptions
     from dlm_export.quantising.samples import CalibrationOptions
 
@@ -196,9 +196,9 @@ def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> N
 @click.argument("candidate", type=CHECKPOINT)
 @options(judge_group, budget_group, cpu_opening_group, group("Output", json_option))
 def compare(reference: Path, candidate: Path, **values: Any) -> None:
-    """Measure the accuracy that is lost from bundle REFERENCE to bundle CANDIDATE.
+    """Measure how much accuracy bundle CANDIDATE loses against bundle REFERENCE.
 
-    Both run in the native runtime.
+    Both bundles run in the native runtime.
 
     Example: dlm-export compare build/demo build/demo-int4 --data examples/demo/heldout.jsonl
     """
@@ -233,7 +233,8 @@ def report(
 ) -> None:
     """Write a page that compares the size, accuracy and speed of BUNDLES of one checkpoint.
 
-    The accuracy figures are those of each build, on the same data.
+    Accuracy is not measured again: the figures are those that each build recorded, on the same
+    data.
 
     Example: dlm-export report build/demo build/demo-int8 build/demo-int4 --speed -o
     build/compare.html
@@ -263,7 +264,7 @@ def report(
 
 
 def print_parity(parity: Parity) -> None:
-    """Print tables of logits and loops, the verdict, and the reference."""
+    """Print tables of logits and loops, the verdict, and what the bundle was compared with."""
     rows = [
         [
             f"{row.mask_ratio:.2f}",
@@ -300,7 +301,9 @@ def print_parity(parity: Parity) -> None:
 
 
 def print_judgement(judgement: Judgement) -> None:
-    """Print the loss from quantisation: a row per mask ratio, then a line per kind of figure."""
+    """Print what quantisation costs: a table row per mask ratio, then one line per kind of
+    figure.
+    """
     columns = [
         "mask ratio",
         "positions",
@@ -347,8 +350,8 @@ def print_judgement(judgement: Judgement) -> None:
         )
     effort = judgement.effort
     click.echo(
-        f"Judged by {judgement.data['samples']} samples ({STOPPED[effort['stopped']]}), on canvases that the "
-        f"{effort['states_of']} met; {effort['free_runs']} runs of the reference were free"
+        f"Judged on {judgement.data['samples']} samples ({STOPPED[effort['stopped']]}), on canvases of the "
+        f"{effort['states_of']}'s loop; the reference ran freely on {effort['free_runs']} prompts"
     )
     for budget in judgement.budgets:
         verdict = "holds" if budget["passed"] else "MISSED"

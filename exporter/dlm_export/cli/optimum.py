@@ -1,10 +1,12 @@
-"""``optimum-cli export dlm CHECKPOINT OUTPUT``, which runs ``dlm-export build``.
+"""Makes ``dlm-export build`` available as ``optimum-cli export dlm CHECKPOINT OUTPUT``.
 
 optimum (https://github.com/huggingface/optimum) imports every file of the namespace package
-``optimum.commands.register`` and adds the commands that it lists. This distribution's file is
-``optimum/commands/register/register_dlm_export.py``. The options are read from the definition of
-``dlm-export build``. optimum loads this file at each start, so heavy imports wait until the command
-runs.
+``optimum.commands.register``, and adds the commands that these files list. Our file there is
+``optimum/commands/register/register_dlm_export.py``. The options are taken from the definition of
+``dlm-export build``.
+
+optimum loads this module whenever it starts. Large packages are therefore imported only when the
+command runs.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from dlm_export.cli.app import main
 from dlm_export.cli.building import build
 
-_PREFIX = "dlm_"  # keeps these values apart from others in optimum's namespace
+_PREFIX = "dlm_"  # prefix that keeps our values apart from others in optimum's namespace
 
 
 class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
-    """The subcommand ``dlm`` of ``optimum-cli export``."""
+    """The command ``optimum-cli export dlm``."""
 
     COMMAND = CommandInfo(
         name="dlm", help="Export a diffusion language model to a bundle (dlm-export)."
@@ -42,11 +44,11 @@ class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
         context = click.Context(build, show_default=True)
         for option in _options():
             record = option.get_help_record(context)
-            # argparse expands % in help texts.
+            # argparse treats % in help texts as a format
             help_text = record[1].replace("%", "%%") if record else None
             name = f"{_PREFIX}{option.name}"
             if option.is_flag:
-                # A flag with two spellings: --x and --no-x.
+                # a flag with two spellings, such as --x and --no-x
                 action = BooleanOptionalAction if option.secondary_opts else "store_true"
                 parser.add_argument(
                     *option.opts, dest=name, action=action, default=SUPPRESS, help=help_text
@@ -61,12 +63,12 @@ class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
                 )
 
     def run(self) -> None:
-        """Build the bundle; ends the process with the exit code of ``dlm-export build``."""
+        """Build the bundle. Ends the process with the exit code of ``dlm-export build``."""
         main.main(args=build_arguments(self.args), prog_name="dlm-export")
 
 
 def build_arguments(values: Namespace) -> list[str]:
-    """Turn values of optimum's parser into arguments of ``dlm-export``, which checks them."""
+    """Convert the values of optimum's parser to arguments of ``dlm-export``, which checks them."""
     given = vars(values)
     arguments = ["build", f"--output={given[f'{_PREFIX}output']}"]
     for option in _options():
@@ -81,7 +83,9 @@ def build_arguments(values: Namespace) -> list[str]:
 
 
 def _options() -> Iterator[click.Option]:
-    """The options of ``dlm-export build`` without its output, which is an argument here."""
+    """Yield the options of ``dlm-export build`` except the output, which is an argument in
+    optimum-cli.
+    """
     for parameter in build.params:
         if isinstance(parameter, click.Option) and parameter.name != "output":
             yield parameter

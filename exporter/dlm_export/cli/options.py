@@ -1,7 +1,7 @@
-"""Options that commands share, in the groups that help shows.
+"""Declares the options that commands share, in the groups that the help shows.
 
-Groups come from cloup. Each option has one line of help, and its text has the range of a value where
-a reader could not guess it. click checks all ranges.
+cloup provides the groups. Each option has one line of help. The line states the range of a value if
+a reader could not guess it; click checks all ranges.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 LAYOUTS = click.Choice(list(layout.LAYOUTS))
 CALL_FORMATS = click.Choice(list(tools.FORMATS))
 NAMES_WIDTH = 32
-"""Columns for the names of options in help. Longer names get a line of their own."""
+"""Width of the column with option names in the help. A longer name takes a line of its own."""
 
 
 class Option(cloup.Option):
-    """An option whose help shows its default, and not its range."""
+    """An option whose help shows the default value, but not click's own text for the range."""
 
     def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
         extra = super().get_help_extra(ctx)
@@ -39,11 +39,14 @@ class Option(cloup.Option):
 
 
 class _File(click.Path):
-    """A plain file to read. Pipes and devices are rejected: a command could wait for them forever."""
+    """Type of an option that reads a plain file.
+
+    Pipes and devices are rejected, because a command could wait for them forever.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if str(value).lstrip().startswith(("{", "[")) and not os.path.lexists(value):
-            self.fail("this is JSON, and the option takes the file that it is in.", param, ctx)
+            self.fail("this is JSON; write it to a file, and pass the file.", param, ctx)
         path = super().convert(value, param, ctx)
         if os.path.lexists(path) and not os.path.isfile(path):
             self.fail(f"{click.format_filename(path)!r} is not a plain file.", param, ctx)
@@ -51,7 +54,9 @@ class _File(click.Path):
 
 
 class _Source(click.Path):
-    """A folder, or a checkpoint on a hub: ``hf:ORG/NAME[@REVISION]``."""
+    """Type of an argument that is a folder, or a checkpoint on a hub:
+    ``hf:ORG/NAME[@REVISION]``.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and value.startswith(PREFIX):
@@ -72,58 +77,58 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
 command = functools.partial(
     cloup.command, formatter_settings=cloup.HelpFormatter.settings(col1_max_width=NAMES_WIDTH)
 )
-"""Like ``click.command``, with groups of options."""
+"""Like ``click.command``, with options in groups."""
 
 
 def option(*names: str, **settings: Any) -> Any:
-    """Like ``click.option``, for a group."""
+    """Like ``click.option``, for use in a group."""
     return cloup.option(*names, cls=Option, **settings)
 
 
 def flag(*names: str, help: str, **settings: Any) -> Any:
-    """An option without a value."""
+    """Declare an option without a value."""
     return option(*names, is_flag=True, help=help, **settings)
 
 
 def number(name: str, help: str, least: int = 1, most: int | None = None, **settings: Any) -> Any:
-    """An option that takes a whole number."""
+    """Declare an option that takes a whole number."""
     return option(name, type=click.IntRange(least, most), metavar="N", help=help, **settings)
 
 
 def real(name: str, help: str, most: float | None = None, **settings: Any) -> Any:
-    """An option that takes a number from 0 on."""
+    """Declare an option that takes a number that is not negative."""
     return option(name, type=click.FloatRange(0, most), metavar="X", help=help, **settings)
 
 
 def text(name: str, help: str, metavar: str = "NAME", **settings: Any) -> Any:
-    """An option that takes a word or a text."""
+    """Declare an option that takes a word or a text."""
     return option(name, metavar=metavar, help=help, **settings)
 
 
 def choice(name: str, kind: click.Choice[str] | list[str], help: str, **settings: Any) -> Any:
-    """An option that takes one of the names that its help lists."""
+    """Declare an option that takes one of several names. The help lists them."""
     made = click.Choice(kind) if isinstance(kind, list) else kind
     return option(name, type=made, metavar="NAME", help=help, **settings)
 
 
 def file(name: str, help: str, kind: click.Path = FILE, **settings: Any) -> Any:
-    """An option that takes a file."""
+    """Declare an option that takes a file."""
     return option(name, type=kind, metavar="FILE", help=help, **settings)
 
 
 def folder(name: str, help: str, kind: click.Path = FOLDER, **settings: Any) -> Any:
-    """An option that takes a folder."""
+    """Declare an option that takes a folder."""
     return option(name, type=kind, metavar="DIR", help=help, **settings)
 
 
 def group(title: str, *options: Any) -> Callable[[_Command], _Command]:
-    """Options under one heading of a command's help."""
+    """Put options under one heading of a command's help."""
     made: Callable[[_Command], _Command] = cloup.option_group(title, *options)
     return made
 
 
 def output_option(help: str, kind: str = "FILE") -> Any:
-    """``-o``, which every command that writes requires."""
+    """Declare ``-o``, which is required by every command that writes a file or a folder."""
     return option("-o", "--output", required=True, type=OUTPUT, metavar=kind, help=help)
 
 
@@ -131,7 +136,7 @@ json_option = flag("--json", "as_json", help="Print JSON to stdout.")
 force_option = flag("--force", help="Replace the output if it exists.")
 preset_option = text("--preset", "Decoding loop, by name.  [default: the bundle's]")
 effort_option = text(
-    "--effort", "Loop fitted to data: instant, low, medium, high (`dlm-export effort`)."
+    "--effort", "Effort level: instant, low, medium, high (see `dlm-export effort`)."
 )
 set_option = option(
     "--set",
@@ -161,10 +166,10 @@ TEXT_OPTIONS = (
     choice(
         "--json-layout",
         LAYOUTS,
-        "White space of trained JSON: compact, spaced, indented, lines.",
+        "JSON layout in training: compact, spaced, indented, lines.",
     ),
     choice(
-        "--call-format", CALL_FORMATS, "Format of trained calls: object, list, lines, tool_call."
+        "--call-format", CALL_FORMATS, "Tool calls in training: object, list, lines, tool_call."
     ),
 )
 source_group = group("Checkpoint", *SOURCE_OPTIONS)
@@ -200,7 +205,7 @@ opening_group = group(
     ),
     *_RUN_OPTIONS,
 )
-"""How a command opens a bundle: see ``values.opening``."""
+"""Options that say how to open a bundle. ``values.opening`` reads their values."""
 cpu_opening_group = group(
     "Engine",
     choice(
@@ -211,7 +216,9 @@ cpu_opening_group = group(
     ),
     *_RUN_OPTIONS,
 )
-"""The same for commands that compare bundles. They run graphs on the CPU by default."""
+"""The same options for commands that compare bundles. Such commands run graphs on the CPU by
+default.
+"""
 
 # ---- Judging ----
 
@@ -223,10 +230,10 @@ _SAMPLE_OPTIONS = (
 )
 BUDGETS = ("max_ce_increase", "min_top1", "max_nfe_ratio", "min_task")
 _BUDGET_OPTIONS = (
-    real("--max-ce-increase", "Most increase of cross-entropy; 0.01 is 1%."),
-    real("--min-top1", "Least share of equal best tokens, 0 to 1.", 1),
-    real("--max-nfe-ratio", "Most passes, divided by those in full precision."),
-    real("--min-task", "Least share of right answers, 0 to 1; needs answers.", 1),
+    real("--max-ce-increase", "Largest increase of cross-entropy; 0.01 is 1%."),
+    real("--min-top1", "Smallest share of equal best tokens, 0 to 1.", 1),
+    real("--max-nfe-ratio", "Largest ratio of passes to full precision."),
+    real("--min-task", "Smallest share of right answers, 0 to 1; needs answers.", 1),
 )
 judge_group = group(
     "Judging",
@@ -263,7 +270,9 @@ QUANTISE_GROUPS = (
             default="denoising",
         ),
         *_SAMPLE_OPTIONS[2:],
-        number("--calib-min-tokens-per-expert", "Least tokens that fit an expert.  [default: 32]"),
+        number(
+            "--calib-min-tokens-per-expert", "Fewest tokens to fit an expert on.  [default: 32]"
+        ),
         choice("--calibrator", ["own", "modelopt"], "own, or modelopt.", default="own"),
     ),
     group(
@@ -286,35 +295,37 @@ QUANTISE_GROUPS = (
 
 
 def _to_bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
-    """A size such as 8GB, 512MiB, or a number of bytes."""
+    """Convert a size such as 8GB or 512MiB to a number of bytes."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?)(i?)B?", text, re.IGNORECASE)
     if match is None:
-        raise click.BadParameter(f"{text!r} is no size: write 8GB, 512MiB, or a number of bytes.")
+        raise click.BadParameter(
+            f"{text!r} is not a size: write 8GB, 512MiB, or a number of bytes."
+        )
     number, unit, is_binary = match.groups()
     return int(float(number) * (1024 if is_binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
 target_option = text("--target", "Device, or GPUs with commas.  [default: cpu]", "LIST")
 PRECISION_HELP = "fp32, fp16, bf16, auto, int8, ..., or a .toml"
-calib_option = file("--calib", "JSONL or text for calibration; a fourth is for judging.")
+calib_option = file("--calib", "JSONL or text for calibration; a quarter is for judging.")
 resume_option = folder("--resume", "Folder that keeps finished stages for the next try.")
 verify_option = flag("--no-verify", help="Skip parity and judging.")
 machine_group = group(
     "Machine and memory",
     text("--device", "Where torch runs: auto, cpu, cuda, cuda:0.", default="auto"),
     text("--memory", "Memory limit of torch, such as 8GB.", "SIZE", callback=_to_bytes),
-    choice("--activations", ["fp16", "bf16"], "fp16 or bf16, of quantised bundles for GPUs."),
+    choice("--activations", ["fp16", "bf16"], "Activations on GPUs, if quantised: fp16, bf16."),
     choice("--cache-dtype", ["fp32", "fp16", "int8"], "Keys and values on CPUs: fp32, fp16, int8."),
 )
 ENGINE_OPTIONS = (
     number("--canvas", "Longest canvas of an engine in tokens.  [default: all]"),
     number("--block", "Longest cached pass in tokens.  [default: the loop's]"),
     number("--workspace", "Scratch memory per layer in MiB.  [default: 1024]"),
-    file("--timing-cache", "TensorRT's timings, read and written.", OUTPUT),
+    file("--timing-cache", "File with TensorRT's timings, read and updated.", OUTPUT),
     choice("--builder", list(ENGINE_BUILDERS), f"{', '.join(ENGINE_BUILDERS)}."),
-    flag("--allow-fallback", default=None, help="Accept layers in another format than asked."),
+    flag("--allow-fallback", default=None, help="Accept layers in another format than requested."),
 )
 tensorrt_group = group(
     "TensorRT engines",
@@ -327,7 +338,7 @@ tensorrt_group = group(
 
 
 def options(*groups: Any) -> Callable[[_Command], _Command]:
-    """Apply decorators to a command; help shows them in this order."""
+    """Apply several decorators to a command. The help shows their options in this order."""
 
     def decorate(command: _Command) -> _Command:
         for decorator in reversed(groups):

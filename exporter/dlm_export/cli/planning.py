@@ -1,4 +1,6 @@
-"""Devices, and predictions for them: ``plan``, ``targets``."""
+"""The commands ``plan``, which predicts speed and cost on devices, and ``targets``, which lists
+them.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,8 @@ def plan(
 ) -> None:
     """Predict time, memory and cost of SOURCE on devices, before anything is built.
 
-    SOURCE is a bundle, a checkpoint folder, or hf:ORG/NAME[@REVISION], of which only headers are
-    read. Times are limits by the roofline model. A bundle needs no torch.
+    SOURCE is a bundle, a checkpoint folder, or hf:ORG/NAME[@REVISION]. From the hub, only headers
+    are read. Times are lower limits, by the roofline model. For a bundle, torch is not needed.
 
     Example: dlm-export plan build/demo --targets h100,thor --price-per-hour h100=2.5
     """
@@ -137,7 +139,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 def _numbers(option: str, text: str, kind: type[_Number]) -> tuple[_Number, ...]:
-    """Parse numbers of at least 1, separated by commas."""
+    """Parse numbers that are at least 1 and separated by commas."""
     try:
         found = tuple(kind(part) for part in split(text))
     except ValueError:
@@ -148,7 +150,10 @@ def _numbers(option: str, text: str, kind: type[_Number]) -> tuple[_Number, ...]
 
 
 def _prices(text: str | None, targets: list[str]) -> dict[str, float]:
-    """Price per hour by target, from one number for all or TARGET=NUMBER with commas."""
+    """Parse ``--price-per-hour``: one number for all targets, or TARGET=NUMBER with commas.
+
+    Returns the price per hour of each target.
+    """
     prices: dict[str, float] = {}
     for part in split(text or ""):
         name, equals, number = part.rpartition("=")
@@ -201,9 +206,9 @@ def print_targets(
     here: Mapping[str, tuple[bool, str]],
     machine: Mapping[str, Any],
 ) -> None:
-    """Print the devices in 80 columns, how each gets its engine, and this machine.
+    """Print the devices in 80 columns, how the engine of each is built, and this machine.
 
-    ``here`` is the result of ``targets.engine_here`` by name.
+    ``here`` has the result of ``machine.engine_here`` for each target.
     """
     from dlm_export.targets import GPU_ALIASES, sm_text
     from dlm_runtime.precision import NUMBER_FORMATS
@@ -253,7 +258,7 @@ def print_targets(
 
 
 def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
-    """Print the kernels of CPUs in 80 columns, and why some do not run here."""
+    """Print the kernels of CPUs in 80 columns, and why some of them do not run here."""
     rows = [
         [
             known["name"],
@@ -273,13 +278,18 @@ def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_plan(plan: Plan) -> None:
-    """Print tables in 100 columns: one per network and target, growth, omissions, calibration."""
+    """Print a plan in 100 columns.
+
+    There is one table per network and target. Growth, omitted combinations and the calibration
+    follow.
+    """
     request = plan.request
     click.echo(
-        f"{request.prompt_tokens} prompt and {request.new_tokens} new tokens, batch {request.batch}, dual cache. "
-        "Milliseconds of a full pass and\nof a block pass that scores its whole block; tokens a second by tokens "
-        "committed a pass. Times are\nlimits by the target's figures, not estimates; *: times the ratio to its limit that "
-        "bench measured.\nb: bytes are the limit, a: arithmetic is; >=: by bytes alone, as a rate is unknown."
+        f"{request.prompt_tokens} prompt and {request.new_tokens} new tokens, batch {request.batch}, dual cache.\n"
+        "full ms: a pass over the canvas. block ms: a pass over a block. tok/s at N: tokens a second if a\n"
+        "pass commits N tokens. Times are lower limits from the rates of the target, not estimates.\n"
+        "b: memory traffic is the limit. a: arithmetic is the limit. >=: memory traffic only, as a rate is\n"
+        "unknown. *: scaled by the ratio that bench measured."
     )
     groups: dict[tuple[str, str], list[Prediction]] = {}
     for each in plan.predictions:
@@ -356,14 +366,14 @@ def _print_predictions(
     for missing, names in _by_value(unknown).items():
         click.echo(f"Unknown: {', '.join(names)}; missing: {missing}")
     for rate, how in device.derived.items():
-        click.echo(f"Derived, as no source prints it: {rate} rate ({how})")
+        click.echo(f"Not published, so derived: {rate} rate ({how})")
     if costs:
         click.echo(f"Cost of a million tokens, at {plan.request.prices[target]:g} an hour:")
         print_table("", ["precision", "block", *(f"at {step}" for step in steps)], costs)
 
 
 def _print_growth(growth: Growth, plan: Plan) -> None:
-    """Print a row per target: the cost if it has a price, else milliseconds."""
+    """Print one row per target: its cost if the target has a price, otherwise milliseconds."""
     rows = [
         [
             target,
@@ -390,7 +400,9 @@ def _print_growth(growth: Growth, plan: Plan) -> None:
 
 
 def _print_calibration(calibration: Mapping[str, Any]) -> None:
-    """Print the ratio of measured times to their limits, and the error of predictions."""
+    """Print the ratios of measured times to their limits, and the error of predictions from
+    them.
+    """
     low, high = calibration["ratios"]
     what = f"{calibration['file']}: {calibration['passes']} passes in {calibration['precision']}"
     click.echo(f"Calibration by {what}, {low:.2f} to {high:.2f} times their limits")
@@ -421,14 +433,14 @@ def _passshown(time: PassTime) -> str:
 
 
 def _three(value: float | None) -> str:
-    """Three significant digits, whole numbers from 100 on."""
+    """Format a number with three significant digits, and as a whole number from 100 on."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _by_value(named: Mapping[str, str]) -> dict[str, list[str]]:
-    """Group names by their value."""
+    """Group names that have the same value: value -> names."""
     out: dict[str, list[str]] = {}
     for name, value in named.items():
         out.setdefault(value, []).append(name)

@@ -1,4 +1,4 @@
-"""How commands print: tables and JSON on stdout, progress and warnings on stderr."""
+"""Prints for commands: tables and JSON to stdout, progress and warnings to stderr."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from dlm_export.bundle.default_loop import FEWEST_SAMPLES
 if TYPE_CHECKING:
     from dlm_runtime import Generation
 
-# Longest word, such as a path, and longest line, such as an error of TensorRT, in characters.
+# Length limits in characters: of a word, such as a path, and of a line, such as an error of
+# TensorRT.
 WORD_LIMIT, LINE_LIMIT = 400, 5000
 
-LINE_EVERY_S = 10.0  # between lines of progress if stderr is not a terminal
+LINE_EVERY_S = 10.0  # seconds between lines of progress, if stderr is not a terminal
 
 
 def one_line(text: object) -> str:
-    """Text as one line without control characters, because it may come from a hostile file."""
+    """Convert text to one line without control characters. The text may come from a hostile
+    file.
+    """
     words = " ".join(_cut(word, WORD_LIMIT) for word in str(text).split())
     return _cut(
         "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words),
@@ -38,14 +41,18 @@ def _cut(text: str, limit: int) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Text of several lines with escaped control characters."""
+    """Escape the control characters of a text, but keep its lines and tabs."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )
 
 
 def how_it_went(done: Generation, *beside: str) -> str:
-    """Passes and time of a generation, ``beside``, and the reason if it ended early."""
+    """Say in one line how a generation went.
+
+    The line has the number of passes, the time, the texts in ``beside`` and, if the generation
+    ended early, the reason.
+    """
     passes = f"{done.nfe} pass{'es' if done.nfe != 1 else ''}"
     left = sum(done.undecided)
     ended = f", ended by {done.finish}, {left} tokens undecided" if left else ""
@@ -53,7 +60,7 @@ def how_it_went(done: Generation, *beside: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print a JSON document with one member per line; flat lists take one line."""
+    """Print a JSON document with one member per line. A list of plain values takes one line."""
     click.echo(_as_json(value))
 
 
@@ -93,29 +100,30 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         is_number = i > 0 and all(row[i][:1].isdigit() or row[i] == "-" for row in rows)
         table.add_column(column, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(one_line(cell)) for cell in row))  # no markup
-    # Piped output keeps whole lines: a log is wider than a terminal.
+        # as plain text, so that rich does not interpret markup
+        table.add_row(*(Text(one_line(cell)) for cell in row))
+    # Do not wrap piped output at the width of a terminal.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def shown(value: float | None, form: str) -> str:
-    """A formatted figure, or a dash for None."""
+    """Format a number, or return a dash for None."""
     return "-" if value is None else format(value, form)
 
 
 def block_left_out(layer: str) -> str:
-    """The path of a module without its block number: ``blocks.N.mlp.up``."""
+    """Replace the block number in a module path by N, as in ``blocks.N.mlp.up``."""
     return re.sub(r"^blocks\.\d+\.", "blocks.N.", layer)
 
 
 def print_caches(what: str, sizes: Mapping[str, int]) -> None:
-    """Print the bytes of a token's keys and values, by type."""
+    """Print the bytes that the keys and values of one token take, for each cache type."""
     told = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
     click.echo(f"{what} a token on a CPU, by --cache-dtype: {told}")
 
 
 def print_kernels(kernels: Mapping[str, Any]) -> None:
-    """Print the native kernels of a graph for CPUs, and why other layers use slower operators."""
+    """Print the native kernels of a CPU graph, and why other layers use slower plain operators."""
     calls = ", ".join(f"{count} {name}" for name, count in kernels["calls"].items())
     click.echo(f"Native kernels: {calls or 'none'}")
     plain = Counter((block_left_out(layer), reason) for layer, reason in kernels["plain"].items())
@@ -128,14 +136,15 @@ def warn(text: str) -> None:
 
 
 def told_progress(stage: str, done: int, total: int, seconds: float) -> str:
-    """Progress of a stage: share, rate, estimated time left, and memory of the process.
+    """Describe the progress of a stage: share, rate, estimated time left, and memory of the
+    process.
 
-    A total of 2**20 or more counts bytes.
+    If the total is 2**20 or more, the units are bytes.
     """
     from dlm_export.memory import resident_bytes
 
     is_bytes = total >= 1 << 20
-    told = [stage]  # a stage of one unit has no share
+    told = [stage]  # a stage of a single unit has no share to show
     if total > 1:
         told[0] += f" {done / total:.0%}"
         told.append(
@@ -153,10 +162,14 @@ def told_progress(stage: str, done: int, total: int, seconds: float) -> str:
 
 
 class Bars:
-    """Progress on stderr: a bar per stage on a terminal, else a line every ``LINE_EVERY_S``."""
+    """Shows progress on stderr.
+
+    On a terminal, each stage has a bar. Otherwise a line is printed every ``LINE_EVERY_S`` seconds.
+    """
 
     def __init__(self) -> None:
-        self._now: tuple[str, int, float] | None = None  # stage, total, when it began
+        # name, total and start time of the current stage
+        self._now: tuple[str, int, float] | None = None
         self._done = 0
         self._ended = threading.Event()
         self._lines = threading.Thread(target=self._print_lines, daemon=True)
@@ -214,7 +227,7 @@ def _rich_bars() -> Any:
 
 
 def print_effort(effort: Mapping[str, Any]) -> None:
-    """Print the effort levels of a manifest, and their evidence."""
+    """Print the effort levels in a manifest, with the measurements that they are based on."""
     title = f"Effort, loops of {effort['preset']}, by generations of {effort['samples']} samples"
     kind = "right answers" if effort["quality"] == "task" else "agreement with one token a pass"
     rows = [

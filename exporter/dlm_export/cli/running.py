@@ -1,4 +1,4 @@
-"""Commands that run bundles: ``run``, ``bench``."""
+"""The commands that run a bundle: ``run`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def run(
         raise click.UsageError("--hole-tokens needs --infill")
     if max_new_tokens is not None and infill is not None:
         raise click.UsageError(
-            "--infill takes --hole-tokens for the length of holes, and no --max-new-tokens"
+            "--infill does not take --max-new-tokens: use --hole-tokens for the length of holes"
         )
     if prefix and (infill is not None or (prompt is None and conversation is None)):
         raise click.UsageError("--prefix needs --prompt, --chat or --messages, without --infill")
@@ -253,7 +253,7 @@ def bench(
 
 
 def _loop_of(made: Mapping[str, Any]) -> str:
-    """The preset of a measured generation, and the fields that differ from it."""
+    """Name the preset of a measured generation, and the fields that differ from it."""
     return ", ".join(
         [
             f"preset {made['preset']}",
@@ -270,7 +270,9 @@ def _integers(option: str, text: str) -> list[int]:
 
 
 def print_bench(result: Mapping[str, Any]) -> None:
-    """Print the results of ``bench``: the machine, passes, a generation by part, memory."""
+    """Print the results of ``bench``: the machine, the passes, the parts of a generation, and
+    memory.
+    """
     bundle, machine, rates = result["bundle"], result["machine"], result["roofline"]
     peer = result["peer"]
     threads = f"{result['threads']} threads" if result["threads"] else "all cores"

@@ -1,6 +1,6 @@
-"""Turns the values of shared options into option dataclasses, or rejects them.
+"""Turns the values of shared options into option dataclasses, and rejects wrong combinations.
 
-Functions import torch and the rest of the export extra when they need them.
+A function imports torch and other packages of the export extra only when it needs them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _Options = TypeVar("_Options")
 
 
 def taken(kind: type[_Options], values: dict[str, Any]) -> _Options:
-    """Make a dataclass of options from the values with the names of its fields."""
+    """Create an options dataclass from the values whose names are fields of the dataclass."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: values[name] for name in names if name in values})
 
 
 def opening(values: dict[str, Any]) -> Opening:
-    """Remove the options of ``Opening`` from a command's values, and return them."""
+    """Remove the options of ``Opening`` from a command's values, and return them as ``Opening``."""
     from dlm_export.opening import Opening
 
     return Opening(
@@ -57,19 +57,19 @@ _ENGINE_ONLY = (
 
 
 def split(text: str) -> list[str]:
-    """The names in a list with commas."""
+    """Split a list with commas into its names."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def refuse(values: dict[str, Any], names: tuple[str, ...], why: str) -> None:
-    """Raise UsageError if an option was given that would have no effect."""
+    """Raise UsageError if the user gave one of these options. ``why`` completes the message."""
     for name in names:
         if values.get(name) is not None:
             raise click.UsageError(f"--{name.replace('_', '-')} {why}")
 
 
 def read_json_file(path: Path) -> Any:
-    """Read the JSON file of an option. Raises RequestError with its path."""
+    """Read the JSON file of an option. Raises RequestError with the path of the file."""
     from dlm_runtime.errors import RequestError
     from dlm_runtime.files import parse_json, read_text
 
@@ -82,7 +82,7 @@ def read_json_file(path: Path) -> Any:
 
 
 def read_text_file(path: Path) -> str:
-    """The text of an option's file. Raises RequestError that names it."""
+    """Read the text file of an option. Raises RequestError with the path of the file."""
     from dlm_runtime.errors import RequestError
     from dlm_runtime.files import read_text
 
@@ -90,7 +90,7 @@ def read_text_file(path: Path) -> str:
 
 
 def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
-    """The policy fields of ``--set``. Raises UsageError or RequestError."""
+    """Parse the policy fields of ``--set``. Raises UsageError or RequestError."""
     from dlm_runtime import Policy
 
     fields: dict[str, Any] = {}
@@ -102,14 +102,15 @@ def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
             fields[name] = json.loads(value)
         except ValueError:
             fields[name] = value
-    Policy().with_fields(fields)  # reject names that are arguments of a request
+    # raises an error for names that belong to a request, not to the policy
+    Policy().with_fields(fields)
     return fields
 
 
 def check_build_options(values: dict[str, Any]) -> None:
-    """Reject wrong options of a build before torch is imported.
+    """Reject wrong options of a build before torch is imported, which takes seconds.
 
-    Raises UsageError, TargetError, RecipeError.
+    Raises UsageError, TargetError or RecipeError.
     """
     from dlm_export import targets
 
@@ -144,7 +145,7 @@ def check_build_options(values: dict[str, Any]) -> None:
 
 
 def build_options(values: dict[str, Any]) -> BuildOptions:
-    """The checked options of ``build`` and ``quantize``."""
+    """Return the options of ``build`` and ``quantize``, whose values must be checked."""
     from dlm_export.building.options import BuildOptions
 
     return BuildOptions(
@@ -164,14 +165,14 @@ def build_options(values: dict[str, Any]) -> BuildOptions:
 
 
 def overrides(values: dict[str, Any]) -> Overrides:
-    """The values of ``SOURCE_OPTIONS`` and ``TEXT_OPTIONS`` that a command has."""
+    """Return those values of ``SOURCE_OPTIONS`` and ``TEXT_OPTIONS`` that the command has."""
     from dlm_export.families.base import Overrides
 
     return taken(Overrides, values)
 
 
 def budgets(values: dict[str, Any]) -> Budgets:
-    """The budgets. Raises UsageError for NaN and infinity."""
+    """Return the budgets. Raises UsageError for NaN and infinity."""
     from dlm_export.judging.accuracy.verdict import Budgets
 
     for name in BUDGETS:
@@ -183,10 +184,10 @@ def budgets(values: dict[str, Any]) -> Budgets:
 
 
 def effort(values: dict[str, Any], seconds: float = 0.0) -> Effort:
-    """The effort of judging, by ``--judge``, ``--judged`` and ``--free-runs``.
+    """Return how thoroughly to judge, from ``--judge``, ``--judged`` and ``--free-runs``.
 
-    ``seconds`` limits the default effort outside of a build. Raises UsageError for an option
-    without effect.
+    ``seconds`` limits the time of the default judging, for commands other than ``build``. Raises
+    UsageError for an option that would have no effect.
     """
     from dlm_export.judging.accuracy.rounds import Effort
 
@@ -199,7 +200,7 @@ def effort(values: dict[str, Any], seconds: float = 0.0) -> Effort:
 
 
 def _recipe_changes(values: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a recipe that options change."""
+    """Return those fields of a recipe that the user changed by options."""
     fields = ("observer", "solver", "smoothing", "rotate_down", "embedding")
     return {name: values[name] for name in fields if values[name] is not None}
 
@@ -229,7 +230,7 @@ def _quantise_options(values: dict[str, Any]) -> QuantiseOptions:
 
 
 def engine_options(values: dict[str, Any]) -> EngineOptions:
-    """``ENGINE_OPTIONS`` as the builder of engines takes them."""
+    """Return the values of ``ENGINE_OPTIONS`` in the form that the builder of engines takes."""
     from dlm_export.tensorrt.estimate import WORKSPACE_BYTES, EngineOptions
 
     return EngineOptions(

@@ -1,4 +1,4 @@
-"""Shows the canvas in a terminal after each pass: committed tokens, guesses, and masks."""
+"""Draws the canvas in a terminal after each pass: committed tokens, guesses and masks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ LEGEND = (
     ("░ masked", MASKED),
     ("∎ end", COMMITTED),
 )
-# Invisible. The style stays with its text when lines are wrapped.
+# An invisible style that marks the active part of the canvas. Unlike positions, it stays with its
+# text when lines are wrapped.
 ACTIVE = Style(meta={"active": True})
 
 
 def watch(bundle: Bundle, request: dict[str, Any], delay_s: float) -> Generation:
-    """Run the request and draw every step on stderr, with a pause of ``delay_s`` after each."""
+    """Run a request and draw every step on stderr, with a pause of ``delay_s`` after each step."""
     console = Console(stderr=True)
     result = denoise(bundle, request, console, delay_s)
     if not console.is_terminal:
-        console.print()  # Live leaves the cursor at the end of its only frame
+        console.print()  # Live leaves the cursor at the end of the only frame that it prints
     return result
 
 
@@ -41,9 +42,10 @@ def denoise(
     delay_s: float = 0.0,
     shown_from: int | None = None,
 ) -> Generation:
-    """Run the request and draw every step.
+    """Run a request and draw every step.
 
-    With ``shown_from``, the canvas is drawn from that position, and erased when it is finished.
+    If ``shown_from`` is set, the canvas is drawn from that position on, and erased when it is
+    finished.
     """
     result = None
     before: list[int] | None = None
@@ -59,9 +61,10 @@ def denoise(
 
 @dataclass(frozen=True)
 class View:
-    """A canvas that scrolls to its ``ACTIVE`` part if the screen is too small.
+    """A drawing of the canvas. If the screen is too small, it shows the part around the ``ACTIVE``
+    text.
 
-    ``is_whole`` draws all of it.
+    ``is_whole`` draws the whole canvas all the same.
     """
 
     canvas: Text
@@ -90,16 +93,18 @@ class View:
 
 
 def _is_active(line: Text) -> bool:
-    # Wrapping leaves the space before a word at the end of the previous line.
+    # When a line is wrapped, the space before a word stays at the end of the previous line. A span
+    # that only covers this space does not make the line active.
     return any(
         span.style == ACTIVE and line.plain[span.start : span.end].strip() for span in line.spans
     )
 
 
 def view(bundle: Bundle, event: Event, before: list[int] | None, shown_from: int = 0) -> View:
-    """Draw an event from position ``shown_from`` on.
+    """Draw the canvas of an event, from position ``shown_from`` on.
 
-    ``before`` is the canvas of the previous event. The undecided rest of the block is active.
+    ``before`` is the canvas of the previous event. The active part of the drawing is the rest of
+    the block, from its first undecided position on.
     """
     canvas, starts = Text(), []
     for position, token in enumerate(event.canvas):
@@ -132,7 +137,7 @@ def _text(bundle: Bundle, token: int) -> str:
         return "∎"
     if bundle.tokenizer is None:
         return f"{token} "
-    # Tokens may hold control characters, which the terminal would obey.
+    # Tokens may contain control characters. A terminal would execute them.
     return "".join(
         c if c.isprintable() else "⏎" if c == "\n" else "�"
         for c in bundle.tokenizer.token_text(token)

@@ -1,11 +1,14 @@
-"""Loads a third-party library and asks it for facts. Runs as a separate process, started by
-``system``.
+"""Loads a third-party library and asks it for facts. ``system`` runs this file as a process.
 
     python _ask_library.py KIND LIBRARY...
 
-Prints one JSON object with ``failure``, a sentence, or the answer. ``cuda``: the driver and its
-GPUs. ``tensorrt``, ``onnxruntime``: the version. ``providers``: those of the installed ONNX
-Runtime. ``loads``: per library, why it does not load.
+Prints one JSON object. If the library does not load, the object has only ``failure``, a sentence.
+The kinds:
+
+- ``cuda``: the driver's newest CUDA version, and its GPUs.
+- ``tensorrt`` and ``onnxruntime``: the library's version.
+- ``providers``: the providers of the installed ONNX Runtime.
+- ``loads``: for each library, why it does not load, or null.
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-COMPUTE_CAPABILITY = (75, 76)  # CUdevice_attribute: major, minor
+COMPUTE_CAPABILITY = (75, 76)  # numbers of two CUdevice_attribute: major and minor
 MOST_GPUS = 64
 
 
 def cuda(name: str) -> dict[str, Any]:
-    """The newest CUDA of the driver (13000 is 13.0), and the name, SM and bytes of each GPU."""
+    """Ask the driver for its newest CUDA version, and for the name, SM and memory of each GPU.
+
+    The version is CUDA's number: 13000 means 13.0.
+    """
     driver = ctypes.CDLL(name)
     version, count = ctypes.c_int(), ctypes.c_int()
     told: dict[str, Any] = {
@@ -60,7 +66,7 @@ def tensorrt(name: str) -> dict[str, Any]:
 
 def onnxruntime(name: str) -> dict[str, Any]:
     base = ctypes.CDLL(name).OrtGetApiBase
-    # OrtApiBase has two functions: GetApi and GetVersionString.
+    # OrtApiBase has two function pointers: GetApi and GetVersionString.
     base.restype = ctypes.POINTER(ctypes.c_void_p)
     version = ctypes.CFUNCTYPE(ctypes.c_char_p)(base()[1])()
     return {"version": version.decode("utf-8", "replace")}
@@ -93,9 +99,9 @@ KINDS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main() -> None:
-    sys.path.pop(0)  # this folder: its modules must not shadow packages
+    sys.path.pop(0)  # Remove this folder, so that its modules do not shadow installed packages.
     told = os.dup(1)
-    os.dup2(2, 1)  # a library's own output must not mix with the answer
+    os.dup2(2, 1)  # Send the library's own output to stderr, so that stdout has only the answer.
     try:
         answer = KINDS[sys.argv[1]](*sys.argv[2:])
     except (OSError, AttributeError, ImportError, ValueError) as err:

@@ -1,6 +1,7 @@
-"""Facts about a Jetson: model, Jetson Linux and JetPack, power mode, as in NVIDIA's Jetson Linux
-Developer Guide (https://docs.nvidia.com/jetson/archives/r36.4/DeveloperGuide/, "Platform Power and
-Performance").
+"""Collects facts about a Jetson: its model, Jetson Linux, JetPack and power mode.
+
+Follows NVIDIA's Jetson Linux Developer Guide, "Platform Power and Performance"
+(https://docs.nvidia.com/jetson/archives/r36.4/DeveloperGuide/).
 """
 
 from __future__ import annotations
@@ -10,21 +11,22 @@ from dataclasses import dataclass
 
 from dlm_export.doctor.system import System
 
-# Device tree strings end with NUL. The first path is a link to the second; a container may have
-# only one of them.
+# Strings in the device tree end with NUL. The first path is a link to the second; in a container,
+# sometimes only one of the two exists.
 MODEL_FILES = ("/proc/device-tree/model", "/sys/firmware/devicetree/base/model")
-NAME_LIMIT = 100  # characters of a name that are shown
+NAME_LIMIT = 100  # a longer name is cut after this many characters
 SM_BY_MODEL = {"Thor": 110, "Orin": 87}
 JETPACK_BY_RELEASE = {35: "5", 36: "6", 38: "7", 39: "7"}
 
 
 @dataclass(frozen=True)
 class Board:
-    """A Jetson; ``None`` means unknown.
+    """Facts about a Jetson. ``None`` means unknown.
 
-    ``linux`` is the release of Jetson Linux (36.4.3). ``jetpack`` is the version of the package
-    nvidia-jetpack, or the major version for that release. ``sm`` follows from the model.
-    ``power_mode`` comes from nvpmodel, such as MAXN.
+    ``sm`` is the GPU's SM, derived from the model. ``linux`` is the release of Jetson Linux, such
+    as 36.4.3. ``jetpack`` is the version of the package nvidia-jetpack; without that package it is
+    the major version that belongs to the release. ``power_mode`` is the mode that nvpmodel reports,
+    such as MAXN.
     """
 
     model: str
@@ -35,7 +37,7 @@ class Board:
 
 
 def find_board(system: System) -> Board | None:
-    """This machine as a Jetson, or ``None`` if it is not one."""
+    """Return the facts about this Jetson, or ``None`` if this machine is not a Jetson."""
     model = next(filter(None, (_name(system.text(path) or "") for path in MODEL_FILES)), "")
     release = re.search(
         r"^# R(\d{1,4}) \(release\), REVISION: ([\d.]{1,20})",
@@ -54,14 +56,14 @@ def find_board(system: System) -> Board | None:
 
 
 def _name(text: str) -> str:
-    """The text as one printable line."""
+    """Return the text as one short line without unprintable characters."""
     return " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * NAME_LIMIT]).split())[
         :NAME_LIMIT
     ]
 
 
 def _jetpack(system: System) -> str | None:
-    """The version of JetPack's meta-package; many boards do not have it."""
+    """Return the version of the package nvidia-jetpack; many boards do not have this package."""
     found = re.match(
         r"[\d.]{1,20}", system.program("dpkg-query", "-W", "-f=${Version}", "nvidia-jetpack") or ""
     )

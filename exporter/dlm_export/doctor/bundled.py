@@ -1,4 +1,4 @@
-"""Checks whether bundles can run on a machine, and says if anything is missing."""
+"""Checks whether a bundle or a target can run on a machine, and says what is missing."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ from dlm_export.tensorrt.estimate import EngineOptions, Estimate, estimate, limi
 
 ON_CPU = "or run its graph on the CPU: --engine onnxruntime"
 NAMES = {name: builder.title for name, builder in ENGINE_BUILDERS.items()}
-SHARED_SM = (87, 110, 101, 121)  # GPUs that share the host's memory
+SHARED_SM = (87, 110, 101, 121)  # on these SMs the GPU uses the memory of the CPU
 
 
 def examine_target(machine: Machine, target: Target) -> Iterator[Finding]:
-    """Check whether bundles for ``target`` run here and whether their engines can be built here."""
+    """Check whether bundles for ``target`` run on this machine, and whether it can build their
+    engines.
+    """
     part = f"target {target.name}"
     if target.sm is None:
         is_cpu = target.provider == "cpu"
@@ -48,7 +50,9 @@ def examine_target(machine: Machine, target: Target) -> Iterator[Finding]:
 def examine_bundle(
     machine: Machine, folder: Path, manifest: Mapping[str, Any]
 ) -> Iterator[Finding]:
-    """Check whether a bundle runs here. ``manifest`` is the checked one of ``folder``."""
+    """Check whether the bundle in ``folder`` runs here. ``manifest`` must be its validated
+    manifest.
+    """
     loop, precision, targets = manifest["loop"], manifest["precision"]["name"], manifest["targets"]
     part = "bundle"
     yield ok(
@@ -77,7 +81,7 @@ def examine_bundle(
 
 
 def _kernels(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Finding]:
-    """The kernels that run a CPU bundle here; yields nothing for other bundles."""
+    """Say which kernels run a bundle for the CPU. Yields nothing for bundles for a GPU."""
     calls = manifest.get("kernels", {}).get("calls", {})
     is_for_gpu = "device_file" in manifest["loop"]["graph"]
     if not calls or is_for_gpu or m.native.failure is not None:
@@ -94,7 +98,10 @@ def _kernels(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Fin
 
 
 def _lacking_on_cpu(m: Machine) -> Lacking:
-    """Missing requirements for any bundle on the CPU; other findings give details."""
+    """Return what this machine lacks to run any bundle on the CPU.
+
+    Other lines of the report give the details, so the remedy is "see above".
+    """
     if m.native.failure is not None:
         return [("the native library does not load", "see above")]
     if m.onnxruntime.failure is not None or numbers(m.onnxruntime.version) < LEAST_ONNXRUNTIME:
@@ -111,7 +118,7 @@ def _lacking_for_cuda(m: Machine, *, bf16: bool) -> Lacking:
         remedy = (
             f"pip uninstall -y onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]>={least}'"
         )
-        if m.architecture != "x86_64":  # there are no wheels for other processors
+        if m.architecture != "x86_64":  # other processors have no such wheels
             remedy = f"an onnxruntime of {least} or later that was built with it"
         lacking.append(("this ONNX Runtime has no CUDA provider", remedy))
     elif numbers(m.onnxruntime.version) < LEAST_FOR_GPU:
@@ -127,7 +134,10 @@ def _lacking_for_cuda(m: Machine, *, bf16: bool) -> Lacking:
 
 
 def _lacking_gpu(m: Machine, sms: Sequence[int] | None, target: str) -> Lacking:
-    """Missing requirements for a GPU that the driver shows, of one of ``sms`` if given."""
+    """Return what is missing if the driver shows no GPU, or a GPU whose SM is not in ``sms``.
+
+    If ``sms`` is None, any GPU will do.
+    """
     if not m.driver.gpus:
         return [(f"no GPU: {m.driver.failure}", "NVIDIA's driver, and a GPU that it shows")]
     if sms is not None and m.sm not in sms:
@@ -138,7 +148,10 @@ def _lacking_gpu(m: Machine, sms: Sequence[int] | None, target: str) -> Lacking:
 
 
 def _lacking_engine(m: Machine, folder: Path, engines: Mapping[str, Mapping[str, Any]]) -> Lacking:
-    """What is missing for an engine for this GPU and the TensorRT that the native library supports."""
+    """Return why no engine of the bundle runs here; empty if one does.
+
+    An engine runs on the SMs it was built for, with the same kind and version of TensorRT.
+    """
     kind, gpu = m.native.tensorrt, m.driver.gpus[0]
     assert kind is not None
     version, reasons = m.tensorrt[kind].version, []
@@ -150,7 +163,7 @@ def _lacking_engine(m: Machine, folder: Path, engines: Mapping[str, Mapping[str,
                 f"{name} is for {NAMES[entry['builder']]}, the native library is for {NAMES[kind]}"
             )
         elif entry["version"] != version:
-            reasons.append(f"{name} is of {NAMES[kind]} {entry['version']}, {version} is here")
+            reasons.append(f"{name} needs {NAMES[kind]} {entry['version']}, not {version}")
         else:
             return []
     why = "; ".join(reasons) or "the bundle has none yet"
@@ -159,10 +172,12 @@ def _lacking_engine(m: Machine, folder: Path, engines: Mapping[str, Mapping[str,
 
 
 def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
-    """Estimate the memory for the longest canvas and the default preset's block, by formula.
+    """Estimate the memory that the longest canvas needs, with the block length of the default
+    preset.
 
-    See ``tensorrt.estimate``. On a CPU, ``device`` is the process: weights as computed with, the
-    cache in its type, passes in fp32.
+    The formula is in ``tensorrt.estimate``. For a bundle that runs on the CPU, ``device`` is the
+    memory of the process. It then consists of the weights in the type that computes, the cache in
+    its own type, and the intermediate values of a pass in fp32.
     """
     loop, network = manifest["loop"], network_of(manifest)
     graph = loop["graph"]
@@ -174,12 +189,13 @@ def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
     if "device_file" in graph:
         return found
     held = weights
-    if graph["simulated"]:  # layers are held in fp32, but not the embedding table
+    # ONNX Runtime holds the layers in fp32, but the embedding table as it is stored.
+    if graph["simulated"]:
         table = network.vocab_size * network.hidden_size
         stored = table * (table_bytes_of(manifest) or 1)
         held = max(weights, 4 * (network.parameter_count() - table) + stored)
     cache = network.max_canvas_length * network.cache_bytes(*CACHE_ROWS[graph["cache_dtype"]])
-    passes = 2 * found.passes  # ``estimate`` assumes fp16
+    passes = 2 * found.passes  # ``estimate`` assumes fp16, and passes here are fp32
     return Estimate(held, cache, passes, held + cache + passes, 0)
 
 

@@ -1,4 +1,4 @@
-"""Judges the facts about a machine: what is there, what is missing, and what to do."""
+"""Judges the facts about a machine: what works, what is missing, and what to do about it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PYTHONS = ((3, 10), (3, 13))
 LEAST_ONNXRUNTIME, LEAST_FOR_GPU = (1, 23), (1, 24)
 LITTLE_DISK_BYTES = 2 << 30
 
-# Extras of pyproject.toml; dev is for developers of dlm-export.
+# The extras of pyproject.toml and their purpose, without dev, which is for developers.
 EXTRAS = {
     "export": "building bundles from checkpoints",
     "report": "figures of reports and plans",
@@ -31,14 +31,14 @@ EXTRAS = {
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """All findings about the machine, in the order of the report."""
+    """Return all findings about the machine, in the order of the report."""
     needed_first = (_python, _native_library, _onnxruntime, _gpu, _tensorrt)
     parts = (*needed_first, _board, _memory, _building, _extras)
     return [finding for part in parts for finding in part(machine)]
 
 
 def numbers(version: str | None) -> tuple[int, ...]:
-    """The numbers at the start of a version: 1.31.1 gives (1, 31, 1)."""
+    """Return the numbers at the start of a version: "1.31.1rc2" gives (1, 31, 1)."""
     start = re.match(r"[\d.]*", version or "") or [""]
     return tuple(int(part) for part in re.findall(r"\d+", start[0]))
 
@@ -110,17 +110,19 @@ def _onnxruntime(m: Machine) -> Iterator[Finding]:
     if len(m.onnxruntime_wheels) > 1:
         both = " and ".join(f"{name} {version}" for name, version in m.onnxruntime_wheels.items())
         remedy = f"pip uninstall -y {' '.join(m.onnxruntime_wheels)}, then pip install the one that is wanted"
-        said = f"{both} share a folder, where one has overwritten the other"
-        yield note("base", "its wheels", said, remedy)
+        said = f"{both} are installed in the same folder, so one has overwritten files of the other"
+        yield note("base", "ONNX Runtime wheels", said, remedy)
     if m.providers:
         shown = ", ".join(name.removesuffix("ExecutionProvider") for name in m.providers)
-        yield ok("base", "its providers", f"{shown} (of the installed wheel)")
+        yield ok("base", "ONNX Runtime providers", f"{shown} (of the installed wheel)")
     if m.telemetry in (None, "1"):
         said = "off: ORT_DISABLE_TELEMETRY=1 is set when a bundle is opened"
-        yield ok("base", "its telemetry", said)
+        yield ok("base", "ONNX Runtime telemetry", said)
     else:
         said = f"ORT_DISABLE_TELEMETRY={m.telemetry} leaves it on: a device id is stored and telemetry is sent"
-        yield note("base", "its telemetry", said, "unset ORT_DISABLE_TELEMETRY, or set it to 1")
+        yield note(
+            "base", "ONNX Runtime telemetry", said, "unset ORT_DISABLE_TELEMETRY, or set it to 1"
+        )
 
 
 def _gpu(m: Machine) -> Iterator[Finding]:
@@ -131,7 +133,7 @@ def _gpu(m: Machine) -> Iterator[Finding]:
         )
         yield ok("GPU", "driver", f"runs CUDA up to {driver.cuda}: {gpus}")
     elif is_there:
-        what = "an NVIDIA GPU is on the bus, and its driver"
+        what = "there is an NVIDIA GPU on the PCI bus, but its driver"
         remedy = "install NVIDIA's driver (Debian: nvidia-driver; in a container: NVIDIA's container toolkit, --gpus all)"
         if m.board is not None:
             what = "this Jetson"
@@ -139,7 +141,9 @@ def _gpu(m: Machine) -> Iterator[Finding]:
         said = f"{what} does not answer: {driver.failure}"
         yield Finding("GPU", "driver", MISSING, said, remedy)
     else:
-        yield note("GPU", "driver", f"none ({driver.failure}). Bundles for the CPU need none")
+        yield note(
+            "GPU", "driver", f"none ({driver.failure}). Bundles for the CPU do not need a driver"
+        )
     if m.cuda_libraries:
         failures = [
             f"{name.rpartition('/')[2]} ({why})"
@@ -186,11 +190,14 @@ def _tensorrt(m: Machine) -> Iterator[Finding]:
 
 
 Lacking = list[tuple[str, str]]
-"""What is missing, each with what to do about it."""
+"""Missing things, each with its remedy."""
 
 
 def lacking_tensorrt(m: Machine) -> Lacking:
-    """Missing requirements for TensorRT: a native library compiled for it, and its library."""
+    """Return what is missing to run TensorRT engines.
+
+    They need a native library that was compiled for TensorRT, and TensorRT's own library.
+    """
     if m.native.failure is not None:
         return [("the native library does not load", "see above")]
     kind = m.native.tensorrt
@@ -205,7 +212,7 @@ def lacking_tensorrt(m: Machine) -> Lacking:
 
 
 def builders_of(m: Machine) -> Builders:
-    """Packages and GPU of the machine that can build or run an engine."""
+    """Return the packages and the GPU of this machine that decide which engines it can build."""
     has = {kind: version is not None for kind, version in m.builders.items()}
     return Builders(m.onnxruntime.version is not None, has[RTX.name], has[TENSORRT.name], m.sm)
 
@@ -215,13 +222,13 @@ def _board(m: Machine) -> Iterator[Finding]:
     if board is None:
         return
     if board.sm is None:
-        said = f"{board.model}, which is not a known target"
+        said = f"{board.model}, which dlm-export has no target for"
         yield note("board", "Jetson", said, "bundles for the CPU run here")
     else:
         yield ok("board", "Jetson", f"{board.model}, SM {sm_text(board.sm)}")
     if board.sm is not None and m.sm is not None and m.sm not in reported_sms(board.sm):
         said = f"the driver calls it SM {sm_text(m.sm)}"
-        yield note("board", "its GPU", said, "engines go by what the driver says")
+        yield note("board", "GPU", said, "engines are chosen by the driver's SM")
     if board.linux is None and board.jetpack is None:
         said = "/etc/nv_tegra_release and the package nvidia-jetpack are both missing, as in some containers"
         yield note("board", "JetPack", said)
@@ -269,7 +276,7 @@ def _extras(m: Machine) -> Iterator[Finding]:
     for extra, purpose in EXTRAS.items():
         packages = m.extras.get(extra)
         if not packages:
-            continue  # for another processor, or dlm-export is not installed
+            continue  # The extra is for another processor, or dlm-export is not installed.
         absent = [name for name, version in packages.items() if version is None]
         if not absent:
             yield ok("extras", extra, f"installed: {purpose}")

@@ -1,4 +1,4 @@
-"""One line of the doctor's report, and the whole report."""
+"""Defines one line of the doctor's report (a finding), and the whole report."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ OK, NOTE, MISSING = "ok", "note", "missing"
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding.
+    """One line of the report.
 
-    ``state`` is ``ok``; ``note`` for information that blocks nothing; or ``missing`` for something
-    that blocks. ``is_needed``: the base install or the request needs it. ``remedy``: what to do, or
-    empty.
+    ``state`` has one of three values:
+
+    - ``ok``: there is no problem.
+    - ``missing``: something is absent, and the part does not work without it.
+    - ``note``: information about something that is not required.
+
+    ``remedy`` says what to do; it may be empty. ``is_needed`` is true if the base install does not
+    work without this part, or if the bundle or target that the user named does not.
     """
 
     part: str
@@ -32,7 +37,7 @@ class Report:
 
     @property
     def works(self) -> bool:
-        """True if everything that the base install or the request needs is there."""
+        """True if nothing is missing that the base install or the user's request needs."""
         return not any(each.is_needed and each.state == MISSING for each in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
@@ -40,17 +45,21 @@ class Report:
 
 
 def ok(part: str, name: str, said: str) -> Finding:
-    """A finding without a problem."""
+    """Create a finding that reports no problem."""
     return Finding(part, name, OK, said)
 
 
 def note(part: str, name: str, said: str, remedy: str = "") -> Finding:
-    """A finding for information."""
+    """Create a finding that only informs."""
     return Finding(part, name, NOTE, said, remedy)
 
 
 def needed(part: str, name: str, lacking: Sequence[tuple[str, str]], said: str) -> Finding:
-    """A need that is met (``said``), or that lacks the first of ``lacking``, with its remedy."""
+    """Create a finding about a requirement.
+
+    ``lacking`` has the missing things, each with its remedy. If it is empty, the requirement is met
+    and the finding says ``said``. Otherwise the finding reports the first missing thing.
+    """
     if not lacking:
         return Finding(part, name, OK, said, is_needed=True)
     return Finding(part, name, MISSING, *lacking[0], is_needed=True)

@@ -1,4 +1,7 @@
-"""The facts for a report, as plain values that ``look`` collects and tests can make up."""
+"""Collects the facts about a machine as plain values.
+
+``look`` collects them from this machine; tests create them by hand.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ from dlm_runtime.errors import DlmError
 from dlm_runtime.providers import cuda_libraries
 
 NVIDIA_VENDOR, DISPLAY_CLASS = "0x10de", "0x03"
-# Texts in the library: no_tensorrt.cc contains the first, and tensorrt_library.cc the second if it
-# is for TensorRT-RTX. The ABI has no function for this.
+# The ABI has no function that tells how the library was compiled, so search its file for two texts.
+# no_tensorrt.cc contains the first. tensorrt_library.cc contains the second if the library was
+# compiled for TensorRT-RTX.
 NO_TENSORRT = b"this build of libdlm_runtime has no TensorRT"
 FOR_RTX = b"(pip: tensorrt-rtx-cu13-libs)"
 HEADER_FOLDERS = ("usr/include/{}-linux-gnu", "usr/include", "usr/local/include")
@@ -32,7 +36,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """NVIDIA's driver. ``cuda``: the newest supported version; ``failure``: why it shows no GPU."""
+    """NVIDIA's driver.
+
+    ``cuda`` is the newest CUDA version that the driver supports. ``failure`` says why the driver
+    shows no GPU.
+    """
 
     cuda: str | None = None
     gpus: tuple[Gpu, ...] = ()
@@ -41,11 +49,11 @@ class Driver:
 
 @dataclass(frozen=True)
 class Native:
-    """libdlm_runtime.
+    """Facts about libdlm_runtime, the native library.
 
-    ``failure``: why it does not load. ``tensorrt``: the kind it was compiled for, or ``None``.
-    ``kernels``: every set for this processor, fastest first, with the reason why it does not run
-    here, or ``None``.
+    ``failure`` says why it does not load. ``tensorrt`` is the kind of TensorRT it was compiled for,
+    or ``None``. ``kernels`` has the sets of kernels for this kind of processor, fastest first. The
+    value of a set says why it does not run on this processor; it is ``None`` if the set runs.
     """
 
     path: str | None = None
@@ -57,7 +65,7 @@ class Native:
 
 @dataclass(frozen=True)
 class Library:
-    """A library that engines need: its path and version, or why it is missing."""
+    """A library that engines need: its path and version, or the reason why it is missing."""
 
     path: str | None = None
     version: str | None = None
@@ -66,13 +74,20 @@ class Library:
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts about a machine.
+    """All facts about a machine.
 
-    ``packages``: version of each required distribution, ``None`` if missing; ``extras``: the same per
-    extra. ``cuda_libraries``: libraries of ONNX Runtime's CUDA provider, with the reason why each
-    does not load, or ``None``; empty if not checked. ``tensorrt`` and ``builders``, by kind: the
-    runtime's library, and the Python module that builds engines. ``memory_limit_bytes`` is the
-    container's. ``has_nvidia_hardware``: a GPU is on the PCI bus, with or without a driver.
+    ``packages`` has the version of each required distribution, or ``None`` if it is missing.
+    ``extras`` has the same for each extra.
+
+    ``cuda_libraries`` has the libraries that ONNX Runtime's CUDA provider needs. The value of a
+    library says why it does not load; it is ``None`` if it loads. The mapping is empty if this was
+    not checked.
+
+    ``tensorrt`` and ``builders`` have one entry per kind of TensorRT: the library that runs
+    engines, and the version of the Python module that builds engines.
+
+    ``memory_limit_bytes`` is the container's limit. ``has_nvidia_hardware`` is true if the PCI bus
+    has an NVIDIA GPU, even if no driver is installed.
     """
 
     python: tuple[int, int]
@@ -102,12 +117,15 @@ class Machine:
 
     @property
     def sm(self) -> int | None:
-        """SM of the first GPU that the driver shows."""
+        """SM of the first GPU that the driver shows, or ``None`` without a GPU."""
         return self.driver.gpus[0].sm if self.driver.gpus else None
 
     @property
     def usable_bytes(self) -> int | None:
-        """Memory that a new program may use: what Linux offers, within the container's limit."""
+        """Memory in bytes that a new program can use.
+
+        This is the memory that Linux calls available, or the container's limit if that is smaller.
+        """
         known = (self.available_bytes, self.memory_limit_bytes)
         return min((size for size in known if size is not None), default=None)
 
@@ -116,7 +134,9 @@ class Machine:
 
 
 def look(system: System, folder: Path) -> Machine:
-    """Collect the facts of a machine; ``folder`` selects the disk."""
+    """Collect the facts of a machine. The free space is measured on the disk that holds
+    ``folder``.
+    """
     memory = _memory(system)
     wheels = {
         name: version
@@ -164,7 +184,10 @@ def look(system: System, folder: Path) -> Machine:
 
 
 def _requirements(system: System) -> tuple[dict[str, str | None], dict[str, dict[str, str | None]]]:
-    """Versions of what the base and each extra require; skips other machines' requirements."""
+    """Return the installed versions of dlm-export's requirements: of the base, and of each extra.
+
+    Requirements that are meant for other processors or other versions of Python are left out.
+    """
     base: dict[str, str | None] = {}
     extras: dict[str, dict[str, str | None]] = {}
     for text in system.requirements():
@@ -179,7 +202,10 @@ def _requirements(system: System) -> tuple[dict[str, str | None], dict[str, dict
 
 
 def _is_for_another(text: str, system: System) -> bool:
-    """True if a requirement's marker, as we write them, is for another machine or Python."""
+    """True if a requirement applies to another processor or another version of Python.
+
+    Understands only the two forms of markers that pyproject.toml uses.
+    """
     machine = re.search(r"platform_machine == ['\"](\w+)['\"]", text)
     older = re.search(r"python_version < ['\"](\d+)\.(\d+)['\"]", text)
     here = (int(system.python[0]), int(system.python[1]))
@@ -189,8 +215,9 @@ def _is_for_another(text: str, system: System) -> bool:
 
 
 def _native_library() -> Native:
-    """The native library of this process, or why it does not load. It is trusted, and nothing runs
-    without it.
+    """Load the native library into this process and describe it.
+
+    It needs no separate process: it is part of dlm-export, so it is trusted.
     """
     try:
         library = _native.library()
@@ -204,8 +231,10 @@ def _native_library() -> Native:
 
 
 def _candidates(system: System, variable: str, packaged: str | None, *names: str) -> list[str]:
-    """Where the native library looks: only at the variable if it is set, else in the package, then
-    in the system.
+    """List the paths at which the native library looks for another library, first to last.
+
+    If the environment variable ``variable`` is set, its path is the only candidate. Otherwise the
+    library of a Python package is first, and those of the system follow.
     """
     if chosen := system.variables.get(variable):
         return [chosen]
@@ -214,7 +243,7 @@ def _candidates(system: System, variable: str, packaged: str | None, *names: str
 
 
 def _library(system: System, kind: str, candidates: Sequence[str]) -> Library:
-    """The first candidate that loads and reports its version."""
+    """Return the first candidate that loads and reports its version."""
     failure = None
     for path in candidates:
         told = system.library(kind, path)
@@ -230,13 +259,16 @@ def _tensorrt(system: System) -> dict[str, Library]:
     for kind, builder in ENGINE_BUILDERS.items():
         candidates = _candidates(system, "DLM_TENSORRT", packaged.get(kind), *builder.libraries)
         if chosen and ("rtx" in Path(chosen).name) != (builder is RTX):
-            candidates = []  # the variable means the other kind
+            candidates = []  # the variable names a library of the other kind
         found[kind] = _library(system, "tensorrt", candidates)
     return found
 
 
 def _module_version(system: System, names: Sequence[str]) -> str | None:
-    """Version of the first installed module; "?" if no distribution gives it."""
+    """Return the version of the first installed module, or ``None`` if none is installed.
+
+    Returns "?" if the module is installed but no distribution tells its version.
+    """
     distributions = {"tensorrt_rtx_bindings": "tensorrt-rtx-cu13-bindings"}
     found = next(filter(system.has_module, names), None)
     return None if found is None else system.version(distributions.get(found, found)) or "?"
@@ -264,14 +296,14 @@ def _has_nvidia_hardware(system: System) -> bool:
 
 
 def _memory(system: System) -> dict[str, int]:
-    """/proc/meminfo in bytes."""
+    """Return the values of /proc/meminfo, in bytes."""
     found = re.findall(r"^(\w+): +(\d{1,15}) kB$", system.text("/proc/meminfo") or "", re.MULTILINE)
     return {name: 1024 * int(kib) for name, kib in found}
 
 
 def _container_limit(system: System) -> int | None:
-    """Bytes that the process's control group still allows; ``None`` without a visible limit."""
-    # Control groups version 2, as seen from inside a container.
+    """Bytes that this process's control group may still use; ``None`` if no limit is visible."""
+    # These files belong to control groups version 2. Inside a container, they are at this path.
     limit, used = (
         (system.text(f"/sys/fs/cgroup/{name}") or "").strip()
         for name in ("memory.max", "memory.current")
@@ -280,7 +312,7 @@ def _container_limit(system: System) -> int | None:
 
 
 def _headers(system: System) -> str | None:
-    """Folder of NvInferRuntime.h in the system's include folders, or ``None``."""
+    """Find the folder with NvInferRuntime.h among the system's include folders, or ``None``."""
     for folder in HEADER_FOLDERS:
         if system.paths(f"{folder.format(system.architecture)}/NvInferRuntime.h"):
             return f"/{folder.format(system.architecture)}"

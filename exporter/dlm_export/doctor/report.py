@@ -1,4 +1,4 @@
-"""Creates the report about a machine, and a bundle and targets if requested."""
+"""Creates the doctor's report on a machine and, if requested, on a bundle and on targets."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from dlm_export.targets import Target
 
 
 def examine(system: System, bundle: Path | None = None, targets: Sequence[Target] = ()) -> Report:
-    """Examine a machine. Raises BundleError for a damaged bundle."""
+    """Collect the facts of a machine and judge them.
+
+    Raises BundleError if ``bundle`` is damaged.
+    """
     return judge(look(system, bundle or Path()), bundle, targets)
 
 
 def judge(machine: Machine, bundle: Path | None = None, targets: Sequence[Target] = ()) -> Report:
-    """Judge known facts: the second half of ``examine``."""
+    """Like ``examine``, for facts that were collected earlier."""
     findings: list[Finding] = examine_machine(machine)
     for target in targets:
         findings += examine_target(machine, target)
     if bundle is not None and machine.native.failure is None:
-        # Compare sizes only: hashing takes a second per gigabyte, and opening the bundle does it
-        # anyway.
+        # Compare file sizes but not hashes. Hashing takes a second per gigabyte, and the runtime
+        # checks the hashes when it opens the bundle.
         findings += examine_bundle(machine, bundle, read_manifest(bundle, check_hashes=False))
     elif bundle is not None:
         lacking = [("cannot be read without the native library", "see above")]

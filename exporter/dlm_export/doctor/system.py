@@ -1,9 +1,10 @@
-"""Everything that the doctor asks of a machine: files, programs, libraries, packages. Tests replace
-it.
+"""Gives the doctor its access to a machine: files, programs, libraries and Python packages.
 
-Any answer may be broken, because doctors examine broken machines. Files are read up to a size
-limit. Programs and libraries run in separate processes with limits of time and output, so a driver
-that hangs or crashes becomes one line of the report.
+Tests replace the class ``System`` by a mock.
+
+The machine may be broken, so no answer can be trusted to arrive or to be small. Files are read up
+to a size limit. Programs and libraries run in separate processes with limits on time and output. A
+driver that hangs or crashes therefore becomes one line of the report, and does not stop it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 20
 OUTPUT_LIMIT_BYTES = 1 << 16
-# Loading gigabytes of TensorRT from a cold disk takes a while.
+# Reading gigabytes of TensorRT from a disk without a warm cache takes a while.
 PROGRAM_SECONDS, LIBRARY_SECONDS = 5.0, 30.0
 _WORKER = Path(__file__).with_name("_ask_library.py")
 
 
 class System:
-    """This machine. ``root`` replaces / as the root of files."""
+    """Access to this machine.
+
+    All file paths are looked up below ``root``. ``variables`` replaces the environment variables.
+    """
 
     def __init__(self, root: Path = Path("/"), variables: Mapping[str, str] | None = None) -> None:
         self.root = root
@@ -44,7 +48,10 @@ class System:
         self.executable = sys.executable
 
     def text(self, path: str) -> str | None:
-        """Text of a small file, with invalid UTF-8 replaced, or ``None`` if it cannot be read."""
+        """Read a small file as text; invalid UTF-8 is replaced.
+
+        Returns ``None`` if the file cannot be read or is larger than ``FILE_LIMIT_BYTES``.
+        """
         try:
             return read_bytes(self.root / path.lstrip("/"), FILE_LIMIT_BYTES, DlmError).decode(
                 "utf-8", "replace"
@@ -53,18 +60,25 @@ class System:
             return None
 
     def paths(self, pattern: str) -> list[Path]:
-        """Existing paths below ``root`` that match a glob, sorted."""
+        """Return the existing paths below ``root`` that match a glob pattern, sorted."""
         return sorted(self.root.glob(pattern.lstrip("/")))
 
     def program(self, *command: str, seconds: float = PROGRAM_SECONDS) -> str | None:
-        """Output of a program, or ``None`` if it is missing, fails, or takes longer."""
+        """Run a program and return its output.
+
+        Returns ``None`` if the program is missing, fails, prints too much or takes longer than
+        ``seconds``.
+        """
         found = shutil.which(command[0], path=self.variables.get("PATH"))
         return (
             None if found is None else run_bounded([found, *command[1:]], self.variables, seconds)
         )
 
     def library(self, kind: str, *names: str) -> dict[str, Any]:
-        """Ask libraries through ``_ask_library``: its answer, or ``failure`` with a sentence."""
+        """Load libraries in a separate process (``_ask_library``) and return its answer.
+
+        If that process fails, the answer has the key ``failure`` with a sentence that says why.
+        """
         variables = {"ORT_DISABLE_TELEMETRY": "1", **self.variables}
         said = run_bounded(
             [self.executable, str(_WORKER), kind, *names], variables, LIBRARY_SECONDS
@@ -73,25 +87,28 @@ class System:
             answer = json.loads(said or "")
         except (ValueError, RecursionError):
             answer = None
-        broke = f"{', '.join(names) or kind} ended the process that asked, or took more than {LIBRARY_SECONDS:g} s"
+        loaded = ", ".join(names) or kind
+        broke = f"loading {loaded} crashed, or took more than {LIBRARY_SECONDS:g} s"
         return answer if isinstance(answer, dict) else {"failure": broke}
 
     def version(self, distribution: str) -> str | None:
-        """Version of an installed Python distribution, or ``None``."""
+        """Return the version of an installed Python distribution, or ``None`` if it is not
+        installed.
+        """
         try:
             return metadata.version(distribution)
         except metadata.PackageNotFoundError:
             return None
 
     def requirements(self) -> list[str]:
-        """Requirements in dlm-export's metadata; empty if it is not installed."""
+        """Return the requirements in dlm-export's metadata; empty if it is not installed."""
         try:
             return metadata.requires("dlm-export") or []
         except metadata.PackageNotFoundError:
             return []
 
     def has_module(self, name: str) -> bool:
-        """True if Python finds the module; does not import it."""
+        """True if Python can find the module. The module is not imported."""
         return find_spec(name) is not None
 
     def free_disk_bytes(self, folder: Path) -> int | None:
@@ -102,7 +119,11 @@ class System:
 
 
 def run_bounded(command: list[str], variables: Mapping[str, str], seconds: float) -> str | None:
-    """Output of a process that exits with 0 within ``seconds`` and prints little, else ``None``."""
+    """Run a command and return its output.
+
+    Returns ``None`` if the command does not exit with code 0 within ``seconds``, or if it prints
+    more than ``OUTPUT_LIMIT_BYTES``.
+    """
     try:
         process = subprocess.Popen(
             command,
@@ -130,5 +151,5 @@ def run_bounded(command: list[str], variables: Mapping[str, str], seconds: float
             pass
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # also ends its child processes
+                os.killpg(process.pid, signal.SIGKILL)  # also kills the child processes
     return None

@@ -1,4 +1,4 @@
-"""Builds the body of an ONNX function, operator by operator, including loops."""
+"""Builds the body of an ONNX function, operator by operator. Loops are supported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OPSET = 23
 
 
 class Body:
-    """The nodes of a function, in order."""
+    """A function under construction: its inputs, and its nodes in order."""
 
     def __init__(self, name: str, inputs: str) -> None:
         self.name = name
@@ -39,30 +39,34 @@ class Body:
         return self.constant(np.array(values, np.int64))
 
     def number(self, value: float) -> ir.Value:
-        """A constant in fp32."""
+        """Add a constant in fp32."""
         return self.constant(np.float32(value))
 
     def cast(self, value: ir.Value, to: ir.DataType) -> ir.Value:
         return self.op("Cast", value, to=to)
 
     def size(self, value: ir.Value, axis: int) -> ir.Value:
-        """Size of one axis, int64 ``[1]``."""
+        """Add a node that returns the size of one axis, as int64 ``[1]``."""
         return self.op("Shape", value, start=axis, end=axis + 1)
 
     def nibbles(self, stored: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The low and the high four bits of bytes."""
+        """Add nodes that return the low and the high four bits of each byte."""
         low = self.op("BitwiseAnd", stored, self.constant(np.uint8(15)))
         return low, self.op("BitShift", stored, self.constant(np.uint8(4)), direction="RIGHT")
 
     def attribute(self, name: str, kind: ir.AttributeType) -> ir.Value:
-        """An attribute of the call, as a tensor."""
+        """Add a node that returns an attribute of the call as a tensor."""
         key = {ir.AttributeType.INT: "value_int", ir.AttributeType.INTS: "value_ints"}[kind]
         node = ir.Node("", "Constant", [], [ir.Attr(key, kind, None, ref_attr_name=name)])
         self.nodes.append(node)
         return node.outputs[0]
 
     def call(self, function: str, *inputs: ir.Value, **attributes: str) -> ir.Value:
-        """Call one of our functions; ``attributes`` maps its names to the caller's, if not empty."""
+        """Add a call of one of our functions.
+
+        ``attributes`` maps an attribute of the called function to the attribute of this function
+        that supplies its value. Empty values are ignored.
+        """
         types = {"columns": ir.AttributeType.INTS, "group_size": ir.AttributeType.INT}
         named = {name: own for name, own in attributes.items() if own}
         given = [ir.Attr(name, types[name], None, ref_attr_name=own) for name, own in named.items()]
@@ -86,7 +90,9 @@ class Body:
 
 
 class LoopBody(Body):
-    """The body of a loop, with the iteration number and a carried value; may read outer values."""
+    """The body of a loop. Its inputs are the iteration number, and one value that is carried from
+    each iteration to the next. It may also read values from outside the loop.
+    """
 
     def __init__(self) -> None:
         super().__init__("loop", "turn goes_on carried")
@@ -95,11 +101,14 @@ class LoopBody(Body):
         self._goes_on.type, self._goes_on.shape = ir.TensorType(ir.DataType.BOOL), ir.Shape([])
 
     def run(self, outside: Body, turns: ir.Value, first: ir.Value, last: ir.Value) -> ir.Value:
-        """Run the loop; ``first`` is the carried value before it and ``last`` after each iteration.
-        Returns the final one.
+        """Add this loop to the function ``outside``, and return the carried value after the last
+        iteration.
+
+        ``first`` is the carried value before the loop. ``last`` is the value that an iteration
+        computes and hands to the next one.
         """
         goes_on = self.op("Identity", self._goes_on)
         for number, value in enumerate(value for node in self.nodes for value in node.outputs):
-            value.name = f"loop.{number}"  # must not shadow names outside the loop
+            value.name = f"loop.{number}"  # names inside a loop must differ from names outside
         graph = ir.Graph(self.inputs, [goes_on, last], nodes=self.nodes, name=self.name)
         return outside.op("Loop", turns, None, first, body=graph)

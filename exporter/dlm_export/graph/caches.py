@@ -1,4 +1,4 @@
-"""Rewrites attention for CPUs so that cached rows are stored in fp16 or INT8."""
+"""Changes the attention of a CPU graph so that it stores cached rows in fp16 or INT8."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ _TYPES = {
 
 
 class CacheError(DlmError):
-    """The graph's attention does not support this cache type."""
+    """The attention of this graph does not support this type of cache."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 def row_of(cache_dtype: str, head_size: int) -> tuple[ir.DataType, int]:
-    """The element type of a cached row in the graph, and its number of elements."""
+    """Return the element type of a cached row in the graph, and its number of elements."""
     element_bytes, scale_bytes = CACHE_ROWS[cache_dtype]
     return _TYPES[cache_dtype], head_size + scale_bytes // element_bytes
 
 
 def store_as(traced: Graph, plain: Mapping[str, str], cache_dtype: str) -> None:
-    """Rewrite a fused graph in place: its attention and the types of its cache ports.
+    """Change a fused graph so that its cached rows have another type.
 
-    ``plain``: see ``Fused``. Raises CacheError if some attention was not fused.
+    This changes the attention functions, and the cache inputs and outputs. ``plain`` comes from
+    ``Fused``. Raises CacheError if the attention of a layer was not fused.
     """
     model = traced.model
     for node in list(model.graph):

@@ -1,4 +1,4 @@
-"""Operators of device graphs that ONNX Runtime's CUDA provider can run.
+"""Lists the operators that ONNX Runtime's CUDA provider can run, and checks device graphs.
 
 Source: ``docs/OperatorKernels.md`` of ONNX Runtime, and the kernels in
 ``libonnxruntime_providers_cuda.so`` of onnxruntime-gpu 1.31.1.
@@ -13,10 +13,10 @@ from dlm_export.graph.trace import Graph
 from dlm_export.targets import TargetError
 
 QUANTISED = (MICROSOFT_DOMAIN, "MatMulNBits")
-"""INT8 and INT4 weights times fp16, bf16 and fp32, in blocks of 16 to 128."""
+"""Multiplies fp16, bf16 or fp32 activations by INT8 or INT4 weights with groups of 16 to 128."""
 
-# Operators of opset 23 with kernels for fp16, bf16 and fp32 (some are used with integers only).
-# TopK and Log have no bf16 kernels, but every graph uses them in fp32.
+# Operators of opset 23 that have kernels for fp16, bf16 and fp32. Some are used with integers only.
+# TopK and Log have no bf16 kernels, but graphs use them in fp32 only.
 KERNELS = frozenset(
     [
         "Add",
@@ -52,7 +52,10 @@ KERNELS = frozenset(
 
 
 def check_operators(graph: Graph) -> None:
-    """Raises TargetError that names operators without a CUDA kernel; they would run on the CPU."""
+    """Check that the CUDA provider has a kernel for every operator of the graph.
+
+    Operators without one would run on the CPU. Raises TargetError that names them.
+    """
     lacking: Counter[str] = Counter()
     for node in graph.model.graph:
         if (node.domain, node.op_type) != QUANTISED and (

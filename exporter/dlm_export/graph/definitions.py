@@ -1,9 +1,10 @@
-"""Limits torch.onnx to the ONNX definitions that a denoiser's trace needs.
+"""Makes tracing faster: torch.onnx parses only the operator definitions that a denoiser needs.
 
-For every trace, torch.onnx parses the Python source of about 500 definitions, which takes a fifth
-of the time; a denoiser needs a few dozen. If ``network.denoiser`` uses a new operator that has a
-definition, add it to the list. Otherwise torch decomposes the operator or raises an error that
-names it.
+In every trace, torch.onnx parses the Python source of about 500 definitions. This takes a fifth of
+the time, although a denoiser needs only a few dozen of them.
+
+If ``network.denoiser`` uses a new operator that has a definition, add the operator to
+``OPERATORS``. Otherwise torch either decomposes the operator, or raises an error that names it.
 """
 
 from __future__ import annotations
@@ -65,14 +66,16 @@ OPERATORS = frozenset(
 
 
 class _Chosen(registration.Registry):
-    """The part of a torch.onnx registry that a trace needs."""
+    """A torch.onnx registry that shows only the operators that a trace needs."""
 
     def __init__(self, whole: registration.Registry) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._whole = whole
 
     def items(self) -> Generator[tuple[str, registration.OverloadedFunction], None, None]:
-        """Yield the names and definitions of needed operators, and of all non-torch functions."""
+        """Yield the needed operators of torch, and all functions that are not torch's, with
+        definitions.
+        """
         for name, found in self._whole.items():
             if not name.startswith("aten::") or name in OPERATORS:
                 yield name, found
@@ -80,7 +83,7 @@ class _Chosen(registration.Registry):
 
 @contextlib.contextmanager
 def few() -> Iterator[None]:
-    """While open, torch.onnx sees only the needed definitions."""
+    """While this context is open, torch.onnx sees only the needed definitions."""
     # This import fills the default registry.
     importlib.import_module("onnxscript.function_libs.torch_lib.ops")
     whole = registration.default_registry

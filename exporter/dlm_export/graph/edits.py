@@ -1,4 +1,4 @@
-"""Graph edits that several rewriters share: add initialisers, replace values."""
+"""Edits that several modules make to a graph: add an initialiser, replace a value."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ import onnx_ir as ir
 
 
 def initialiser(graph: ir.Graph, name: str, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
-    """Add an initialiser; ``write_graph`` asks for its values later."""
+    """Add an initialiser without values. ``write_graph`` asks for the values when it writes the
+    graph.
+    """
     value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
     graph.initializers[name] = value
     return value
 
 
 def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
-    """The small initialiser of this name, added if missing; its values are in the graph file."""
+    """Return the small initialiser with this name, and add it if the graph does not have it.
+
+    Its values are stored in the graph file, not in the data file.
+    """
     if name not in graph.initializers:
         tensor = ir.tensor(np.asarray(array), name=name)
         shape, dtype = ir.Shape(np.shape(array)), ir.TensorType(tensor.dtype)
@@ -25,13 +30,16 @@ def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
 
 
 def take_place(new: ir.Value, old: ir.Value) -> None:
-    """Give ``new`` the name, the type and all uses of ``old``."""
+    """Replace the value ``old`` with ``new`` everywhere in the graph.
+
+    ``new`` gets the name and the type of ``old``, and all nodes that read ``old`` read ``new``.
+    """
     kept, new.shape, new.type = old.name, old.shape, old.type
     old.replace_all_uses_with(new, replace_graph_outputs=True)
     new.name, old.name = kept, None
 
 
 def replace(graph: ir.Graph, node: ir.Node, new: ir.Value) -> None:
-    """Replace a node's only output with ``new``, and remove the node."""
+    """Replace the only output of a node with ``new``, and remove the node."""
     take_place(new, node.outputs[0])
     graph.remove(node, safe=True)

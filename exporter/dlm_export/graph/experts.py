@@ -1,9 +1,9 @@
-"""Lays out the weights of mixtures of experts in a traced graph.
+"""Replaces the mixtures of experts in a traced graph, and lays out their weights.
 
-A traced mixture is one node with stacks ``[E, K, N]``. On a CPU (``lay_out``) only the chosen
-experts are computed, and all three stacks of a mixture have the same format. FP32, INT8 and INT4
-have kernels; FP8 and NVFP4 are simulated. On a GPU (``spread``) all experts are computed, as one
-wide gated MLP.
+A trace has one node per mixture, with the stacked weights ``[E, K, N]`` of all experts. For a CPU,
+``lay_out`` replaces it with a function that computes only the chosen experts. All three stacks of a
+mixture then have the same format. FP32, INT8 and INT4 have kernels; FP8 and NVFP4 are simulated.
+For a GPU, ``spread`` computes all experts as one wide gated MLP.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _Mixture = tuple[LinearSpec, LinearSpec, LinearSpec]
 
 @dataclass(frozen=True)
 class StackPart:
-    """The contents of an initialiser: a layer, and a part of its experts' weights.
+    """Says what an initialiser contains: a layer, and a part of the weights of its experts.
 
-    ``part`` is ``panels``, ``panel_scales``, ``codes``, ``scales``, ``global_scale``, or ``wide``:
-    all matrices joined (``join``).
+    ``part`` is ``panels``, ``panel_scales``, ``codes``, ``scales``, ``global_scale`` or ``wide``.
+    ``wide`` is the matrix that joins the matrices of all experts (``join``).
     """
 
     layer: str
@@ -41,7 +41,9 @@ class StackPart:
 
 
 def function_of(name: str) -> str | None:
-    """The function that computes experts in a layer format of recipes, or ``None``."""
+    """Return the function that computes experts in this layer format, or ``None`` if there
+    is none.
+    """
     chosen = FORMATS[name]
     if chosen.weights == "nvfp4" and chosen.activations is None:
         return "NVFP4WeightExperts"
@@ -51,7 +53,10 @@ def function_of(name: str) -> str | None:
 
 
 def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mixture]]:
-    """Yield the mixtures of a traced graph, to be replaced; removes their function from the model."""
+    """Yield each mixture of a traced graph with its three stacks, for the caller to replace.
+
+    Also removes the function that the mixtures call from the model.
+    """
     by_path = {mixture[0].path.removesuffix(".gate"): mixture for mixture in network.mixtures()}
     for node in list(model.graph):
         if node.op_type == MIXTURE and node.domain == DOMAIN:
@@ -62,11 +67,11 @@ def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mi
 def lay_out(
     model: ir.Model, network: NetworkSpec, formats: Mapping[str, str], amax: Mapping[str, float]
 ) -> dict[str, StackPart]:
-    """Give every mixture of an fp32 graph weights in the format of its layers, in place.
+    """Replace every mixture of an fp32 graph with a function for the format of its layers.
 
-    ``formats``: layer -> format, equal for the three stacks of a mixture; others stay in fp32.
-    ``amax``: layer -> range of its input, for formats that need it. Returns the contents of the new
-    initialisers.
+    ``formats`` has the format of each layer. The three stacks of a mixture must have the same
+    format. A layer that is not listed stays in fp32. ``amax`` has the range of each layer's input,
+    for formats that need it. Returns the contents of the new initialisers, by name.
     """
     parts: dict[str, StackPart] = {}
     for node, stacks in _nodes(model, network):
@@ -105,11 +110,12 @@ def lay_out(
 
 
 def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
-    """Replace every mixture with operators that compute all experts for every token, in place.
+    """Replace every mixture of the graph with operators that compute all experts for every token.
 
-    Each stack becomes one matrix: gate and up ``[K, E * N]``, side by side, and down ``[E * N,
-    K]``, which also sums the results. Features are weighted before the down projection, with 0 for
-    experts that a token is not routed to. Returns the contents of the initialisers.
+    Each stack becomes one matrix. Gate and up are ``[K, E * N]``, with the experts side by side.
+    Down is ``[E * N, K]``, so its product also adds up the results of the experts. Before the down
+    projection, the features of each expert are multiplied by the token's weight for it. The weight
+    is 0 for experts that the token is not routed to. Returns the contents of the new initialisers.
     """
     parts: dict[str, StackPart] = {}
     for node, stacks in _nodes(model, network):
@@ -121,14 +127,16 @@ def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
             initialiser(model.graph, stack.weight, shape, dtype)
             parts[stack.weight] = StackPart(stack.path, "wide", shape)
         replace(model.graph, node, _all_experts(model, node, stacks, dtype))
-    model.graph.opset_imports.pop(DOMAIN, None)  # no longer used
+    model.graph.opset_imports.pop(DOMAIN, None)  # this function is no longer used
     return parts
 
 
 def _all_experts(
     model: ir.Model, before: ir.Node, stacks: _Mixture, dtype: ir.DataType
 ) -> ir.Value:
-    """The operators' output ``[B, T, K]``, for all experts of a mixture."""
+    """Insert the operators that compute all experts of a mixture, and return their output ``[B, T,
+    K]``.
+    """
     gate, up, down = stacks
     x, chosen, weights = before.inputs[:3]
     own = before.metadata_props[LAYER_KEY]
@@ -159,7 +167,8 @@ def _all_experts(
     is_mine = op("Equal", slots, numbers, gives=ir.DataType.BOOL)
     chosen_weights = op("Unsqueeze", weights, ints(-1), gives=fp32)
     by_choice = op("Mul", op("Cast", is_mine, to=fp32, gives=fp32), chosen_weights, gives=fp32)
-    shares = op("ReduceSum", by_choice, ints(-2), gives=fp32, keepdims=0)  # [B, T, E]
+    # weight of every expert for every token, [B, T, E]
+    shares = op("ReduceSum", by_choice, ints(-2), gives=fp32, keepdims=0)
     if dtype != fp32:
         shares = op("Cast", shares, to=dtype)
     first = product(x, gate)
@@ -170,7 +179,7 @@ def _all_experts(
 
 
 def _initialisers(stack: LinearSpec, held: str) -> dict[str, tuple[tuple[int, ...], ir.DataType]]:
-    """Part -> shape and type, in the order of the function's inputs."""
+    """Return the shape and type of each part of a stack, in the order of the function's inputs."""
     chosen, count = FORMATS[held], functions.padded(stack.outputs) // functions.PANEL
     in_front, lines = (stack.count, count), (functions.PANEL, functions.DOT)
     by_column = (stack.count, count * functions.PANEL)
@@ -208,7 +217,10 @@ def _wide_shape(stack: LinearSpec) -> tuple[int, int]:
 
 
 def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
-    """Join a stack's matrices for ``spread``; ``read`` reads slices of ``[E, K, N]``."""
+    """Join the matrices of a stack into one wide matrix, for ``spread``.
+
+    ``read`` returns slices of the stack ``[E, K, N]``.
+    """
 
     def rows(at: Index) -> np.ndarray:
         first, last, _ = at[0].indices(_wide_shape(stack)[0])
@@ -223,7 +235,7 @@ def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
 
 
 def stacked(shape: tuple[int, ...], of_expert: Callable[[int], np.ndarray]) -> Lazy:
-    """An array with one entry per expert, computed on demand."""
+    """Create an array with one entry per expert. Entries are computed when they are read."""
 
     def read(at: Index) -> np.ndarray:
         return np.stack([of_expert(expert) for expert in range(shape[0])[at[0]]])
@@ -232,7 +244,7 @@ def stacked(shape: tuple[int, ...], of_expert: Callable[[int], np.ndarray]) -> L
 
 
 def fp32_panels(matrix: np.ndarray) -> np.ndarray:
-    """A matrix ``[K, N]`` as fp32 ``[ceil(N / 32), K, 32]``."""
+    """Convert a matrix ``[K, N]`` to fp32 panels ``[ceil(N / 32), K, 32]``."""
     inputs, columns = matrix.shape
     whole = np.zeros((inputs, functions.padded(columns)), np.float32)
     whole[:, :columns] = matrix
@@ -240,14 +252,19 @@ def fp32_panels(matrix: np.ndarray) -> np.ndarray:
 
 
 def from_panels(panels: np.ndarray, columns: int) -> np.ndarray:
-    """Reverse ``fp32_panels`` for a stack: ``[E, ceil(N / 32), K, 32]`` to ``[E, K, N]``."""
+    """Convert a stack of fp32 panels ``[E, ceil(N / 32), K, 32]`` back to matrices ``[E, K,
+    N]``.
+    """
     count, _, inputs, _ = panels.shape
     found: np.ndarray = panels.transpose(0, 2, 1, 3).reshape(count, inputs, -1)[..., :columns]
     return found
 
 
 def shape_of_panels(panels: tuple[int, ...], columns: int) -> tuple[int, ...] | None:
-    """The shape that ``from_panels`` returns, or ``None`` if ``panels`` is no stack's shape."""
+    """Return the shape that ``from_panels`` returns for panels of this shape.
+
+    Returns ``None`` if it is not the shape of a stack of panels.
+    """
     wanted = (functions.padded(columns) // functions.PANEL, functions.PANEL)
     is_held = len(panels) == 4 and (panels[1], panels[3]) == wanted
     return (panels[0], panels[2], columns) if is_held else None

@@ -1,65 +1,73 @@
 """ONNX functions in domain ``dlm_export``, each defined with standard ONNX operators.
 
 A graph contains the definition of every function it calls, so any engine can run it. The native
-runtime registers kernels with the same names, which ONNX Runtime prefers to the definitions; a
-kernel must compute what its definition says. Only NVFP4 rounding has no kernel.
+runtime registers kernels with the names of the functions, and ONNX Runtime uses such a kernel
+instead of the definition. A kernel must compute what the definition says. ``KERNELS`` lists the
+functions that have one.
 
 ==========================  ===========================================================================================
-``Int8Linear``              ``(x [.., K], panels, scales) -> x @ w [.., N]``, x quantised by rows to -127..127
-``Int8Linear2``, ``3``      two or three weights over one x, which is quantised once
+``Int8Linear``              ``(x [.., K], panels, scales) -> x @ w [.., N]``. Quantises each row of x to -127..127
+``Int8Linear2``, ``3``      the same for two or three weights with the same x, which is quantised once
 ``Int8GatedLinear``         ``silu(x @ w1) * (x @ w2)``
-``Int4Linear``, ``2``,      the same four with INT4 weights, whose scales belong to groups of inputs
+``Int4Linear``, ``2``,      the same four with INT4 weights, which have a scale per group of inputs
 ``3``, ``Int4GatedLinear``
-``Int8Embedding``           ``(ids [B, T], panels, scales) -> [B, T, K]``: rows of an embedding table stored as the weight
-``Int4Embedding``           of a tied head; row ``id`` is column ``id`` of that weight
-``Fp32TiedHead``,           ``(x [.., K], table [V, K]) -> x @ transposed table [.., V]``: multiplies by the embedding
+``Int8Embedding``           ``(ids [B, T], panels, scales) -> [B, T, K]``. Looks up embeddings in the weight of a tied
+``Int4Embedding``           head; the embedding of token ``id`` is column ``id`` of that weight
+``Fp32TiedHead``,           ``(x [.., K], table [V, K]) -> x @ transposed table [.., V]``. Multiplies by the embedding
 ``Bf16TiedHead``,           table, which is stored once, in the checkpoint's type (``tied``)
 ``Fp16TiedHead``
-``Fp8TiedHead``             the same with the table as E4M3 bytes and one scale per row
-``Experts``                 ``(x [B, T, K], chosen [B, T, k], weights [B, T, k], gate, up, down) -> [B, T, K]``: the weighted
-                            sum of the chosen gated MLPs of each token (``routed``)
-``Fp32Experts``,            the same with all experts' weights in panels of a format
+``Fp8TiedHead``             the same with a table of E4M3 bytes and one scale per row
+``Experts``                 ``(x [B, T, K], chosen [B, T, k], weights [B, T, k], gate, up, down) -> [B, T, K]``.
+                            Computes the weighted sum of the gated MLPs chosen for each token (``routed``)
+``Fp32Experts``,            the same with the experts' weights in panels of this format
 ``Int8Experts``,
 ``Int4Experts``
-``FP8Experts``,             the same with dequantised FP8 and NVFP4 weights. Inputs, and weighted features before the down
-``NVFP4Experts``,           projection, are rounded with one scale each; ``NVFP4WeightExperts`` does not round them. Kernels
-``NVFP4WeightExperts``      exist for the NVFP4 products
+``FP8Experts``,             the same with FP8 or NVFP4 weights, which are dequantised. The inputs, and the weighted
+``NVFP4Experts``            features before the down projection, are rounded to the format
+``NVFP4WeightExperts``      the same with NVFP4 weights, without rounding inputs and features
 ``CachedAttention``         ``(q, k, v, past_key, past_value, position_ids, cos, sin, segments) -> (y, present_key,
-                            present_value)`` with q, k, v ``[B, T, heads * D]`` before rotation
+                            present_value)``. q, k and v are ``[B, T, heads * D]``, before rotation
 ``Fp16CachedAttention``     the same with past and present rows in fp16
-``Int8CachedAttention``     the same with rows as INT8 codes followed by the row's scale
-``BlockCachedAttention``,   the same three with block-causal attention to the pass's own keys: a query sees a key if
-``Fp16``, ``Int8Block...``  ``pos_key // visible_block <= pos_query // visible_block``. It sees all cached rows
-``NormedCachedAttention``,  the same six with two more inputs, ``q_norm`` and ``k_norm`` ``[D]``: weights of an RMSNorm
-``BlockNormed...``,         applied to every query and key before rotation
+``Int8CachedAttention``     the same with rows of INT8 codes, each followed by its scale
+``BlockCachedAttention``,   the same three with block-causal attention. A query sees all cached rows. It sees a key of
+``Fp16``, ``Int8Block...``  the same pass if ``pos_key // visible_block <= pos_query // visible_block``
+``NormedCachedAttention``,  the same six with two more inputs, ``q_norm`` and ``k_norm`` ``[D]``. These are the weights of
+``BlockNormed...``,         an RMSNorm that is applied to every query and key before rotation
 ``Fp16``, ``Int8...``
-``AddNorm``                 ``(x, y, weight [K]) -> (x + y, RMSNorm of the sum)``
+``AddNorm``                 ``(x, y, weight [K]) -> (x + y, RMSNorm of x + y)``
 ``Candidates``              ``(logits, mask_token_bias) -> (top_token, top_prob, entropy)``
-``NVFP4Linear``             ``(x [.., K], panels, scales, global_scale) -> x @ w [.., N]``, NVFP4 weight, x not quantised
+``NVFP4Linear``             ``(x [.., K], panels, scales, global_scale) -> x @ w [.., N]``. Does not quantise x
 ``NVFP4QuantizeDequantize`` ``(x [.., K], scale) -> x`` rounded to NVFP4
 ==========================  ===========================================================================================
 
-INT8 weights are stored in panels ``[N / 32, K / 4, 32, 4]`` of codes + 128, the order in which CPUs
-multiply them (``panels``). Zeros pad the columns to whole panels; ``columns`` is the number without
-padding. INT4 weights are stored in panels ``[N / 32, K / 8, 32, 4]`` of codes + 8; the low nibble
-of a byte has the code of input k, the high one that of k + 4. Their scales are fp16 ``[N / 32,
-groups, 32]``; a group has ``group_size`` inputs, the last one possibly fewer. NVFP4 weights are
-stored in panels ``[N / 32, K, 16]``; the low nibble of a byte has the code of column n, the high
-one that of n + 16. Their group scales are ``[N / 32, K / 16, 32]``. Weights of experts have these
-axes after an expert axis; fp32 ones are stored in panels ``[N / 32, K, 32]``.
+Weights ``[K, N]`` are stored in panels of 32 columns, the order in which CPU kernels read them. The
+last panel is padded with zeros; the attribute ``columns`` is the number of columns without padding.
 
-Attention rotates the first ``rotary_size`` features of a head (0: all). Block-causal attention has
-separate function names, so a runtime without its kernel uses the definition.
+- INT8: uint8 ``[N / 32, K / 4, 32, 4]``, each code + 128.
+- INT4: uint8 ``[N / 32, K / 8, 32, 4]``, each code + 8. The low nibble of a byte has the code of
+  input k, and the high nibble that of input k + 4. Scales are fp16 ``[N / 32, groups, 32]``. A
+  group has ``group_size`` inputs; the last group may have fewer.
+- NVFP4: uint8 ``[N / 32, K, 16]``. The low nibble of a byte has the code of column n, and the high
+  nibble that of column n + 16. Group scales are ``[N / 32, K / 16, 32]``.
+- fp32, for experts only: ``[N / 32, K, 32]``.
 
-``segments`` int64 ``[N, 4]`` describes N requests that share one row of tokens (B = 1): the first
-past row and the number of past rows of each, and its first token in T and number of tokens. A
-request sees only its own rows. With N = 0, each of the B rows is one request with all of S and T.
+Weights of experts have one more axis before these, with one entry per expert.
 
-A cached row belongs to one position and head. A pass uses its own new rows unrounded, in fp32, and
-stores them rounded, so later passes read rounded rows. An INT8 row has ``D`` codes from -127 to
-127, then m and e, all int8. Its values are ``code * scale`` with ``scale = (128 + m) * 2 ** (e +
-1)`` and m >= 0, the smallest such number that is at least ``amax / 127``. A row that contains NaN
-or infinity is stored as codes 0 and e = 127, an infinite scale, so it reads back as NaN throughout.
+Attention rotates the first ``rotary_size`` features of each head, or all features if it is 0.
+Block-causal attention has function names of its own. A runtime that has no kernel with such a name
+then uses the definition.
+
+``segments`` describes N requests that share one row of tokens (B = 1). Each of its rows has four
+numbers for one request: its first past row, its number of past rows, its first token, and its
+number of tokens. A request sees only its own rows. With N = 0, each of the B rows of tokens is one
+request, which sees all of its past rows.
+
+A cached row has the key or value of one position in one head. A pass computes with the exact fp32
+values of its own new rows. It stores them rounded, so later passes read rounded rows. An INT8 row
+consists of ``D`` codes from -127 to 127, followed by two numbers m and e, all int8. Its values are
+``code * scale`` with ``scale = (128 + m) * 2 ** (e + 1)`` and m >= 0. The scale is the smallest
+such number that is at least ``amax / 127``. A row that contains NaN or infinity is stored as codes
+0 with e = 127. This is an infinite scale, so all values of the row are read back as NaN.
 """
 
 from __future__ import annotations
@@ -77,15 +85,17 @@ from dlm_export.graph.routed import FUNCTIONS, experts
 from dlm_export.graph.tied import FP8_TIED_HEAD, TIED_HEADS, tied_head
 
 LINEAR = ("Int8Linear", "Int4Linear")
-"""Layers that quantise their inputs by rows; those with the same input can be merged."""
+"""Layers that quantise their input by rows. Those with the same input can be merged."""
 BLOCK, NORMED = "Block", "Normed"
-"""Parts of attention names: block-causal attention, and attention with normed queries and keys."""
+"""Parts of the names of attention functions: Block means block-causal attention, and Normed means
+that queries and keys are normed.
+"""
 ATTENTION = tuple(
     f"{block}{normed}CachedAttention" for normed in ("", NORMED) for block in ("", BLOCK)
 )
-"""Attention whose cache stores rows unrounded."""
+"""Attention functions whose cache has fp32 rows."""
 STORED = {"float32": "", "float16": "Fp16", "int8": "Int8"}
-"""Cache type -> prefix of the attention's name."""
+"""Type of the cache -> prefix of the attention function's name."""
 KERNELS = (
     *(f"{stored}{name}" for name in ATTENTION for stored in STORED.values()),
     "AddNorm",
@@ -98,20 +108,26 @@ KERNELS = (
     "NVFP4Linear",
     "Candidates",
 )
-"""Functions for which the native runtime has kernels."""
+"""The functions that have a kernel in the native runtime."""
 POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)
-"""The float of each exponent field, ``2 ** (field - 127)``; 0 and infinity at the ends."""
-PANEL, DOT = 32, 4  # columns per panel, and products that one instruction adds up
-PAIRS = 2 * DOT  # inputs whose INT4 codes share bytes
+"""``2 ** (field - 127)``, the float with each exponent field. Field 0 gives 0, and field 255
+infinity.
+"""
+PANEL, DOT = 32, 4  # columns per panel; products that one instruction adds up
+PAIRS = 2 * DOT  # inputs whose INT4 codes are packed together
 BITS = {"int4": 4, "int8": 8}  # bits per code in MatMulNBits
-_BLOCK_SIZES = (128, 64, 32)  # sizes that all MatMulNBits kernels support
+_BLOCK_SIZES = (128, 64, 32)  # block sizes that all kernels of MatMulNBits support
 _F8 = ir.DataType.FLOAT8E4M3FN
 
 
 def panels(codes: np.ndarray) -> np.ndarray:
-    """INT8 codes ``[K, N]`` + 128 as uint8 ``[ceil(N / 32), K / 4, 32, 4]``; K is a multiple of 4."""
+    """Pack INT8 codes ``[K, N]`` into panels: uint8 ``[ceil(N / 32), K / 4, 32, 4]``.
+
+    128 is added to each code. K must be a multiple of 4.
+    """
     inputs, columns = codes.shape
-    # 64 extra columns avoid rows of a power of two, which would share cache lines when transposed.
+    # The 64 extra columns keep the length of a row from being a power of two. Otherwise many rows
+    # would compete for the same cache lines when they are transposed.
     rows = np.full((padded(columns), inputs + 64), 128, np.uint8)[:, :inputs]
     np.bitwise_xor(codes.view(np.uint8).T, np.uint8(128), out=rows[:columns])
     dots = rows.view(np.uint32).reshape(-1, PANEL, inputs // DOT).transpose(0, 2, 1)
@@ -119,12 +135,14 @@ def panels(codes: np.ndarray) -> np.ndarray:
 
 
 def int4_panels(codes: np.ndarray) -> np.ndarray:
-    """INT4 codes ``[K, N]``, one per byte, as uint8 ``[ceil(N / 32), K / 8, 32, 4]``; K is a
-    multiple of 8.
+    """Pack INT4 codes ``[K, N]``, one per byte, into panels: uint8 ``[ceil(N / 32), K / 8, 32,
+    4]``.
+
+    K must be a multiple of 8.
     """
     inputs, columns = codes.shape
     rows = np.full((padded(columns), inputs + 64), 8, np.uint8)[:, :inputs]
-    # The bits above a code's four bits are undefined.
+    # A byte has one code in its low four bits. Its other bits may have any value.
     np.bitwise_and(codes.view(np.uint8).T ^ np.uint8(8), np.uint8(15), out=rows[:columns])
     pairs = rows.view(np.uint32).reshape(-1, PANEL, inputs // PAIRS, 2)
     dots = (pairs[..., 0] | pairs[..., 1] << np.uint32(4)).transpose(0, 2, 1)
@@ -132,18 +150,20 @@ def int4_panels(codes: np.ndarray) -> np.ndarray:
 
 
 def block_size(inputs: int) -> int:
-    """Block size of MatMulNBits for columns with one scale: the largest that divides ``inputs``, or
-    128 if none does.
+    """Return the block size of MatMulNBits for columns that have a single scale.
+
+    It is the largest size that divides ``inputs``, or 128 if none does.
     """
     return next((size for size in _BLOCK_SIZES if inputs % size == 0), _BLOCK_SIZES[0])
 
 
 def lazy_blocks(codes: np.ndarray, bits: int, size: int) -> Lazy:
-    """Codes ``[K, N]``, one per byte, as MatMulNBits blocks: uint8 ``[N, ceil(K / size), size *
-    bits / 8]``.
+    """Pack codes ``[K, N]``, one per byte, for MatMulNBits: uint8 ``[N, ceil(K / size), size * bits
+    / 8]``.
 
-    Codes are stored 8 or 128 too large; of two INT4 codes, the first is in the low nibble. Padding
-    of the last block means 0.
+    128 is added to INT8 codes and 8 to INT4 codes. Of the two INT4 codes in a byte, the first is in
+    the low nibble. The last block is padded with the code of 0. Blocks are computed when they are
+    read.
     """
     inputs, columns = codes.shape
     count, middle = -(-inputs // size), np.uint8(1 << (bits - 1))
@@ -151,7 +171,8 @@ def lazy_blocks(codes: np.ndarray, bits: int, size: int) -> Lazy:
     def read(at: tuple[slice, ...]) -> np.ndarray:
         few = codes[:, at[0]].view(np.uint8).T
         rows = np.full((len(few), count * size), middle, np.uint8)
-        # The bits above a code are undefined. Flipping the middle bit adds the middle.
+        # The bits above a code may have any value, so they are cleared. Flipping the highest bit of
+        # a code adds 128 or 8 to it.
         np.bitwise_and(few ^ middle, np.uint8((1 << bits) - 1), out=rows[:, :inputs])
         packed = rows if bits == 8 else rows[:, ::2] | rows[:, 1::2] << np.uint8(4)
         return packed.reshape(len(few), count, size * bits // 8)
@@ -160,7 +181,10 @@ def lazy_blocks(codes: np.ndarray, bits: int, size: int) -> Lazy:
 
 
 def panel_scales(scales: np.ndarray) -> np.ndarray:
-    """Group scales ``[N, groups]`` as ``[ceil(N / 32), groups, 32]``; padding columns get 0."""
+    """Arrange group scales ``[N, groups]`` in panels ``[ceil(N / 32), groups, 32]``.
+
+    The columns that pad the last panel get scale 0.
+    """
     columns, groups = scales.shape
     whole = np.zeros((padded(columns), groups), scales.dtype)
     whole[:columns] = scales
@@ -168,7 +192,7 @@ def panel_scales(scales: np.ndarray) -> np.ndarray:
 
 
 def nvfp4_panels(codes: np.ndarray) -> np.ndarray:
-    """E2M1 codes ``[N, K]``, one per byte, as uint8 ``[ceil(N / 32), K, 16]``."""
+    """Pack E2M1 codes ``[N, K]``, one per byte, into panels: uint8 ``[ceil(N / 32), K, 16]``."""
     columns, inputs = codes.shape
     whole = np.zeros((padded(columns), inputs), np.uint8)
     whole[:columns] = codes
@@ -177,7 +201,7 @@ def nvfp4_panels(codes: np.ndarray) -> np.ndarray:
 
 
 def lazy_panels(format: str, codes: np.ndarray) -> Lazy:
-    """Panels of INT8, INT4 or NVFP4 codes, computed on demand."""
+    """Pack INT8, INT4 or NVFP4 codes into panels that are computed when they are read."""
     is_nvfp4 = format == "nvfp4"
     inputs, columns = codes.shape[::-1] if is_nvfp4 else codes.shape
     make, lines = {
@@ -194,12 +218,12 @@ def lazy_panels(format: str, codes: np.ndarray) -> Lazy:
 
 
 def padded(columns: int) -> int:
-    """``columns`` rounded up to whole panels."""
+    """Round ``columns`` up to whole panels."""
     return -(-columns // PANEL) * PANEL
 
 
 def declare(model: ir.Model, name: str) -> None:
-    """Add the definition of a function, and of the functions that it calls, to a model."""
+    """Add the definition of a function to a model, and those of the functions that it calls."""
     identifier = (DOMAIN, name, "")
     if identifier not in model.functions:
         model.functions[identifier] = _DEFINITIONS[name]()
@@ -211,11 +235,12 @@ def declare(model: ir.Model, name: str) -> None:
 def _linear(
     name: str, weights: int, *, is_int4: bool = False, is_gated: bool = False
 ) -> ir.Function:
-    """Linear layers over inputs quantised by rows.
+    """Define linear layers that quantise their input by rows.
 
-    Codes are ``round(x * (127 / amax))``, half to even, with the row's amax. INT8: the sum of
-    products times ``amax / 127``, then times the column's scale. INT4: the sum of codes times
-    dequantised weights, times ``amax / 127``.
+    The code of an input is ``round(x * (127 / amax))``, rounded half to even, where amax is the
+    largest magnitude of the row. In INT8, the sum of products is multiplied by ``amax / 127``, and
+    then by the scale of the column. In INT4, codes are multiplied by dequantised weights, and the
+    sum of these products is multiplied by ``amax / 127``.
     """
     body = Body(name, "x " + " ".join(f"panels_{i} scales_{i}" for i in range(weights)))
     op, ints = body.op, body.ints
@@ -245,7 +270,7 @@ def _by_int8(
     body: Body, codes: ir.Value, row_scale: ir.Value, held: Sequence[ir.Value], count: ir.Value
 ) -> ir.Value:
     (stored, scales), op, ints = held, body.op, body.ints
-    # Both operands are unsigned: ONNX Runtime's product of unsigned by signed saturates on CPUs
+    # Both operands are unsigned. If one were signed, ONNX Runtime's product would saturate on CPUs
     # without VNNI.
     middle = body.constant(np.uint8(128))
     unsigned = body.cast(op("Add", codes, body.number(128)), ir.DataType.UINT8)
@@ -254,8 +279,8 @@ def _by_int8(
     matrix = op("Reshape", op("Transpose", rows, perm=[2, 0, 1]), ints(0, -1))
     weight = op("Slice", matrix, ints(0), count, ints(1))
     product = body.cast(op("MatMulInteger", unsigned, weight, middle, middle), ir.DataType.FLOAT)
-    # Multiply by one scale at a time: if both were multiplied first, ONNX Runtime 1.31 would fuse
-    # this as if all rows had one scale.
+    # Multiply by one scale after the other. If the two scales were multiplied first, ONNX Runtime
+    # 1.31 would fuse these nodes as if all rows had the same scale.
     return op("Mul", op("Mul", product, row_scale), op("Slice", scales, ints(0), count))
 
 
@@ -277,20 +302,27 @@ def _by_int4(
 
 
 def _group_of_input(body: Body, inputs: ir.Value) -> ir.Value:
-    """The group of each input, int64 ``[K]``; ``inputs`` is their number."""
+    """Compute the number of the group that each input belongs to, as int64 ``[K]``.
+
+    ``inputs`` is the number of inputs, K.
+    """
     zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
     numbers = body.op("Range", zero, body.op("Squeeze", inputs), one)
     return body.op("Div", numbers, body.attribute("group_size", ir.AttributeType.INT))
 
 
 def _embedding(name: str, *, is_int4: bool) -> ir.Function:
-    """A row's codes times its scales; the row is one column of a panel."""
+    """Define the lookup of embeddings in a table that is stored in panels.
+
+    The embedding of a token is one column of a panel: its codes times its scales.
+    """
     body = Body(name, "ids panels scales")
     op, ints = body.op, body.ints
     ids, stored, scales = body.inputs
     panel = op("Div", ids, ints(PANEL))
     column = op("Sub", ids, op("Mul", panel, ints(PANEL)))
-    together = op("Gather", stored, panel)  # [B, T, K / 4, 32, 4], INT4 [B, T, K / 8, 32, 4]
+    # shape [B, T, K / 4, 32, 4], or for INT4 [B, T, K / 8, 32, 4]
+    together = op("Gather", stored, panel)
     shape = op("Concat", op("Shape", together, start=0, end=3), ints(1, DOT), axis=0)
     places = op("Expand", op("Unsqueeze", column, ints(2, 3, 4)), shape)
     codes = op("GatherElements", together, places, axis=3)
@@ -302,7 +334,7 @@ def _embedding(name: str, *, is_int4: bool) -> ir.Function:
     low, high = body.nibbles(codes)
     both = op("Reshape", op("Concat", low, high, axis=3), ints(0, 0, -1))
     row = op("Sub", body.cast(both, ir.DataType.FLOAT), body.number(8))
-    of_panel = op("Gather", scales, panel)  # [B, T, groups, 32]
+    of_panel = op("Gather", scales, panel)  # shape [B, T, groups, 32]
     groups = op("Concat", op("Shape", of_panel, start=0, end=3), ints(1), axis=0)
     places = op("Expand", op("Unsqueeze", column, ints(2, 3)), groups)
     steps = op("Squeeze", op("GatherElements", of_panel, places, axis=3), ints(3))
@@ -312,11 +344,13 @@ def _embedding(name: str, *, is_int4: bool) -> ir.Function:
 
 
 _Code = Callable[["Body", ir.Value], ir.Value]
-"""Converts rows ``[B, Hkv, rows, D]`` to or from their stored form."""
+"""Converts rows ``[B, Hkv, rows, D]`` to the form in which the cache stores them, or back."""
 
 
 def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
-    """``name`` says whether attention is block-causal and whether queries and keys are normed."""
+    """Define an attention function. The parts of its name say whether it is block-causal and
+    normed.
+    """
     is_normed = NORMED in name
     norms = " q_norm k_norm" if is_normed else ""
     body = Body(name, f"q k v past_key past_value position_ids cos sin segments{norms}")
@@ -340,7 +374,8 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     turned, key = turn(by_head(q, "heads", q_norm)), turn(by_head(k, "kv_heads", k_norm))
     value = by_head(v, "kv_heads")
     own = _own(body, segments, positions, past_key)
-    # Unused rows may hold anything, even NaN, which an additive mask would not hide.
+    # Replace rows that no request reads by 0. They may hold anything, even NaN, and an additive
+    # mask would not hide a NaN.
     is_read = op("ReduceMax", body.cast(own[0], ir.DataType.UINT8), ints(0), keepdims=0)
     is_read = op("Unsqueeze", body.cast(is_read, ir.DataType.BOOL), ints(1))
     nothing = body.number(0)
@@ -354,7 +389,7 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         attributes["visible_block"] = ir.AttributeType.INT
         blocks = op("Div", positions, body.attribute("visible_block", ir.AttributeType.INT))
         rows = op("Concat", body.size(positions, 0), body.size(past_key, 2), axis=0)
-        # Cached rows count as the first block, so every query sees them.
+        # Cached rows count as the first block, so that every query sees them.
         of_keys = op("Concat", op("Expand", ints(0), rows), blocks, axis=1)
         keys_first = op("Unsqueeze", of_keys, ints(1, 2))
         is_before = op("LessOrEqual", keys_first, op("Unsqueeze", blocks, ints(1, 3)))
@@ -366,13 +401,13 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
 
 
 def _norm(body: Body, x: ir.Value, weight: ir.Value) -> ir.Value:
-    """RMSNorm over the last axis, with the function's ``epsilon``."""
+    """Compute an RMSNorm over the last axis, with the function's attribute ``epsilon``."""
     epsilon = ir.Attr("epsilon", ir.AttributeType.FLOAT, None, ref_attr_name="epsilon")
     return body.op("RMSNormalization", x, weight, axis=-1, epsilon=epsilon)
 
 
 def _add_norm() -> ir.Function:
-    """A residual sum and its RMSNorm."""
+    """Define the sum of a residual, and its RMSNorm."""
     body = Body("AddNorm", "x y weight")
     x, y, weight = body.inputs
     total = body.op("Add", x, y)
@@ -383,17 +418,20 @@ def _add_norm() -> ir.Function:
 def _own(
     body: Body, segments: ir.Value, positions: ir.Value, past_key: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """Rows that belong to each token's request, bool: past rows ``[T, S]`` and new rows ``[T, T]``."""
+    """Find the rows that belong to the same request as each token.
+
+    Returns two bool arrays: ``[T, S]`` for past rows, and ``[T, T]`` for new rows.
+    """
     op, ints = body.op, body.ints
     tokens, cached = body.size(positions, 1), body.size(past_key, 2)
-    # Prepend a segment that covers everything, for calls without segments.
+    # Prepend a segment that covers everything. It is the only one in calls without segments.
     everything = op("Unsqueeze", op("Concat", ints(0), cached, ints(0), tokens, axis=0), ints(0))
     all_segments = op("Concat", everything, segments, axis=0)
     start, count, first, _ = body.several(4, "Split", all_segments, axis=1, num_outputs=4)
     zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
     token, row = (op("Range", zero, op("Squeeze", size), one) for size in (tokens, cached))
     is_begun = body.cast(op("LessOrEqual", first, token), ir.DataType.INT64)
-    # Shape [T]: the last request that starts at or before each token.
+    # For each token, the last request that starts at or before it. Shape [T].
     number = op("Sub", op("ReduceSum", is_begun, ints(0), keepdims=0), ints(1))
     begin, end = op("Gather", start, number), op("Gather", op("Add", start, count), number)
     of_past = op("And", op("LessOrEqual", begin, row), op("Less", row, end))
@@ -415,8 +453,8 @@ def _store_int8(body: Body, rows: ir.Value) -> ir.Value:
     finite = op("Where", is_bad, body.number(0), rows)
     amax = op("Max", op("ReduceMax", op("Abs", finite), ints(-1)), body.constant(SMALLEST_ROW))
     wanted = op("Div", amax, body.number(127))
-    # The first power of two p with 255 * p >= wanted: count the powers that are too small. For the
-    # last eight powers, 255 * p is infinite.
+    # Find the first power of two p with 255 * p >= wanted, by counting the powers that are too
+    # small. The last eight powers are left out, because 255 * p is infinite for them.
     is_short = op("Greater", wanted, body.constant(np.float32(255) * POWERS[:-8]))
     field = op("ReduceSum", body.cast(is_short, ir.DataType.INT64), ints(-1))
     mantissa = op("Ceil", op("Mul", wanted, op("Gather", powers, op("Sub", ints(254), field))))
@@ -443,11 +481,14 @@ _CACHES: dict[str, tuple[_Code, _Code]] = {
     "float16": (_as(ir.DataType.FLOAT16), _as(ir.DataType.FLOAT)),
     "int8": (_store_int8, _read_int8),
 }
-"""Cache type -> how rows are stored, and how they are read."""
+"""Type of the cache -> functions that convert rows to their stored form, and back."""
 
 
 def _candidates() -> ir.Function:
-    """The two best tokens, their probabilities, and the entropy, from differences of logits."""
+    """Define the computation of the two best tokens, their probabilities, and the entropy.
+
+    The entropy is computed from differences of logits, see ``trace.Pass``.
+    """
     body = Body("Candidates", "logits mask_token_bias")
     op, ints = body.op, body.ints
     logits, bias = body.inputs
@@ -463,7 +504,10 @@ def _candidates() -> ir.Function:
 
 
 def _nvfp4_linear() -> ir.Function:
-    """A weight is its E2M1 value times its group's scale times the tensor's scale."""
+    """Define a product with an NVFP4 weight.
+
+    A weight is its E2M1 value times the scale of its group times the scale of the tensor.
+    """
     body = Body("NVFP4Linear", "x panels scales global_scale")
     op, ints = body.op, body.ints
     x, stored, scales, global_scale = body.inputs
@@ -481,10 +525,11 @@ def _nvfp4_linear() -> ir.Function:
 
 
 def _nvfp4() -> ir.Function:
-    """E2M1 in groups of 16 along K, with E4M3 group scales and one fp32 scale.
+    """Define rounding to NVFP4: E2M1 in groups of 16 along K, E4M3 group scales and one fp32 scale.
 
-    Rounding to E2M1 (0, .5, 1, 1.5, 2, 3, 4, 6) means rounding to multiples of .5 below 2, of 1
-    below 4, and of 2 above. Round breaks ties to the even multiple, which is the even E2M1 code.
+    E2M1 has the magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6. To round to one of them, round to a
+    multiple of .5 below 2, of 1 between 2 and 4, and of 2 above. Round breaks ties towards the even
+    multiple, which has the even E2M1 code.
     """
     body = Body("NVFP4QuantizeDequantize", "x scale")
     op, number = body.op, body.number

@@ -1,8 +1,8 @@
-"""Replaces groups of operators in a traced graph with calls of ``functions`` that have native
-kernels.
+"""Replaces groups of operators in a traced graph with calls of functions that have native kernels.
 
-Only graphs for ONNX Runtime on a CPU are fused; TensorRT fuses by itself. Operators that do not
-match are left unchanged and reported with the reason. Fusion never changes a graph's results.
+``graph.functions`` defines the functions. Only graphs for ONNX Runtime on a CPU are fused, because
+TensorRT fuses operators by itself. If the operators of a module do not match a kernel, they stay,
+and the reason is reported. Fusing does not change the results of a graph.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, take_place
 from dlm_export.graph.trace import Graph
 
-CANDIDATES = "pass"  # module path of the nodes after the head, as ``trace`` names it
+CANDIDATES = "pass"  # module path that ``trace`` gives to the nodes after the head
 GATE = ".gate"  # end of the module path of an MLP's gate
-_MOST_WEIGHTS = 3  # layers over one input that a kernel supports
+_MOST_WEIGHTS = 3  # the most layers with the same input that one kernel computes
 
 
 @dataclass(frozen=True)
 class Fused:
-    """The result of ``fuse``.
+    """What ``fuse`` did.
 
-    ``calls``: native kernel -> number of nodes that call it. ``plain``: module path -> why it keeps
-    plain operators, for modules that have a kernel (norms are not listed). ``has_segments``: all
-    attention reads the input ``segments``.
+    ``calls`` has the number of nodes that call each native kernel. ``plain`` lists the modules that
+    have a kernel but keep plain operators: module path -> reason. Norms are not listed there.
+    ``has_segments`` is true if the attention of every layer reads the input ``segments``.
     """
 
     calls: Mapping[str, int]
@@ -40,7 +40,7 @@ class Fused:
     has_segments: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for ``kernels`` in the manifest."""
+        """Return the value of ``kernels`` in the manifest."""
         return {"calls": dict(self.calls), "plain": dict(self.plain)}
 
 
@@ -48,15 +48,17 @@ _Pattern: TypeAlias = "tuple[Any, ...] | str | float"
 
 
 class _Unlike(Exception):
-    """The operators do not match a kernel's pattern; the message says why."""
+    """The operators do not match the pattern of a kernel; the message says why."""
 
 
 def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
-    """Fuse a traced graph in place: INT8 and INT4 layers with the same input, attention over the
-    cache, residual sums followed by a norm, and candidates.
+    """Replace operators of a traced graph with calls of kernels. The graph itself is changed.
 
-    ``cache_dtype`` is the type of stored keys and values, a manifest value; ``None`` stores them
-    unrounded. Raises CacheError if the attention does not support it.
+    Four patterns are replaced: INT8 or INT4 layers with the same input, attention over the cache, a
+    residual sum that a norm reads, and the computation of candidates.
+
+    ``cache_dtype`` is the type of stored keys and values, as in the manifest. ``None`` stores them
+    in the type of the graph. Raises CacheError if the attention does not support the type.
     """
     model = traced.model
     plain = _merge_linear_layers(model)
@@ -94,7 +96,7 @@ def _call(
     old: Sequence[ir.Value],
     **attributes: Any,
 ) -> None:
-    """Insert a call whose outputs replace ``old``."""
+    """Insert a call of a function. Its outputs replace the values in ``old``."""
     functions.declare(model, name)
     node = ir.node(
         name,
@@ -121,7 +123,10 @@ def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
 
 
 def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
-    """Merge layers with the same format and input; return module path -> reason for unmerged ones."""
+    """Merge layers that have the same format and the same input.
+
+    Returns the layers that could not be merged: module path -> reason.
+    """
     alike: dict[tuple[int, str, int], list[ir.Node]] = defaultdict(list)
     for node in model.graph:
         if node.op_type in functions.LINEAR and node.domain == DOMAIN:
@@ -148,7 +153,7 @@ def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
 
 
 def _group_size(node: ir.Node) -> int:
-    """Number of inputs that share a scale; 0 if all do."""
+    """Number of inputs that share a scale; 0 if a column has a single scale."""
     return node.attributes.get_int("group_size", 0)
 
 
@@ -167,7 +172,10 @@ def _merge(model: ir.Model, nodes: Sequence[ir.Node], name: str, old: Sequence[i
 
 
 def _gated_product(nodes: Sequence[ir.Node]) -> ir.Value | None:
-    """``silu(gate) * up`` of two layers, gate first, if nothing else uses them."""
+    """Return ``silu(gate) * up`` of two layers, gate first.
+
+    Returns ``None`` if the graph does not compute it, or uses gate or up for something else too.
+    """
     if len(nodes) != 2:
         return None
     gate, up = (node.outputs[0] for node in nodes)
@@ -184,8 +192,11 @@ def _gated_product(nodes: Sequence[ir.Node]) -> ir.Value | None:
 
 
 def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
-    """Fuse from the products q, k, v to the merged heads: reshapes, rotation and cache
-    concatenation. Raises _Unlike.
+    """Replace the operators of an attention with a call of its kernel.
+
+    The call covers everything between the products q, k, v and the merged heads: reshapes,
+    rotation, and the concatenation of cached and new rows. Raises _Unlike if an operator does not
+    match.
     """
     if traced.dtype.itemsize != 4:
         raise _Unlike("the kernel computes in fp32")
@@ -206,7 +217,8 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
         node.attributes.get_int("rotary_embedding_dim", 0) for node in (turned, rotated)
     }
     for node in (turned, rotated):
-        _refuse_settings(node, ("interleaved",))  # the kernel rotates half against half
+        # the kernel rotates the first half of a head against the second
+        _refuse_settings(node, ("interleaved",))
     tables = _all(turned.inputs[1:], 3)
     if tables != _all(rotated.inputs[1:], 3) or len(rotary_sizes) > 1:
         raise _Unlike("queries and keys are rotated by different positions or tables")
@@ -229,7 +241,10 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
 
 
 def _segments(model: ir.Model) -> ir.Value:
-    """The input ``segments``. It is optional: its default has no rows."""
+    """Return the input ``segments``, and add it if it is missing.
+
+    The input is optional; by default it has no rows.
+    """
     if SEGMENTS not in model.graph.initializers:
         value = constant(model.graph, SEGMENTS, np.zeros((0, 4), np.int64))
         value.shape = ir.Shape(["N", 4])
@@ -244,13 +259,13 @@ _HIDDEN = (
     ("Unsqueeze", _STARTS, 2),
 )
 _HIDING = ("Unsqueeze", ("Mul", ("Cast", _HIDDEN), float(np.finfo(np.float32).min)), 1)
-"""The traced form of the denoiser's ``hiding``: operators with their inputs, numbers, and names
-that match any value.
+"""The form that the denoiser's ``hiding`` has in a trace. A tuple is an operator with its inputs, a
+number is a constant, and a name stands for any value.
 """
 
 
 def _visible_block(hidden: ir.Value, positions: ir.Value) -> int:
-    """Block length of a block-causal mask. Raises _Unlike for other masks."""
+    """Return the block length of a block-causal mask. Raises _Unlike for any other mask."""
     found = {"positions": positions}
     length = _number(found["length"]) if _looks_like(hidden, _HIDING, found) else None
     if length is None:
@@ -259,7 +274,11 @@ def _visible_block(hidden: ir.Value, positions: ir.Value) -> int:
 
 
 def _looks_like(value: ir.Value | None, wanted: _Pattern, found: dict[str, ir.Value]) -> bool:
-    """True if a value matches a pattern; each name must match one value, recorded in ``found``."""
+    """True if the operators that compute ``value`` match a pattern.
+
+    Everywhere that a name occurs in the pattern, it must stand for the same value. ``found`` has
+    the value of each name; new names are added.
+    """
     if value is None:
         return False
     if isinstance(wanted, str):
@@ -273,13 +292,16 @@ def _looks_like(value: ir.Value | None, wanted: _Pattern, found: dict[str, ir.Va
 
 
 def _number(value: ir.Value) -> float | None:
-    """The value of a scalar constant, else ``None``."""
+    """Return the value of a scalar constant, or ``None`` if ``value`` is something else."""
     tensor = ir.convenience.get_const_tensor(value)
     return float(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
 
 
 def _expect(value: ir.Value | None, op_type: str, otherwise: str) -> ir.Node:
-    """The node that produces ``value``, if it has this type. Raises _Unlike with ``otherwise``."""
+    """Return the node that computes ``value`` if it is an ``op_type``.
+
+    Otherwise raises _Unlike with the message ``otherwise``.
+    """
     node = _producer(value, op_type)
     if node is None:
         raise _Unlike(otherwise)
@@ -287,7 +309,9 @@ def _expect(value: ir.Value | None, op_type: str, otherwise: str) -> ir.Node:
 
 
 def _refuse_settings(node: ir.Node, names: Sequence[str]) -> None:
-    """Raises _Unlike if one of these attributes is set; the kernel assumes 0."""
+    """Raises _Unlike if one of these attributes is set, because the kernel assumes that all
+    are 0.
+    """
     for name in names:
         attribute = node.attributes.get(name)
         if attribute is not None and attribute.value:
@@ -295,7 +319,7 @@ def _refuse_settings(node: ir.Node, names: Sequence[str]) -> None:
 
 
 def _all(values: Sequence[ir.Value | None], count: int) -> list[ir.Value]:
-    """The values, after a check that there are ``count`` and all exist. Raises _Unlike."""
+    """Return the values if there are ``count`` and none is missing. Otherwise raises _Unlike."""
     found = [value for value in values if value is not None]
     if len(found) != count or len(values) != count:
         raise _Unlike(f"an operator has {len(found)} inputs, expected {count}")
@@ -303,14 +327,14 @@ def _all(values: Sequence[ir.Value | None], count: int) -> list[ir.Value]:
 
 
 def _both(node: ir.Node) -> tuple[ir.Value, ir.Value]:
-    """The two inputs of a node. Raises _Unlike for another number."""
+    """Return the two inputs of a node. Raises _Unlike if it does not have two."""
     first, second = _all(node.inputs, 2)
     return first, second
 
 
 @dataclass(frozen=True)
 class _Norm:
-    """An RMSNorm of the last axis of ``x``."""
+    """An RMSNorm over the last axis of ``x``."""
 
     x: ir.Value
     weight: ir.Value
@@ -318,7 +342,7 @@ class _Norm:
 
 
 def _norm_of(node: ir.Node) -> _Norm | None:
-    """The operands of an RMSNorm that the kernels support, else ``None``."""
+    """Return the operands of an RMSNorm, or ``None`` if the kernels do not support this node."""
     if node.op_type != "RMSNormalization" or node.domain != "":
         return None
     x, weight = _all(node.inputs, 2)
@@ -330,7 +354,9 @@ def _norm_of(node: ir.Node) -> _Norm | None:
 
 @dataclass(frozen=True)
 class _Heads:
-    """``count`` heads cut from ``whole`` ``[B, T, count * D]``, and the norm applied to each."""
+    """A value ``whole`` ``[B, T, count * D]`` that is split into ``count`` heads, and their
+    norm.
+    """
 
     count: int
     whole: ir.Value
@@ -338,7 +364,7 @@ class _Heads:
 
 
 def _heads_of(value: ir.Value | None) -> _Heads:
-    """The heads in ``[B, heads, T, D]``. Raises _Unlike."""
+    """Find the value that was split into the heads ``[B, heads, T, D]``. Raises _Unlike."""
     otherwise = "heads are not cut from one product"
     ready = _expect(value, "Transpose", otherwise).inputs[0]
     normed = _producer(ready, "RMSNormalization")
@@ -352,7 +378,10 @@ def _heads_of(value: ir.Value | None) -> _Heads:
 
 
 def _norms_of(queries: _Heads, keys: _Heads, values: _Heads) -> list[_Norm]:
-    """The norms of queries and keys: both, or an empty list. Raises _Unlike otherwise."""
+    """Return the norms of queries and keys, or an empty list if neither has a norm.
+
+    Raises _Unlike if only some are normed, or if the norms differ in epsilon.
+    """
     if queries.norm is None and keys.norm is None and values.norm is None:
         return []
     if queries.norm is None or keys.norm is None or values.norm is not None:
@@ -367,9 +396,11 @@ def _is_constant(value: ir.Value) -> bool:
 
 
 def _fuse_add_norm(model: ir.Model, add: ir.Node) -> None:
-    """Fuse a sum of two tensors with the first norm that reads it."""
+    """Replace a sum of two tensors and an RMSNorm of this sum with one call, if there is such a
+    norm.
+    """
     if any(value is None or _is_constant(value) for value in add.inputs):
-        return  # a bias is broadcast, but the kernel adds tensors of one shape
+        return  # one summand is a bias; the kernel only adds tensors of the same shape
     total = add.outputs[0]
     for node, _ in total.uses():
         norm = _norm_of(node)
@@ -381,7 +412,7 @@ def _fuse_add_norm(model: ir.Model, add: ir.Node) -> None:
 
 
 def _fuse_candidates(model: ir.Model) -> None:
-    """Fuse the computation of the candidates. Raises _Unlike."""
+    """Replace the operators that compute the candidates with one call. Raises _Unlike."""
     outputs = {str(value.name): value for value in model.graph.outputs}
     if _producer(outputs["top_prob"], "Candidates") is not None:
         return

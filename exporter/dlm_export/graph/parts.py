@@ -1,9 +1,12 @@
-"""Cuts a written graph along its layers; each part is a model over the same weight file.
+"""Cuts a written graph into parts at the borders of its layers.
 
-The first part is ``embed``, then come ``blocks.I``, then ``end``: the final norm, the head and the
-candidates. Parts read and return values under their names in the whole graph, so running the parts
-in order equals running the graph. Values that depend on constants only are copied into each part
-that needs them.
+Each part is a model of its own that uses the same weight file. The first part is ``embed``. One
+part ``blocks.I`` per layer follows. The last part, ``end``, has the final norm, the head and the
+candidates.
+
+The inputs and outputs of a part keep the names that these values have in the whole graph. Running
+all parts in order therefore gives the same result as running the graph. Values that are computed
+from constants only are computed again in each part that needs them.
 """
 
 from __future__ import annotations
@@ -21,33 +24,38 @@ _BEHIND_BLOCKS = ("final_norm", "head")
 
 
 class PartError(DlmError):
-    """A part lacks an input."""
+    """A required input of a part is missing."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """One part; its weights are in the whole graph's data file."""
+    """One part of a graph. Its weights are in the data file of the whole graph."""
 
     name: str
     model: ir.Model
 
     @property
     def inputs(self) -> list[str]:
-        """Names of the part's inputs: inputs of the graph and outputs of earlier parts."""
+        """Names of the part's inputs. Each is an input of the graph or an output of an earlier
+        part.
+        """
         return [str(value.name) for value in self.model.graph.inputs]
 
     @property
     def outputs(self) -> list[str]:
-        """Names of the part's outputs: outputs of the graph and values that later parts read."""
+        """Names of the part's outputs: outputs of the graph, and values that later parts read."""
         return [str(value.name) for value in self.model.graph.outputs]
 
     @property
     def block(self) -> int | None:
-        """Its layer's number; ``None`` for the first and the last part."""
+        """Number of the part's layer; ``None`` for the first and the last part."""
         return int(self.name.removeprefix(BLOCKS)) if self.name.startswith(BLOCKS) else None
 
     def check_given(self, names: set[str]) -> None:
-        """Raises PartError that lists the inputs missing from ``names``."""
+        """Check that ``names`` has all inputs of this part.
+
+        Raises PartError with the missing inputs.
+        """
         lacking = [name for name in self.inputs if name not in names]
         if lacking:
             raise PartError(
@@ -56,18 +64,24 @@ class Part:
 
 
 def cut(model: ir.Model) -> list[Part]:
-    """Cut a graph into parts, in order; a node without a layer's path goes with its last input."""
+    """Cut a graph into its parts, and return them in order.
+
+    Most nodes name the module that they belong to. A node without one goes to the latest part that
+    computes one of its inputs.
+    """
     graph = model.graph
     layers = [block_of(node) for node in graph]
     end = max((layer for layer in layers if layer is not None), default=-1) + 2
-    # An optional input has an initialiser and counts as a constant.
+    # Inputs with an initialiser are optional, so they are treated as constants here.
     made_in = {value: 0 for value in graph.inputs if not value.is_initializer()}
-    crossing: dict[int, dict[ir.Value, None]] = defaultdict(dict)  # part -> values from other parts
-    given: dict[int, dict[ir.Value, None]] = defaultdict(dict)  # part -> values for later parts
+    # part -> values that it reads from other parts
+    crossing: dict[int, dict[ir.Value, None]] = defaultdict(dict)
+    # part -> values that later parts read from it
+    given: dict[int, dict[ir.Value, None]] = defaultdict(dict)
     for node, layer in zip(graph, layers, strict=True):
         read = [value for value in node.inputs if value is not None and value in made_in]
         if not read:
-            continue  # constant
+            continue  # the node depends on constants only
         path = node.metadata_props.get(LAYER_KEY, "")
         own = layer + 1 if layer is not None else end if path.startswith(_BEHIND_BLOCKS) else 0
         number = max(own, *(made_in[value] for value in read))
@@ -87,7 +101,7 @@ def cut(model: ir.Model) -> list[Part]:
 
 
 def block_of(node: ir.Node) -> int | None:
-    """The number of a node's layer, or ``None`` if it is outside the layers."""
+    """Return the number of a node's layer, or ``None`` if the node is outside the layers."""
     path = node.metadata_props.get(LAYER_KEY, "")
     return int(path.split(".")[1]) if path.startswith(BLOCKS) else None
 
@@ -96,7 +110,7 @@ def _extract(model: ir.Model, inputs: list[ir.Value], outputs: list[ir.Value]) -
     constant = [value for value in model.graph.inputs if value.is_initializer()]
     graph = ir.convenience.extract(model.graph, [*inputs, *constant], outputs)
     for value in [value for value in graph.inputs if value.is_initializer()]:
-        graph.inputs.remove(value)  # it keeps its initial value
+        graph.inputs.remove(value)  # its initialiser stays and gives its value
     return ir.Model(
         graph,
         ir_version=model.ir_version,

@@ -1,30 +1,40 @@
 """Quantises layers in a graph: replaces the operands of MatMul nodes and leaves the rest unchanged.
 
-Layers are found by the module path in the node's metadata (``graph.LAYER_KEY``), never by a
-weight's name. Here, weights have only a shape and a type; ``write_graph`` asks for their
-values, one weight at a time. A graph has two forms with identical initialisers: one for ONNX
-Runtime on a CPU, where accuracy is measured, and one for TensorRT's parser. For ONNX Runtime's CUDA
-provider there is one form: INT8 and INT4 weights use ``com.microsoft::MatMulNBits``, which has CPU
-and CUDA kernels; other layers are written as below.
+A layer is found by the module path in the metadata of its node (``graph.LAYER_KEY``). Weights have
+only a shape and a type at this point; ``write_graph`` later asks for their values, one weight at a
+time.
 
-==============  ========================================================================================================
-int8-dynamic    ``dlm_export::Int8Linear``: one scale per column and, in each pass, one per row of the input. Integer
-                arithmetic, on a CPU only
-int4-*-dynamic  ``dlm_export::Int4Linear``: the same with weights in groups along the input
-int8-static     QuantizeLinear and DequantizeLinear on the input, DequantizeLinear on the weight. The CPU's codes are uint8
-                around 128, TensorRT's int8 around 0: the same values
+A graph can be written for three engines (``Form``):
+
+- ``cpu``, for ONNX Runtime on a CPU, where accuracy is measured.
+- ``tensorrt``, for TensorRT's parser. It can share its initialisers with a CPU graph.
+- ``cuda``, for ONNX Runtime's CUDA provider. INT8 and INT4 weights use
+  ``com.microsoft::MatMulNBits``, which has kernels for CPUs and for CUDA.
+
+Other layers are written as follows:
+
+==============  ===================================================================================
+int8-dynamic    ``dlm_export::Int8Linear``, on a CPU only. It multiplies integers. The weight has a
+                scale per column. Each pass computes a scale for each row of the input
+int4-*-dynamic  ``dlm_export::Int4Linear``: the same with a scale per group of inputs
+int8-static     QuantizeLinear and DequantizeLinear on the input, and DequantizeLinear on the
+                weight. Zero is code 128 of uint8 on a CPU, and code 0 of int8 for TensorRT
 int8-weight     DequantizeLinear on the weight; activations are not quantised
-int4            DequantizeLinear on the weight, in groups along the input; activations are not quantised
-fp8             like int8-static, in E4M3; a tied head is ``dlm_export::Fp8TiedHead`` on a CPU
-nvfp4           on a CPU an exact simulation. Weight: E2M1 values from a table of 16, times E4M3 group scale, times tensor
-                scale, in ``dlm_export::NVFP4Linear``, or as standard operators if TensorRT shares the initialisers. Input:
-                ``dlm_export::NVFP4QuantizeDequantize``. For TensorRT two DequantizeLinear on the weight and
-                TRT_FP4DynamicQuantize on the input
-==============  ========================================================================================================
+int4            DequantizeLinear on the weight, with a scale per group of inputs; activations are
+                not quantised
+fp8             like int8-static, in E4M3. A tied head on a CPU is ``dlm_export::Fp8TiedHead``
+nvfp4, CPU      an exact simulation. The weight is an E2M1 value times the scale of its group times
+                the scale of the tensor: ``dlm_export::NVFP4Linear``, or standard operators if a
+                TensorRT graph shares the initialisers. The input goes through
+                ``dlm_export::NVFP4QuantizeDequantize``
+nvfp4,          two DequantizeLinear on the weight, and TRT_FP4DynamicQuantize on the input
+TensorRT
+==============  ===================================================================================
 
-The engine folds constant expressions, so a simulation costs disk space but no time in a pass.
-Scales have the graph's type. Forms follow ONNX 1.23's QuantizeLinear and DequantizeLinear (opset
-23), and for NVFP4 TensorRT's documented two-level scheme.
+ONNX Runtime computes constant expressions when it opens a graph. A simulation therefore costs disk
+space, but no time in a pass. Scales have the graph's type. The operators QuantizeLinear and
+DequantizeLinear are those of ONNX opset 23, and NVFP4 follows the two-level scheme in TensorRT's
+documentation.
 """
 
 from __future__ import annotations
@@ -58,11 +68,11 @@ Form = Literal["cpu", "tensorrt", "cuda"]
 
 @dataclass(frozen=True)
 class Part:
-    """The contents of an initialiser: a layer, and a part of its weight.
+    """Says what an initialiser contains: a layer, and a part of its weight.
 
-    ``part`` is ``codes``, ``scales`` or ``global_scale``; ``panels`` or ``panel_scales`` for
-    ``functions``; ``blocks`` or ``block_scales`` for MatMulNBits; ``rows`` or ``row_scales`` for an
-    embedding table.
+    ``part`` is ``codes``, ``scales`` or ``global_scale`` in most forms. Weights for ``functions``
+    have ``panels`` and ``panel_scales``. Weights for MatMulNBits have ``blocks`` and
+    ``block_scales``. An embedding table has ``rows`` and ``row_scales``.
     """
 
     layer: str
@@ -70,7 +80,10 @@ class Part:
 
 
 def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
-    """Why a layer's shape does not fit a format, or ``None``; GPUs need full groups."""
+    """Return why the shape of a layer does not fit a format, or ``None`` if it fits.
+
+    On a GPU, and in NVFP4 anywhere, every group must be full.
+    """
     chosen, inputs = FORMATS[name], layer.inputs
     size = chosen.group_size
     if layer.is_stacked and not on_gpu and experts.function_of(name) is None:
@@ -78,7 +91,8 @@ def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
     if size is not None and inputs % size and (on_gpu or chosen.weights == "nvfp4"):
         return f"{name} has groups of {size}; {inputs} inputs is not a multiple"
     if layer.is_tied and on_gpu and chosen.weights is not None:
-        # TensorRT passes codes to DequantizeLinear only, so it would dequantise the whole table.
+        # TensorRT accepts codes only as the input of DequantizeLinear. It would therefore
+        # dequantise the whole table for each lookup.
         return "a GPU looks up rows of the embedding table, which is also the head's weight, in full precision"
     if layer.is_tied and not chosen.suits_table:
         return f"there is no lookup for an embedding table that is also the head's weight in {name}"
@@ -101,13 +115,13 @@ def rewrite(
     """Quantise the layers of a traced graph in place.
 
     Args:
-        traced: The graph; formats with dynamic input ranges need fp32.
-        formats: Layer -> key of ``FORMATS``.
-        amax: Layer -> clipping range of a static input.
-        rotated: Layer -> size of the Hadamard matrix that rotates its input.
+        traced: The graph. Formats that compute the range of inputs in each pass need fp32.
+        formats: The format of each layer, a key of ``FORMATS``.
+        amax: The clipping range of a layer's input, for layers with a static range.
+        rotated: The size of the Hadamard matrix that rotates a layer's input.
         embedding: Format of the embedding table.
         form: The engine to write for.
-        is_shared: Both forms use the same initialisers.
+        is_shared: True if a CPU graph and a device graph use the same initialisers.
 
     Returns:
         The contents of the new initialisers, by name.
@@ -116,7 +130,7 @@ def rewrite(
         traced, form, has_panels=not is_shared and traced.element_type == ir.DataType.FLOAT
     )
     wanted = {layer for layer, name in formats.items() if name != HIGH}
-    # ``experts`` lays out the weights of mixtures.
+    # ``experts`` lays out the weights of mixtures
     if any(node.op_type == MIXTURE for node in traced.model.graph):
         wanted -= {layer.path for layer in traced.network.linear_layers() if layer.is_stacked}
     head = traced.network.quantisable()[HEAD]
@@ -161,7 +175,9 @@ class _Writer:
     def nodes(
         self, before: ir.Node, layer: str, *specs: tuple[str, list[ir.Value | None], dict[str, Any]]
     ) -> ir.Value:
-        """Insert a chain of operators before a node; ``None`` inputs mean the previous result."""
+        """Insert a chain of operators before a node. An input ``None`` means the previous
+        result.
+        """
         out: ir.Value | None = None
         for op, inputs, attributes in specs:
             out = self.node(
@@ -194,19 +210,19 @@ class _Writer:
         elif op_type != "TRT_FP4DynamicQuantize":
             of = inputs[{"QuantizeLinear": 2, "DequantizeLinear": 1}.get(op_type, 0)]
             assert of is not None
-            made.outputs[0].type = of.type  # ``widen.compute_in_fp32`` goes by it
+            made.outputs[0].type = of.type  # ``widen.compute_in_fp32`` needs the type
         return tuple(made.outputs)
 
     def weight(self, layer: str, part: str, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
-        """An initialiser whose values ``write_graph`` asks for later."""
+        """Add an initialiser. ``write_graph`` asks for its values when it writes the graph."""
         name = f"{layer}.weight.{part}"
-        if name in self.graph.initializers:  # a tied head's, already added for the embedding
+        if name in self.graph.initializers:  # a tied head shares it with the embedding
             return self.graph.initializers[name]
         self.parts[name] = Part(layer, part)
         return initialiser(self.graph, name, shape, dtype)
 
     def number(self, name: str, array: Any) -> ir.Value:
-        """A small initialiser of the graph's dtype."""
+        """Add a small initialiser in the graph's type."""
         return self.constant(name, np.asarray(array).astype(self.dtype.numpy()))
 
     def constant(self, name: str, array: Any) -> ir.Value:
@@ -220,8 +236,9 @@ class _Writer:
         amax: float | None,
         tied: LinearSpec | None = None,
     ) -> None:
-        """Quantise a MatMul. ``tied`` describes the layer if its weight is the transposed embedding
-        table.
+        """Quantise a MatMul.
+
+        If its weight is the transposed embedding table, ``tied`` describes the head.
         """
         x, w = node.inputs
         assert x is not None
@@ -258,14 +275,14 @@ class _Writer:
         node.replace_input_with(1, self.dequantised(node, layer, chosen, K, N))
 
     def int8_panels(self, layer: str, K: int, N: int) -> tuple[ir.Value, ir.Value]:
-        """Codes and scales of an INT8 layer."""
+        """Add the codes and scales of an INT8 layer."""
         width = functions.padded(N)
         shape = (width // functions.PANEL, K // functions.DOT, functions.PANEL, functions.DOT)
         panels = self.weight(layer, "panels", shape, ir.DataType.UINT8)
         return panels, self.weight(layer, "panel_scales", (width,), ir.DataType.FLOAT)
 
     def int4_panels(self, layer: str, K: int, N: int, group_size: int) -> tuple[ir.Value, ir.Value]:
-        """Codes and scales of an INT4 layer."""
+        """Add the codes and scales of an INT4 layer."""
         count = functions.padded(N) // functions.PANEL
         shape = (count, K // functions.PAIRS, functions.PANEL, functions.DOT)
         panels = self.weight(layer, "panels", shape, ir.DataType.UINT8)
@@ -275,13 +292,16 @@ class _Writer:
     def rows(
         self, layer: str, number_format: str, V: int, hidden: int
     ) -> tuple[ir.Value, ir.Value]:
-        """Codes and scales of a table by rows; FP8 codes are bytes, which ONNX's Gather supports."""
+        """Add the codes and scales of an embedding table, with one scale per row.
+
+        FP8 codes are stored as bytes, because ONNX's Gather supports bytes.
+        """
         dtype = ir.DataType.INT8 if number_format == "int8" else ir.DataType.UINT8
         codes = self.weight(layer, "rows", (V, hidden), dtype)
         return codes, self.weight(layer, "row_scales", (V, 1), self.dtype)
 
     def look_up(self, node: ir.Node, chosen: LayerFormat) -> None:
-        """Look up rows of an embedding table that shares its codes and scales with a tied head."""
+        """Replace a lookup in an embedding table whose codes and scales a tied head uses too."""
         if chosen.weights == "fp8":
             self.embedding(node, HEAD, "fp8")
             return
@@ -314,14 +334,16 @@ class _Writer:
         N: int,
         **attributes: int,
     ) -> None:
-        """Replace a MatMul with a function call."""
+        """Replace a MatMul with a call of a function."""
         functions.declare(self.model, name)
         self.put(node, layer, f"{DOMAIN}::{name}", inputs, {"columns": [N]} | attributes)
 
     def blocks(
         self, node: ir.Node, layer: str, x: ir.Value, chosen: LayerFormat, K: int, N: int
     ) -> None:
-        """Replace a MatMul with MatMulNBits; in INT8 all blocks of a column share its scale."""
+        """Replace a MatMul with MatMulNBits. In INT8, all blocks of a column have the same
+        scale.
+        """
         bits = functions.BITS[str(chosen.weights)]
         size = chosen.group_size or functions.block_size(K)
         count = -(-K // size)
@@ -345,7 +367,10 @@ class _Writer:
     def activation(
         self, node: ir.Node, layer: str, x: ir.Value, number_format: str, amax: float
     ) -> ir.Value:
-        """The quantised and dequantised input; layers with equal input and range share its nodes."""
+        """Quantise and dequantise the input of a layer, and return the result.
+
+        Layers with the same input and the same range share the nodes.
+        """
         key = (id(x), number_format, amax)
         if key not in self._inputs:
             self._inputs[key] = self._activation(node, layer, x, number_format, amax)
@@ -381,8 +406,8 @@ class _Writer:
         elif self.for_tensorrt:
             zero = self.constant("zero.int8", np.int8(0))
         else:
-            # ONNX Runtime multiplies uint8 by int8 in one instruction, int8 by int8 in several; the
-            # values are the same.
+            # ONNX Runtime multiplies uint8 by int8 in one instruction, but int8 by int8 in several.
+            # The values that the codes stand for are the same.
             zero = self.constant("zero.uint8", np.uint8(128))
         return self.nodes(
             node,
@@ -406,8 +431,9 @@ class _Writer:
             scales = self.weight(layer, "scales", (N,), self.dtype)
             zeros = []
             if chosen.weights == "int8" and not self.for_tensorrt:
-                # Without explicit zeros, ONNX Runtime adds some of another shape when it makes the
-                # codes unsigned. It replaces them in place, so each layer needs its own.
+                # Without explicit zero points, ONNX Runtime adds zero points of another shape when
+                # it converts the codes to unsigned. It changes zero points in place, so each layer
+                # needs its own.
                 zeros = [self.constant(f"{layer}.zeros", np.zeros(N, np.int8))]
             return self.nodes(
                 node, layer, ("DequantizeLinear", [codes, scales, *zeros], {"axis": 1})
@@ -460,13 +486,14 @@ class _Writer:
             ("MatMul", [None, self.number(f"hadamard.{size}", hadamard(size))], {}),
             ("Reshape", [None, whole], {"allowzero": 0}),
         )
-        # The last axis is -1, of unknown size; MatMul infers it from the weight.
+        # The last axis now has an unknown size, -1. MatMul infers it from the weight.
         node.replace_input_with(0, rotated)
 
     def embedding(self, node: ir.Node, layer: str, number_format: str) -> None:
-        """Store the table as codes with a scale per row; only looked-up rows are dequantised.
+        """Store the embedding table as codes with a scale per row. Only the looked-up rows are
+        dequantised.
 
-        ``layer`` owns the codes: the embedding or a tied head.
+        ``layer`` owns the codes: it is the embedding or a tied head.
         """
         table, ids = node.inputs
         assert table is not None
@@ -475,7 +502,7 @@ class _Writer:
         codes, scales = self.rows(layer, number_format, V, hidden)
         (wide,) = self.node(node, "embed", "Gather", [codes, ids], {"axis": 0})
         (steps,) = self.node(node, "embed", "Gather", [scales, ids], {"axis": 0})
-        if number_format == "fp8":  # look up bytes, then the value of each byte
+        if number_format == "fp8":  # look up the bytes, then the value of each byte
             values = self.constant("e4m3", E4M3_VALUES)
             codes = self._cast(node, "embed", wide, ir.DataType.INT32)
             (wide,) = self.node(node, "embed", "Gather", [values, codes], {"axis": 0})

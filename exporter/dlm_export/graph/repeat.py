@@ -1,8 +1,8 @@
-"""Expands a graph that was traced with one layer of each kind to all layers.
+"""Expands a graph that was traced with one layer of each kind to a graph with all layers.
 
-Layers are connected by the residual stream and share positions, rotary tables, visibility and
-constants. A copy of a traced layer's nodes becomes another layer when it reads that layer's
-parameters and cache, and follows the layer before it.
+Layers are connected by the residual stream. They also share positions, rotary tables, visibility
+and constants. To create a layer, the nodes of a traced layer of its kind are copied. The copy reads
+the parameters and the cache of the new layer, and the residual stream of the layer before.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from dlm_export.graph.parts import EMBED, block_of
 from dlm_export.network.spec import NetworkSpec
 
 _NUMBERED = re.compile(r"(blocks\.|(?:past|present)_(?:key|value)\.)(\d+)")
-"""Matches the start of a layer's path or port name, with the layer's number."""
+"""Matches the start of a layer's module path or port name, including the layer's number."""
 
 
 def kinds(network: NetworkSpec) -> list[int]:
-    """The kind of each layer, numbered from 0; layers with equal descriptions have one kind."""
+    """Return the kind of each layer, numbered from 0. Layers with equal descriptions are of one
+    kind.
+    """
     described = list(dict.fromkeys(network.layers))
     return [described.index(layer) for layer in network.layers]
 
@@ -29,9 +31,9 @@ def kinds(network: NetworkSpec) -> list[int]:
 def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
     """Build the graph whose layer ``i`` is a copy of block ``layers[i]`` of ``traced``.
 
-    ``traced`` has one block of each kind. Every node needs a module path (``LAYER_KEY``) and must
-    be used. Raises AssertionError (a bug of ours) if blocks exchange anything but the stream and
-    shared values.
+    ``traced`` has one block of each kind. Each of its nodes needs a module path (``LAYER_KEY``),
+    and something must use its result. Raises AssertionError if blocks exchange anything but the
+    residual stream and shared values; this would be a bug of the trace.
     """
     front, blocks, behind = _cut(traced)
     streams = [
@@ -63,7 +65,9 @@ def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
 
 
 class _Copies:
-    """Copies of a traced graph's values, per layer and shared."""
+    """The copied values of a traced graph. ``own`` has those of each layer, ``shared`` all
+    others.
+    """
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = layers
@@ -71,18 +75,21 @@ class _Copies:
         self.own: list[dict[ir.Value, ir.Value]] = [{} for _ in layers]
 
     def of_values(self, values: Iterable[ir.Value]) -> list[ir.Value]:
-        """Copies of inputs or initialisers; a block's are copied for every layer of its kind."""
+        """Copy inputs or initialisers. Those of a block are copied for every layer of its kind."""
         return [self._copy(value, layer) for value, layer in _placed(values, self.layers)]
 
     def of_nodes(self, nodes: Sequence[ir.Node], layer: int | None = None) -> list[ir.Node]:
-        """Copies of nodes for a layer."""
+        """Copy nodes for a layer."""
         return [self._of_node(node, layer) for node in nodes]
 
     def find(self, value: ir.Value, layer: int | None) -> ir.Value:
-        """The copy that a layer reads; ``layer`` is ``None`` for nodes before or after the layers."""
+        """Return the copy of a value that a layer reads.
+
+        ``layer`` is ``None`` for nodes before or after the layers.
+        """
         scopes = [self.shared] if layer is None else [self.own[layer], self.shared]
         if layer is None and value.is_graph_input():
-            scopes += self.own  # the number of cached rows is read from some layer's cache
+            scopes += self.own  # The number of cached rows is read from the cache of some layer.
         found = next((scope[value] for scope in scopes if value in scope), None)
         where = "a node outside the layers" if layer is None else f"layer {layer}"
         assert found is not None, (
@@ -104,7 +111,7 @@ class _Copies:
         return made
 
     def _of_node(self, node: ir.Node, layer: int | None) -> ir.Node:
-        is_constant = node.op_type == "Constant"  # the trace has one for several layers
+        is_constant = node.op_type == "Constant"  # the trace has one constant for several layers
         return ir.Node(
             node.domain,
             node.op_type,
@@ -117,7 +124,9 @@ class _Copies:
 
 
 def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.Node]]:
-    """Split the nodes: before the first block, in each block, and after the last one."""
+    """Split the nodes into those before the first block, those of each block, and those
+    after it.
+    """
     nodes = list(graph)
     blocks = [block_of(node) for node in nodes]
     numbers = [number for number in blocks if number is not None]
@@ -134,7 +143,7 @@ def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.N
 
 
 def _handed(makers: Iterable[ir.Node], readers: Iterable[ir.Node]) -> ir.Value:
-    """The only value that one part passes to the next, the residual stream."""
+    """Return the only value that one part passes to the next: the residual stream."""
     made = {value for node in makers if node.op_type != "Constant" for value in node.outputs}
     handed = list(
         dict.fromkeys(value for node in readers for value in node.inputs if value in made)
@@ -146,7 +155,10 @@ def _handed(makers: Iterable[ir.Node], readers: Iterable[ir.Node]) -> ir.Value:
 
 
 def _placed(values: Iterable[ir.Value], layers: Sequence[int]) -> list[tuple[ir.Value, int | None]]:
-    """Inputs, outputs or initialisers in order; a block's appear once per layer of its kind."""
+    """List the inputs, outputs or initialisers of the full graph, in order, each with its layer.
+
+    A value of a block appears once for every layer of the block's kind.
+    """
     front: list[tuple[ir.Value, int | None]] = []
     behind: list[tuple[ir.Value, int | None]] = []
     of_blocks: dict[int, list[ir.Value]] = {}
@@ -164,7 +176,7 @@ def _placed(values: Iterable[ir.Value], layers: Sequence[int]) -> list[tuple[ir.
 
 
 def _named(name: str | None, layer: int | None) -> str:
-    """A path or name as used in a layer; unchanged outside the layers."""
+    """Return the path or name that a value or node has in a layer; ``None`` stands for no layer."""
     assert name is not None
     if layer is None:
         return name

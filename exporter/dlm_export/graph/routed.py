@@ -1,9 +1,9 @@
-"""ONNX functions for mixtures of experts: a loop over the chosen experts, each with its tokens.
+"""ONNX functions for mixtures of experts: a loop over the chosen experts and their tokens.
 
-INT8 and INT4 experts call the gated layer and the linear layer of ``functions``, which quantise
-inputs by rows. FP8 and NVFP4, which CPUs cannot compute, run in fp32 on dequantised values. Their
-inputs are rounded within one range per stack; features after the gate are weighted before they are
-rounded.
+INT8 and INT4 experts call the gated layer and the linear layer of ``functions``. These quantise
+each row of the input. CPUs cannot compute in FP8 and NVFP4, so such experts are dequantised and run
+in fp32. Their inputs are rounded with one range per stack. The features after the gate are
+multiplied by the expert's weight before they are rounded.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from dlm_export.graph.body import Body, LoopBody
 from dlm_export.network.spec import STACKS
 
 MIXTURE = "Experts"
-"""The function that a trace calls. Laying out weights replaces it with another of ``FUNCTIONS``."""
+"""The function that a trace calls. ``graph.experts`` replaces it with another of ``FUNCTIONS``."""
 RANGES = ("x_scale", "hidden_scale")
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Held:
-    """How a function receives experts.
+    """Describes the inputs of a mixture function.
 
-    ``parts``: suffixes of each stack's inputs. ``calls``: our functions that it calls.
-    ``has_ranges``: the scales of ``RANGES`` follow the stacks.
+    Each stack of weights is passed as several inputs, whose names end with ``parts``. ``calls``
+    lists the functions of ours that the function calls. If ``has_ranges``, the scales named in
+    ``RANGES`` follow the stacks.
     """
 
     parts: tuple[str, ...] = ("",)
@@ -49,10 +50,11 @@ FUNCTIONS: dict[str, Held] = {
 
 
 def experts(name: str) -> ir.Function:
-    """Define a mixture function; results are weighted and summed in fp32.
+    """Define a mixture function. It weights and adds up the results of the experts in fp32.
 
-    ``Experts`` has weights ``[E, K, N]``, and ``FP8Experts`` codes of that shape, one per byte. The
-    others have panels, and attributes ``columns`` for gate and up and ``out_columns`` for down.
+    ``Experts`` takes weights ``[E, K, N]``. ``FP8Experts`` takes codes of this shape, one per byte.
+    The other functions take panels. Their attributes ``columns`` (gate and up) and ``out_columns``
+    (down) say how many columns are not padding.
     """
     held = FUNCTIONS[name]
     ports = [
@@ -106,7 +108,9 @@ def _attributes(name: str) -> dict[str, ir.AttributeType]:
 def _one(
     name: str, loop: LoopBody, x: ir.Value, stored: list[ir.Value], counts: list[ir.Value]
 ) -> ir.Value:
-    """An expert's output for ``x`` ``[n, K]``; ``stored`` has its weights and scales."""
+    """Compute the output of one expert for ``x`` ``[n, K]``. ``stored`` has its weights and
+    scales.
+    """
     if calls := FUNCTIONS[name].calls:
         gated, linear = calls
         hidden: ir.Value = loop.call(
@@ -134,7 +138,7 @@ def _gated(loop: LoopBody, gate: ir.Value, up: ir.Value) -> ir.Value:
 
 
 def _matrix(loop: LoopBody, panels: ir.Value, columns: ir.Value) -> ir.Value:
-    """Panels ``[N / 32, K, 32]`` as ``[K, N]``."""
+    """Convert panels ``[N / 32, K, 32]`` to a matrix ``[K, N]``."""
     whole = loop.op("Reshape", loop.op("Transpose", panels, perm=[1, 0, 2]), loop.ints(0, -1))
     return loop.op("Slice", whole, loop.ints(0), columns, loop.ints(1))
 
@@ -147,7 +151,10 @@ def _rounded_expert(
     stored: list[ir.Value],
     expert: ir.Value,
 ) -> ir.Value:
-    """An expert's output for rows ``x`` ``[n, K]`` with routing weights ``share`` ``[n, 1]``."""
+    """Compute the output of an FP8 or NVFP4 expert for the rows ``x`` ``[n, K]``.
+
+    ``share`` ``[n, 1]`` has the routing weight of each row.
+    """
     held = FUNCTIONS[name]
     size = len(held.parts)
     multiply, rounded = (_by_fp8, _to_fp8) if name.startswith("FP8") else (_by_nvfp4, _to_nvfp4)
@@ -167,7 +174,7 @@ def _rounded_expert(
 
 
 def _e4m3(loop: LoopBody, stored: ir.Value) -> ir.Value:
-    """Decode bytes as E4M3 by table lookup, because ONNX Runtime cannot gather from FP8 tensors."""
+    """Decode E4M3 bytes with a table, because ONNX Runtime cannot gather from FP8 tensors."""
     codes = loop.cast(stored, ir.DataType.INT32)
     return loop.op("Gather", loop.constant(E4M3_VALUES), codes)
 

@@ -1,9 +1,11 @@
-"""The embedding table of a graph: kept in the checkpoint's type, and stored once if the head is
+"""Stores the embedding table of a graph in the checkpoint's type, and only once if the head is
 tied.
 
-A traced tied head is ``MatMul(x, Transpose(table))``. ONNX Runtime would fold the transposed table
-into an fp32 copy when it opens the graph. TensorRT does not: its engines hold one table (measured
-with TensorRT-RTX 1.7.1), so graphs for it keep the two operators.
+A tied head multiplies by the embedding table, so both can share one initialiser. In a traced graph,
+a tied head is ``MatMul(x, Transpose(table))``. When ONNX Runtime opens such a graph, it computes
+the transposed table in advance and keeps it as a second copy in fp32. The functions here avoid this
+copy. TensorRT makes no copy: an engine holds one table (measured with TensorRT-RTX 1.7.1). Graphs
+for TensorRT therefore keep the two operators.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from dlm_export.network.spec import EMBEDDING, HEAD
 
 
 def hold_once(graph: Graph, dtype: ir.DataType) -> None:
-    """Store a CPU graph's table in ``dtype`` and let a tied head multiply by it, in place.
+    """Change a CPU graph so that it stores its embedding table in ``dtype``, and a tied head reads
+    it.
 
-    ``dtype`` is the checkpoint's type for an fp32 graph, otherwise the graph's own. Looked-up rows
-    are converted to the graph's type. A quantised table stays as it is.
+    For an fp32 graph, ``dtype`` is the checkpoint's type. For other graphs it is the graph's type.
+    Each looked-up row is converted to the graph's type. A quantised table is not changed.
     """
     table = graph.model.graph.initializers.get(EMBEDDING)
     if table is None:
@@ -38,9 +41,11 @@ def hold_once(graph: Graph, dtype: ir.DataType) -> None:
 
 
 def multiply_transposed(graph: Graph) -> None:
-    """Let a tied head of a graph for ONNX Runtime on a GPU read the stored table, in place.
+    """Change a graph for ONNX Runtime on a GPU so that its tied head multiplies by the stored
+    table.
 
-    Gemm accepts a transposed operand, but no batch axis.
+    Uses Gemm, which accepts a transposed operand. Gemm has no batch axis, so the activations are
+    reshaped before and after it.
     """
     product = _product_of(graph)
     if product is None:
@@ -65,7 +70,7 @@ def multiply_transposed(graph: Graph) -> None:
 
 
 def _product_of(graph: Graph) -> ir.Node | None:
-    """The MatMul of a tied head by the transposed table, else ``None``."""
+    """Return the MatMul of a tied head, or ``None`` if the head is not tied."""
     for node in graph.model.graph:
         if node.op_type == "MatMul" and node.metadata_props.get(LAYER_KEY) == HEAD:
             weight = node.inputs[1]
@@ -76,7 +81,10 @@ def _product_of(graph: Graph) -> ir.Node | None:
 
 
 def _call_tied_head(graph: Graph, product: ir.Node, table: ir.Value, name: str) -> None:
-    """Replace the product with a call; an fp16 graph is cast to fp32 for it, and back."""
+    """Replace the product with a call of a tied-head function.
+
+    The function computes in fp32. In an fp16 graph, its input and its result are therefore cast.
+    """
     functions.declare(graph.model, name)
     metadata = dict(product.metadata_props)
     nodes, x = [], product.inputs[0]
@@ -96,7 +104,9 @@ def _cast(value: ir.Value, to: ir.DataType, metadata: dict[str, str]) -> ir.Node
 
 
 def _replace(graph: Graph, product: ir.Node, nodes: list[ir.Node]) -> None:
-    """Replace a tied head's product with ``nodes``; the last one gives the result."""
+    """Replace the product and the Transpose of a tied head with ``nodes``; the last node has the
+    result.
+    """
     old, new, weight = product.outputs[0], nodes[-1].outputs[0], product.inputs[1]
     assert weight is not None
     graph.model.graph.insert_before(product, nodes)
@@ -108,7 +118,7 @@ def _replace(graph: Graph, product: ir.Node, nodes: list[ir.Node]) -> None:
 
 
 def _widen_rows(graph: Graph, table: ir.Value, dtype: ir.DataType) -> None:
-    """Store the table in ``dtype``; a Cast follows each lookup."""
+    """Store the table in ``dtype``, and add a Cast after each lookup of rows."""
     wide = table.type
     lookups = [node for node, _ in table.uses() if node.op_type == "Gather"]
     table.type = ir.TensorType(dtype)

@@ -1,4 +1,7 @@
-"""Finds the inputs and outputs of layers in a graph, and adds them to its outputs."""
+"""Finds the inputs and outputs of layers in a graph, and makes them readable.
+
+A ``Tap`` names the two values of a layer. ``show`` adds such values to the outputs of a graph.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,26 @@ from dlm_export.graph.routed import MIXTURE
 from dlm_export.graph.trace import Graph
 
 ROUTES = ".routes"
-"""Suffix of a mixture's second tap: its input is the chosen experts, its output their weights."""
+"""A mixture has a second tap, whose path ends with this suffix. Its input is the numbers of the
+chosen experts, and its output is their weights.
+"""
 SHOWN = "tap:"
-"""Prefix of the outputs that ``show`` adds."""
+"""Prefix of the names of outputs that ``show`` adds."""
 
 
 @dataclass(frozen=True)
 class Tap:
-    """Names of a layer's input value and of its output value, with bias."""
+    """Names of a layer's input and output values. The output is the value after adding the bias."""
 
     input: str
     output: str
 
 
 def weight_of(node: ir.Node) -> ir.Value | None:
-    """A MatMul's weight: an initialiser, or a tied head's transposed one, else ``None``."""
+    """Return the weight of a MatMul, or ``None`` if the node does not multiply by a weight.
+
+    The weight is an initialiser or, for a tied head, a transposed initialiser.
+    """
     weight = node.inputs[1] if node.op_type == "MatMul" else None
     if weight is None or weight.is_initializer():
         return weight
@@ -39,11 +47,13 @@ def weight_of(node: ir.Node) -> ir.Value | None:
 
 
 def find_taps(traced: Graph) -> dict[str, Tap]:
-    """Find the taps of all layers, by path; rewriting a graph keeps these names."""
+    """Return the tap of every layer, by module path. Later rewriting of the graph keeps these
+    names.
+    """
     found: dict[str, Tap] = {}
     for node in traced.model.graph:
         layer = node.metadata_props.get(LAYER_KEY, "")
-        # A mixture of experts has a second tap, for its routes.
+        # A mixture of experts has a second tap, for the chosen experts and their weights.
         if node.domain == DOMAIN and node.op_type == MIXTURE:
             tokens, chosen, weights = (
                 str(value.name) for value in node.inputs[:3] if value is not None
@@ -65,9 +75,10 @@ def find_taps(traced: Graph) -> dict[str, Tap]:
 
 
 def show(model: ir.Model, taps: Mapping[str, Tap]) -> None:
-    """Add fp32 outputs, named ``SHOWN`` + name, for the tapped values in a graph or part.
+    """Add every tapped value that a graph or part has to its outputs, in fp32.
 
-    Values that became internal to a fused operator are not available.
+    The name of such an output is ``SHOWN`` plus the value's name. A value that is now inside a
+    fused operator cannot be read, and is left out.
     """
     graph = model.graph
     wanted = {name for tap in taps.values() for name in (tap.input, tap.output)}

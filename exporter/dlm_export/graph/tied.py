@@ -1,7 +1,7 @@
-"""Functions that multiply activations by a tied head's embedding table.
+"""ONNX functions for tied heads: they multiply activations by the embedding table.
 
-The table ``[V, K]`` is one initialiser with a row per token, used for lookups and for the head. In
-FP8 it has E4M3 bytes and scales ``[V, 1]``.
+The table ``[V, K]`` has one row per token. One initialiser serves both the lookup of embeddings and
+the head. A table in FP8 consists of E4M3 bytes and scales ``[V, 1]``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ TIED_HEADS = {
     ir.DataType.BFLOAT16: "Bf16TiedHead",
     ir.DataType.FLOAT16: "Fp16TiedHead",
 }
-"""Type of an unquantised table -> the function that multiplies by it."""
+"""Type of an unquantised table -> name of the function that multiplies by it."""
 FP8_TIED_HEAD = "Fp8TiedHead"
 
 
 def tied_head(name: str) -> ir.Function:
-    """``x @ transposed table`` in fp32; in FP8 each product is multiplied by its row's scale."""
+    """Define the function ``name``, which computes ``x @ transposed table`` in fp32.
+
+    In FP8, each product is then multiplied by the scale of its table row.
+    """
     is_fp8 = name == FP8_TIED_HEAD
     body = Body(name, "x table scales" if is_fp8 else "x table")
     op = body.op

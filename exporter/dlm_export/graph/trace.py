@@ -1,6 +1,7 @@
-"""Traces one ONNX graph for every pass of a denoiser, from torch's meta device, without weights.
+"""Traces a denoiser into one ONNX graph that serves every pass, without its weights.
 
-For ports and opsets, see the package docstring.
+The denoiser is traced on torch's meta device, which holds shapes but no values. The docstring of
+``graph`` lists the inputs and outputs of the graph, and the opsets.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ _ELEMENT_TYPES = {
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced pass without weights; initialisers have the names of ``Denoiser``'s parameters."""
+    """A traced pass without weights. The initialisers have the names of ``Denoiser``'s
+    parameters.
+    """
 
     model: ir.Model
     network: NetworkSpec
@@ -62,21 +65,23 @@ class Graph:
 
     @property
     def element_type(self) -> ir.DataType:
-        """Type of parameters, activations and cache."""
+        """The type of parameters, activations and cache."""
         return _ELEMENT_TYPES[self.dtype]
 
     def clone(self) -> Graph:
-        """A copy that can be rewritten independently."""
+        """Return a copy that can be rewritten without changing this graph."""
         return Graph(self.model.clone(), self.network, self.dtype)
 
 
 def element_type(precision: str) -> ir.DataType:
-    """The element type that a graph of this precision computes in."""
+    """Return the type of the numbers that a graph of this precision computes with."""
     return _ELEMENT_TYPES[_DTYPES[precision]]
 
 
 class Pass(nn.Module):
-    """The traced module: layers, gather of the scored rows, head, softmax and the K best tokens."""
+    """The module to trace: the layers, the selection of scored rows, the head, and the
+    candidates.
+    """
 
     mask_token_bias: Tensor
 
@@ -100,8 +105,8 @@ class Pass(nn.Module):
         masked = logits + self.mask_token_bias
         probs = masked.softmax(-1)
         top_prob, top_token = probs.topk(TOP_K)
-        # sum p ln p without a logarithm per token: ln p is the difference of a logit and the best
-        # logit, plus the best token's ln p.
+        # The entropy is the sum of p ln p. To avoid a logarithm per token, compute ln p as the
+        # token's logit, minus the best logit, plus the best token's ln p.
         behind = logits - masked.amax(-1, keepdim=True)
         entropy = (probs * behind).sum(-1) + top_prob[..., 0].log()
         flat = [tensor for present in presents for tensor in present]
@@ -119,14 +124,14 @@ def _quiet_logger(name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-# torch.export's name for the scope of a dynamic axis's size
+# the name that torch.export gives to the scope in which it computes a dynamic size
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 _INPUTS = ("input_ids", "position_ids", "score_rows")
 _OUTPUTS = ("top_token", "top_prob", "entropy", "logits")
 
 
 def _cache_ports(network: NetworkSpec, prefix: str) -> dict[str, tuple[int, int]]:
-    """Name -> ``(kv_heads, head_size)`` of the cache ports with this prefix, in order."""
+    """Return the cache ports with this prefix, in order: name -> ``(kv_heads, head_size)``."""
     return {
         f"{prefix}_{kind}.{i}": shape
         for i, shape in enumerate(network.cache_shapes())
@@ -135,12 +140,12 @@ def _cache_ports(network: NetworkSpec, prefix: str) -> dict[str, tuple[int, int]
 
 
 def input_names(network: NetworkSpec) -> list[str]:
-    """Names of the graph's inputs, in order."""
+    """Return the names of the graph's inputs, in order."""
     return [*_INPUTS, *_cache_ports(network, "past")]
 
 
 def output_names(network: NetworkSpec) -> list[str]:
-    """Names of the graph's outputs, in order."""
+    """Return the names of the graph's outputs, in order."""
     return [*_OUTPUTS, *_cache_ports(network, "present")]
 
 
@@ -152,9 +157,10 @@ def describe(
     for_device: bool = False,
     has_segments: bool = False,
 ) -> dict[str, Any]:
-    """What the native reader needs to know about the graph (``loop.graph`` in the manifest).
+    """Describe the graph for the native reader. The manifest stores the result as ``loop.graph``.
 
-    ``for_device``: the bundle has a device graph too. ``has_segments``: see ``Fused``.
+    ``for_device`` says whether the bundle has a device graph too. For ``has_segments``, see
+    ``Fused``.
     """
     kinds = ("past_key", "past_value", "present_key", "present_value")
     layers = [
@@ -177,8 +183,8 @@ def describe(
 def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> Graph:
     """Trace the pass of a denoiser.
 
-    Traces one layer of each kind and repeats it. Each mixture of experts becomes one node, to be
-    replaced by ``graph.experts``.
+    Only one layer of each kind is traced; ``repeat`` then copies it. Each mixture of experts is one
+    node, which ``graph.experts`` must replace.
 
     Args:
         network: The denoiser's description.
@@ -206,8 +212,8 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
         ]
     auto = torch.export.Dim.AUTO
     rows_and_tokens, cached = {0: auto, 1: auto}, {0: auto, 2: auto}
-    # The exporter's own warnings and log lines (torchvision is missing, and so on) are not for
-    # users.
+    # Hide torch's own warnings and log lines, such as that torchvision is missing. Users cannot do
+    # anything about them.
     with warnings.catch_warnings(), _quiet_logger("torch.onnx"), torch.no_grad(), definitions.few():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
@@ -226,26 +232,27 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
     model = program.model
     model.graph.name = "denoiser"
     model.producer_name, model.producer_version = "dlm-export", metadata.version("dlm-export")
-    model.graph.metadata_props.clear()  # torch's metadata is longer than the graph
+    model.graph.metadata_props.clear()  # torch's metadata is longer than the graph itself
     _name_layers(model)
     _simplify_reshapes(model)
     passes.RemoveUnusedNodesPass()(passes.IdentityEliminationPass()(model).model)
     initializers = model.graph.initializers
     held = dict(module.named_parameters()) | dict(module.named_buffers())
     for name in {name.removeprefix("denoiser.") for name in held} & initializers.keys():
-        initializers[name].const_value = None  # a meta tensor; ``write`` supplies the values
+        # It is a tensor without values; ``write`` supplies the values later.
+        initializers[name].const_value = None
     model.graph = repeat.repeat(model.graph, layers)
     if any(node.domain == DOMAIN for node in model.graph):
         functions.declare(model, MIXTURE)
     passes.CommonSubexpressionEliminationPass()(model)
     _name_axes(model, network)
-    if is_plain:  # the remaining operators are unchanged since this opset
+    if is_plain:  # the operators that are left did not change between this opset and the newer one
         model.graph.opset_imports[""] = PLAIN_OPSET
     return Graph(model, network, dtype)
 
 
 def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any]) -> Any:
-    """The exporter's translation of the operator of ``network.experts``, which needs a schema."""
+    """Translate the operator of ``network.experts`` into a node. torch.onnx needs its schema."""
     real = ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")
     kinds = {"x": "T", "chosen": "tensor(int64)", "weights": "tensor(float)"}
     kinds |= dict.fromkeys(STACKS, "T")
@@ -259,7 +266,9 @@ def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any]) -> Any:
 
 
 def _name_layers(model: ir.Model) -> None:
-    """Store each node's module path (``LAYER_KEY``) and drop torch's longer metadata."""
+    """Store the module path of each node as ``LAYER_KEY``, and drop the longer metadata of
+    torch.
+    """
     for node in model.graph:
         scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes")
         path = ""
@@ -272,7 +281,7 @@ def _name_layers(model: ir.Model) -> None:
         node.metadata_props[LAYER_KEY] = path or "pass"
         for value in node.outputs:
             value.metadata_props.clear()
-            if value.type is None:  # torch leaves some out
+            if value.type is None:  # torch leaves some types out
                 value.type = _type_given_by(node)
     for name, value in list(model.graph.initializers.items()):
         value.metadata_props.clear()
@@ -280,7 +289,9 @@ def _name_layers(model: ir.Model) -> None:
 
 
 def _type_given_by(node: ir.Node) -> ir.TypeProtocol | None:
-    """The type of a node's output: its first input's, except for a few operators."""
+    """Return the type of a node's output. Except for a few operators, it is the type of the first
+    input.
+    """
     if node.op_type == "Cast":
         return ir.TensorType(ir.DataType(node.attributes["to"].as_int()))
     if node.op_type == "Constant":
@@ -294,11 +305,10 @@ def _type_given_by(node: ir.Node) -> ir.TypeProtocol | None:
 
 
 def _simplify_reshapes(model: ir.Model) -> None:
-    """Give Reshape a constant shape ``[0, 0, ...]`` (0 copies a dimension) if only B and T are
-    dynamic.
+    """Give each Reshape the constant shape ``[0, 0, ...]`` if only the axes B and T are dynamic.
 
-    The trace computes every shape with Shape, Squeeze and Concat nodes: 14 unnecessary nodes per
-    layer.
+    A 0 copies the dimension from the input. torch instead computes every shape with Shape, Squeeze
+    and Concat nodes, which adds 14 needless nodes per layer.
     """
 
     def constant(before: ir.Node, array: np.ndarray, kind: str) -> ir.Value:
@@ -314,7 +324,7 @@ def _simplify_reshapes(model: ir.Model) -> None:
         number, wanted = (
             ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None
         )
-        if number is not None and wanted is not None:  # torch wraps the number in a list
+        if number is not None and wanted is not None:  # torch made a list from a single number
             folded = constant(node, number.numpy().reshape(wanted.numpy()), "value")
             node.outputs[0].replace_all_uses_with(folded)
             continue
@@ -326,12 +336,12 @@ def _simplify_reshapes(model: ir.Model) -> None:
         assert all(isinstance(dim, int) for dim in dims[2:]), (node.name, dims)
         shape = constant(node, np.array([0, 0, *dims[2:]], np.int64), "shape")
         node.replace_input_with(1, shape)
-        # torch sets allowzero, with which a 0 in the shape would mean an empty dimension.
+        # torch sets allowzero. With it, a 0 in the shape would mean an empty dimension.
         node.attributes.pop("allowzero", None)
 
 
 def _name_axes(model: ir.Model, c: NetworkSpec) -> None:
-    """Name the dynamic axes B, T, S and R; torch names each input's axes differently."""
+    """Name the dynamic axes B, T, S and R. torch gives the axes of each input different names."""
     for node in model.graph:
         for value in node.outputs:
             value.shape = None

@@ -1,4 +1,4 @@
-"""Makes bf16 graphs run on ONNX Runtime's CPU kernels, which compute in fp32."""
+"""Lets ONNX Runtime run bf16 graphs on CPUs, where its kernels compute in fp32."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _MOVES = (
 
 
 def compute_in_fp32(graph: Graph) -> None:
-    """Compute a bf16 graph in fp32 and round every result to bf16, in place.
+    """Change a bf16 graph so that it computes in fp32, and rounds every result to bf16.
 
-    Parameters, inputs and outputs stay bf16, as do operators that only move values.
+    Parameters, inputs and outputs of the graph stay in bf16. Operators that only move values also
+    stay in bf16.
     """
     wide: dict[ir.Value, ir.Value] = {}
     nodes = graph.model.graph

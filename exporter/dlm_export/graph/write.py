@@ -1,7 +1,7 @@
-"""Writes the weights of a traced graph to external data, piece by piece.
+"""Writes the weights of a traced graph to a separate data file, piece by piece.
 
-Peak memory is that of the largest matrix's codes, not a multiple of the model. A device graph may
-share the same data.
+The memory needed is the size of the codes of the largest matrix, however large the model is. A
+device graph can use the same data file.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dlm_export.graph.trace import Graph
 from dlm_export.network.denoiser import cosines_and_sines
 from dlm_export.network.spec import HEAD, NetworkSpec
 
-_MOST_PARTS = 3  # initialisers per weight: codes, scales and a global scale
-DATA_ALIGNMENT = 4096  # bytes; a page, so that the engine can map every tensor
+_MOST_PARTS = 3  # the most initialisers that a weight has: codes, scales and a global scale
+DATA_ALIGNMENT = 4096  # in bytes; equals a page, so that the engine can map each tensor into memory
 
 
 def data_bytes(
@@ -33,20 +33,21 @@ def data_bytes(
     formats: Mapping[str, str] | None = None,
     table_bytes: int | None = None,
 ) -> int:
-    """Upper bound of the data file's size in bytes: parameters, rotary tables, mask token bias,
-    padding.
+    """Compute an upper bound of the data file's size in bytes.
+
+    The bound includes parameters, rotary tables, the mask token's bias and padding.
 
     Args:
         network: The denoiser's description.
         precision: A key of ``PRECISIONS``.
-        formats: Layer -> its format, for layers that are not in ``precision``.
-        table_bytes: Bytes per element of the embedding table, if different from ``precision``.
+        formats: The format of each layer that is not in ``precision``.
+        table_bytes: Bytes per element of the embedding table, if it is not in ``precision``.
     """
     c = network
     tables = c.rotary_tables()
     elements = c.parameter_count() + c.max_canvas_length * sum(table.size for table in tables)
     padding = (_MOST_PARTS * len(c.parameters()) + 2 * len(tables) + 1) * DATA_ALIGNMENT
-    # Routers are stored in fp32.
+    # routers are always stored in fp32
     routers = sum(
         layer.inputs * layer.outputs for layer in c.linear_layers() if layer.role == "router"
     )
@@ -60,7 +61,7 @@ def data_bytes(
             columns = functions.padded(layer.outputs)
             plain = layer.inputs * layer.outputs * PRECISIONS[precision]
             saved += layer.count * (plain - chosen.weight_bytes(layer.inputs, columns))
-            # MatMulNBits uses whole blocks with one scale each.
+            # MatMulNBits uses whole blocks, and stores a scale for each.
             if chosen.weights == "int8" and precision != "fp32":
                 size = functions.block_size(layer.inputs)
                 blocks = -(-layer.inputs // size)
@@ -79,19 +80,18 @@ def write_graph(
 ) -> dict[str, dict[str, Any]]:
     """Write ``denoiser.onnx`` and ``denoiser.onnx.data`` into ``folder``.
 
-    Pieces of initialisers are read and packed on all cores, while finished ones are hashed and
-    written.
+    All cores read and pack pieces of initialisers, while finished pieces are hashed and written.
 
     Args:
         graph: The graph to write.
-        parameter: Called with an initialiser's name and type; returns its values, 4-bit ones one
-            per byte.
+        parameter: Called with the name and type of an initialiser. Returns its values; 4-bit values
+            take one byte each.
         folder: Destination.
         on_bytes: Called with the number of bytes written since the last call.
-        device: Written as ``device.onnx`` over the same data.
+        device: A second graph, written as ``device.onnx``. It uses the same data file.
 
     Returns:
-        File name -> size and SHA-256 of the data.
+        Size and SHA-256 of the data file, by file name.
 
     Raises:
         OSError: The disk is full. Exceptions of ``parameter`` are passed on.
@@ -114,7 +114,7 @@ def write_graph(
 
         for name, value in graph.model.graph.initializers.items():
             if value.const_value is not None:
-                continue  # a constant stored in the graph file
+                continue  # its value is stored in the graph file
             assert value.dtype is not None
             array = buffers[name] if name in buffers else parameter(name, value.dtype.numpy())
             expected = tuple(value.shape or ())
@@ -143,7 +143,7 @@ def write_graph(
 
 
 def _payloads(array: np.ndarray | Lazy, dtype: ir.DataType) -> Iterator[memoryview]:
-    """The bytes of an initialiser, piece by piece."""
+    """Yield the bytes of an initialiser, piece by piece."""
     if not array.shape:
         yield memoryview(np.asarray(array[()]).tobytes())
         return
@@ -158,7 +158,9 @@ def _payloads(array: np.ndarray | Lazy, dtype: ir.DataType) -> Iterator[memoryvi
 
 
 def _name_nodes(graph: Graph) -> None:
-    """Name nodes by module path and operator; TensorRT's audit uses these names."""
+    """Name each node by its module path and operator. The audit of TensorRT engines uses these
+    names.
+    """
     used: Counter[str] = Counter()
     for node in graph.model.graph:
         name = f"{node.metadata_props[LAYER_KEY]}/{node.op_type}"
@@ -167,7 +169,9 @@ def _name_nodes(graph: Graph) -> None:
 
 
 def _share_data(graph: Graph, device: Graph, folder: Path) -> None:
-    """Let the device graph's initialisers use the bytes of the same names in ``graph``."""
+    """Let each initialiser of the device graph use the bytes of the one with the same name in
+    ``graph``.
+    """
     written = {name: value.const_value for name, value in graph.model.graph.initializers.items()}
     for name, value in device.model.graph.initializers.items():
         if value.const_value is not None:
@@ -189,6 +193,8 @@ def _share_data(graph: Graph, device: Graph, folder: Path) -> None:
 
 
 def _packed(codes: np.ndarray) -> np.ndarray:
-    """Pack 4-bit codes, one per byte, as ONNX does: the first of two in the low nibble."""
+    """Pack 4-bit codes that take one byte each as ONNX does: the first of two goes to the low
+    nibble.
+    """
     nibbles = codes & np.uint8(15)
     return pack_nibbles(np.pad(nibbles, (0, nibbles.size % 2)) if nibbles.size % 2 else nibbles)

@@ -1,1 +1,1 @@
-"""Accuracy: measures what a quantised bundle loses, until all accuracy budgets are decided."""
+"""Accuracy: measures what a quantised bundle loses against its source, and checks budgets."""

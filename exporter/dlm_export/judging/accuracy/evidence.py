@@ -1,11 +1,15 @@
-"""Collects evidence for a judgement, sample by sample, so that judging can stop early.
+"""Collects the evidence for a judgement sample by sample, so that judging can stop early.
 
-The frontier uses the canvases of one side's loop. With the reference's, both sides run freely on
-every sample, which costs the reference all its passes. With the candidate's, the candidate's loop
-runs, and the reference predicts on the canvases of that run. A reference that must be given its
-canvases in advance (``Seer``) receives all canvases of a round at once, and follows the candidate's
-runs. If it commits the same at every pass of a run, then by induction its own run would be the
-same.
+The canvases of the frontier come from the loop of one side. There are two ways:
+
+- From the reference's loop: both sides run freely on every sample. The reference needs all of its
+  passes for that.
+- From the candidate's loop: the candidate runs freely, and the reference only predicts on the
+  canvases of that run.
+
+In the second case, the reference may be a ``Seer``, which must know its canvases in advance. It
+receives all canvases of a round at once, and follows the runs of the candidate. If it would commit
+the same at every pass of a run, then by induction its own run would be the same.
 """
 
 from __future__ import annotations
@@ -25,16 +29,17 @@ from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer, check_comparable
 from dlm_runtime import Policy
 
-DECIDING_SAMPLES = 8  # with fewer, a bootstrap interval is too narrow
+DECIDING_SAMPLES = 8  # with fewer samples, a bootstrap interval is too narrow
 
 Side = Literal["reference", "candidate"]
 
 
 class Evidence:
-    """Compares a candidate with its reference on the first samples of ``pool``; ``add`` takes more.
+    """Compares a candidate with its reference on more and more samples of ``pool``.
 
-    ``states_of`` is the side whose loop provides the frontier's canvases. ``free`` is the reference
-    as a side that can run its loop, or ``None`` if only a ``Seer`` is available or wanted.
+    These two denoisers are the sides. ``states_of`` is the side whose loop provides the canvases of
+    the frontier. ``free`` is the reference as a side that can run its own loop. If it is ``None``,
+    the reference only predicts.
     """
 
     def __init__(
@@ -52,11 +57,12 @@ class Evidence:
         free: Predictor | None = None,
         free_runs: int | None = None,
     ) -> None:
-        """Check the sides and samples. Raises JudgeError.
+        """Check the sides and the samples. Raises JudgeError.
 
-        ``decode`` turns generated ids, without the end token, into text (``None`` without a tokenizer).
-        ``noise_floor`` is the reference in its own storage format, judged with the same masks.
-        ``free`` makes at most ``free_runs`` runs (``None``: no limit).
+        ``decode`` turns generated ids into text, up to the end token; it returns ``None`` if there
+        is no tokenizer. ``noise_floor`` is the reference in the type in which it is stored, which
+        is judged with the same masks. ``free`` makes at most ``free_runs`` runs; ``None`` means no
+        limit.
         """
         if not pool:
             raise JudgeError("no samples to judge with: give held-out data")
@@ -68,7 +74,7 @@ class Evidence:
         for number, sample in enumerate(pool):
             if (sample.tokens == reference.mask_token_id).any():
                 raise JudgeError(
-                    f"sample {number + 1}: its text contains the mask token ({reference.mask_token_id}): leave it out"
+                    f"sample {number + 1}: its text contains the mask token ({reference.mask_token_id}). Remove this sample."
                 )
         self.pool, self.seed, self._policy, self._decode = list(pool), seed, policy, decode
         self._reference, self._candidate, self._floor = reference, candidate, noise_floor
@@ -80,13 +86,15 @@ class Evidence:
         self._run_samples: list[Sample] = []
         self._prompts: list[str | None] = []
         self._runs: tuple[list[Run | None], list[Run]] = ([], [])
-        self._nfe: list[float] = []  # the reference's passes, counted or estimated
-        self._equal: list[bool] = []  # for followed runs: whether the reference's run is the same
+        self._nfe: list[float] = []  # passes of the reference, counted or estimated
+        # one entry per followed run: whether the reference's own run would be the same
+        self._equal: list[bool] = []
         self.judged = self._freely = 0
 
     def add(self, count: int, on_done: Callable[[], None] = lambda: None) -> None:
-        """Judge the next ``count`` samples. ``on_done`` is called once per sample and once per run.
-        Raises JudgeError.
+        """Judge the next ``count`` samples. Raises JudgeError.
+
+        ``on_done`` is called once per sample and once per run.
         """
         taken = list(enumerate(self.pool))[self.judged : self.judged + count]
         block_length, policy = self._policy.block_length, self._policy
@@ -113,8 +121,8 @@ class Evidence:
                 for number, sample in taken
             ]
         else:
-            # If the checkpoint commits one token per pass, its runs must not cost more passes than
-            # the masked canvases do.
+            # A loop that commits one token per pass takes many passes. Limit the runs so that they
+            # cost no more passes than the masked canvases.
             least = max(1, (self._free_runs or 0) - self._freely)
             passes = len(canvases)
             runs = meet_within(
@@ -143,7 +151,7 @@ class Evidence:
             on_done()
 
     def _add_run(self, walk: int, run: Met) -> None:
-        """Add a run; ``walk`` is its index among those that the reference followed."""
+        """Add a run. ``walk`` is its index among the runs that the reference followed."""
         reference, policy, sample = self._reference, self._policy, self.pool[run.number]
         for state in run.deciding:
             theirs = predict_commitment(reference, state, policy, reference.scores)
@@ -184,7 +192,7 @@ class Evidence:
         self._nfe.append(nfe)
 
     def judgement(self) -> Judgement:
-        """The judgement from the samples so far."""
+        """Return the judgement from the samples so far."""
         ours, *rest = [Masked.join(parts) for parts in self._masked]
         count, seed = self.judged, self.seed
         floor = metrics.summarise(rest[0].rows, rest[0].sample, count, seed) if rest else None
@@ -226,7 +234,10 @@ class Evidence:
         )
 
     def is_decided(self, judgement: Judgement, budgets: Budgets) -> bool:
-        """True if each budget's 95% interval excludes its limit; False without budgets."""
+        """True if the 95% interval of each budgeted figure excludes the budget's limit.
+
+        More samples would then hardly change the verdict. False if there are no budgets.
+        """
         if self.judged < DECIDING_SAMPLES:
             return False
         ours = Masked.join(self._masked[0])
@@ -253,7 +264,7 @@ class Evidence:
 
 
 def _text_bytes(samples: Sequence[Sample], decode: Decode) -> int:
-    """UTF-8 bytes of the scored text; 0 if some of it cannot be decoded."""
+    """Return the size of the scored text in UTF-8 bytes, or 0 if some text cannot be decoded."""
     texts = [
         decode(sample.tokens.tolist()) if sample.answer is None else sample.answer
         for sample in samples

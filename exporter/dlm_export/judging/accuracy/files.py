@@ -1,4 +1,4 @@
-"""Reads accuracy.json from a bundle, and writes accuracy.json and report.html of a judgement."""
+"""Reads the accuracy.json of a bundle, and writes accuracy.json and report.html for a judgement."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from dlm_runtime.errors import BundleError
 from dlm_runtime.files import read_object
 from dlm_runtime.manifest import MANIFEST_FILE
 
-_MOST_BYTES = 12 << 20  # limit of accuracy.json: four hundred times the demo's
+_MOST_BYTES = 12 << 20  # limit of accuracy.json; four hundred times the size of the demo's
 
 
 def recorded(bundle: Path) -> dict[str, Any]:
-    """accuracy.json of a bundle, or an empty dict. Raises BundleError."""
+    """Read the accuracy.json of a bundle; empty if there is none. Raises BundleError."""
     path = bundle / ACCURACY_FILE
     return read_object(path, _MOST_BYTES, BundleError) if path.exists() else {}
 
 
 @contextmanager
 def claimed_files(folder: Path, *, force: bool) -> Iterator[tuple[Path, Path]]:
-    """Claim accuracy.json and report.html in ``folder`` for ``write_files``: see
+    """Claim accuracy.json and report.html in ``folder``, for ``write_files``. See
     ``outputs.claimed``.
 
-    Raises TakenError if the folder is a bundle, which has such files itself, and ReportError
-    without matplotlib.
+    Raises TakenError if the folder is a bundle, because a bundle's own files must not change.
+    Raises ReportError if matplotlib is missing.
     """
     if (folder / MANIFEST_FILE).exists():
         raise TakenError(
@@ -51,7 +51,7 @@ def claimed_files(folder: Path, *, force: bool) -> Iterator[tuple[Path, Path]]:
 
 
 def write_files(paths: tuple[Path, Path], bundle: Path, judgement: Judgement) -> None:
-    """Write accuracy.json and report.html of a judgement, including the build's records."""
+    """Write accuracy.json and report.html of a judgement, with the records of the build."""
     manifest = read_manifest(bundle, check_hashes=False)
     accuracy = recorded(bundle) | {"judgement": judgement.as_dict()}
     paths[0].write_text(json.dumps(accuracy, indent=1, allow_nan=False) + "\n")

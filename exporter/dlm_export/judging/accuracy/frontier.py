@@ -1,4 +1,7 @@
-"""The canvases of a run, what each denoiser would commit there, and estimates from that."""
+"""Follows a loop pass by pass, and predicts what each side would commit at every pass.
+
+The positions that a pass may commit are the frontier.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,16 @@ from dlm_export.network.turns import Canvas, Step, Turn, Walk, choose_in, turns
 from dlm_runtime import Policy
 
 Scores = Callable[[Turn, np.ndarray, Policy], np.ndarray]
-"""``Scorer.scores``."""
+"""The type of ``Scorer.scores``."""
 
 
 @dataclass(frozen=True, eq=False)
 class FrontierState:
-    """A canvas before one of a loop's passes, int64 ``[L]``, and the loop's turn there.
+    """A canvas before one pass of a loop, int64 ``[L]``, and what the loop may commit there
+    (``turn``).
 
-    ``mask_ratio`` is the undecided share of the positions from the first requested one on.
+    ``mask_ratio`` is the share of undecided positions, counted from the first position that the
+    prompt leaves open.
     """
 
     canvas: np.ndarray
@@ -42,7 +47,10 @@ class FrontierState:
 def frontier_states(
     canvases: Sequence[Canvas], policy: Policy, looped: Looped
 ) -> Iterator[FrontierState]:
-    """The loop's turn at each canvas that its passes saw, in order."""
+    """Yield the canvas and the turn of every pass of a loop, in order.
+
+    ``canvases`` are the canvases that the passes saw.
+    """
     if not canvases:
         return
     met = Canvas(canvases[0].tokens.copy(), canvases[0].undecided.copy())
@@ -56,10 +64,10 @@ def frontier_states(
 def predict_commitment(
     predictor: Scorer, state: FrontierState, policy: Policy, scores: Scores
 ) -> Commitment:
-    """Predict a denoiser's commit here, from a full pass without a cache.
+    """Predict what a denoiser would commit here, from a full pass without a cache.
 
-    ``scores`` is one side's function, used for both sides, so thresholds compare values computed
-    the same way.
+    ``scores`` is the function of one side, and is used for both sides. Otherwise thresholds would
+    compare values that are computed differently.
     """
     logits = finite_logits(predictor, state.canvas, state.turn.positions)
     guess = logits.argmax(-1)
@@ -70,7 +78,7 @@ def predict_commitment(
 
 @dataclass(frozen=True, eq=False)
 class Met:
-    """One side's run: prompt, canvas of each pass, finished canvas, and the loop's turns."""
+    """The run of one side: prompt, canvas of each pass, finished canvas, and the loop's turns."""
 
     number: int
     prompt: list[int]
@@ -90,16 +98,16 @@ class Met:
 
     @property
     def views(self) -> list[View]:
-        """Canvases and positions to predict at its frontier."""
+        """The canvases and positions to predict at the frontier of this run."""
         return [(state.canvas, state.turn.positions) for state in self.deciding]
 
     @property
     def deciding(self) -> list[FrontierState]:
-        """The canvases of passes that predict something; other passes only fill a cache."""
+        """The states of passes that predict something. Other passes only fill a cache."""
         return [state for state in self.states if len(state.turn.positions)]
 
     def walk(self, shift: int) -> Walk:
-        """Its passes, for a ``Seer`` to repeat."""
+        """Return the passes of this run in a form that a ``Seer`` can repeat."""
         return [
             Step(state.canvas, state.turn.span, rows_of(state.turn.positions, shift))
             for state in self.states
@@ -114,7 +122,10 @@ def meet(
     max_new_tokens: int,
     limit: int,
 ) -> Met:
-    """Run a side's loop on a sample's prompt. Raises JudgeError if the prompt fills the canvas."""
+    """Run the loop of one side on the prompt of a sample.
+
+    Raises JudgeError if the prompt fills the canvas.
+    """
     prompt, room = asked_of(sample, number, max_new_tokens, limit)
     canvases = predictor.states(prompt, room, policy)
     return Met(
@@ -132,8 +143,9 @@ def meet_within(
     passes: int,
     least: int = 1,
 ) -> list[Met]:
-    """Run the first samples until the next run would exceed ``passes`` in total; makes at least
-    ``least`` runs.
+    """Run the loop on one sample after another, within a limit on the total number of passes.
+
+    Stops before a run that would probably exceed ``passes``, but makes at least ``least`` runs.
     """
     runs: list[Met] = []
     for number, sample in samples:
@@ -145,11 +157,12 @@ def meet_within(
 
 @dataclass(frozen=True)
 class Followed:
-    """One side's run as another side sees it, pass by pass.
+    """A run of one side, as another side predicts it pass by pass.
 
-    ``is_equal``: the other side would have committed the same at every pass, so by induction its
-    own run is the same. ``nfe``: the passes it would have needed; after a difference, an estimate
-    from its own commit rate.
+    ``is_equal`` is true if the other side would have committed the same at every pass. By
+    induction, its own run would then be the same. ``nfe`` is the number of passes that its own run
+    would need. If the sides differ, it is estimated from how many positions the other side commits
+    per pass.
     """
 
     is_equal: bool
@@ -157,7 +170,7 @@ class Followed:
 
 
 def follow(seer: Seer, walk: int, run: Met, policy: Policy) -> Followed:
-    """Predict a side's commits at each pass of a run, with its own cached rows."""
+    """Predict what a side commits at each pass of a run, using the rows that it cached itself."""
     is_equal, nfe = True, 0.0
     for step, (state, before, after) in enumerate(
         zip(run.states, run.canvases, run.canvases[1:], strict=False)

@@ -1,4 +1,4 @@
-"""Compares the predictions of two denoisers at randomly masked positions of held-out text."""
+"""Compares the predictions of denoisers at randomly masked positions of held-out text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from dlm_export.judging.sides.side import JudgeError, Scorer, View, finite_logit
 
 @dataclass(frozen=True, eq=False)
 class Masked:
-    """Compared rows, each with its sample, the index of its mask ratio, and its weight in the
-    likelihood bound.
+    """Compared rows. For each row: its sample, the index of its mask ratio, and its weight.
+
+    The likelihood of a text is bounded by a weighted sum over rows; ``weight`` is used there.
     """
 
     rows: metrics.Rows
@@ -26,7 +27,7 @@ class Masked:
 
     @classmethod
     def join(cls, parts: Sequence[Masked]) -> Masked:
-        """All rows of ``parts``."""
+        """Return the rows of all ``parts`` in one object."""
         columns = [
             np.concatenate([getattr(part, name) for part in parts])
             for name in ("sample", "ratio", "weight")
@@ -36,10 +37,10 @@ class Masked:
 
 @dataclass(frozen=True, eq=False)
 class MaskedCanvas:
-    """A sample masked at one of ``MASK_RATIOS``: the canvas, the scored positions and their true
-    tokens.
+    """A sample that is masked at one of ``MASK_RATIOS``.
 
-    ``weight`` is a row's weight in the likelihood bound.
+    ``positions`` are scored, and ``truth`` has their true tokens. ``weight`` is the weight of each
+    of these rows in the bound of the likelihood.
     """
 
     sample: int
@@ -55,10 +56,10 @@ class MaskedCanvas:
 
 
 def scored_span(sample: Sample, shift: int, eos_token_ids: Sequence[int]) -> tuple[int, int]:
-    """First maskable position, and the end of the scored ones: after a completion's first end
-    token.
+    """Return the first position that may be masked, and the end of the scored positions.
 
-    A shifted denoiser has no row for position 0, so that position is never masked.
+    The scored positions of a completion end after its first end token. A shifted denoiser has no
+    row that predicts position 0, so that position is never masked.
     """
     start = max(sample.prompt_length, shift)
     if sample.answer is None:
@@ -71,13 +72,14 @@ def masked_canvases(
 ) -> Iterator[MaskedCanvas]:
     """Mask a sample once at each of ``MASK_RATIOS``, on canvases of at most ``limit`` tokens.
 
-    Completions are padded with end tokens to whole blocks, as in training and decoding. Positions
-    after the first end token are masked too, but not scored. Ratios that mask nothing are skipped.
-    Masks depend only on the sample's ``number`` and the seed. Raises JudgeError.
+    A completion is padded with end tokens to whole blocks, as in training and in decoding.
+    Positions after its first end token are masked too, but not scored. A ratio that masks no scored
+    position is skipped. Masks depend only on the sample's ``number`` and on the seed. Raises
+    JudgeError.
     """
     start, end = scored_span(sample, side.shift, side.eos_token_ids)
     if start >= end:
-        raise JudgeError(f"sample {number + 1}: nothing to predict after its prompt: leave it out")
+        raise JudgeError(f"sample {number + 1}: nothing to predict after its prompt. Remove it.")
     canvas = pad_to_blocks(sample, next(iter(side.eos_token_ids), None), block_length, limit)
     rng = np.random.default_rng([seed, number])
     for index, mask_ratio in enumerate(MASK_RATIOS):
@@ -95,7 +97,10 @@ def compare_masked(
     canvases: Sequence[MaskedCanvas],
     on_done: Callable[[], None] = lambda: None,
 ) -> list[Masked]:
-    """Compare ``others`` with the reference; ``on_done`` is called once per sample."""
+    """Compare each of ``others`` with the reference on the same canvases.
+
+    ``on_done`` is called once per sample.
+    """
     found: list[list[metrics.Rows]] = [[] for _ in others]
     for number, seen in enumerate(canvases):
         theirs = finite_logits(reference, *seen.view)

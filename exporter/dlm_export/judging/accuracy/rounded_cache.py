@@ -1,10 +1,12 @@
-"""Measures the cost of rounding keys and values in a cache: torch with and without a rounded cache.
+"""Measures what rounding keys and values in a cache costs: torch with and without a rounded cache.
 
-A full pass reads no cache, so a bundle's masked loss does not include this cost. Here a full pass
-over a canvas fills a cache. Its masked positions are then predicted block by block, in passes that
-read all other rows from the cache (``dual``) or the rows before the block (``prefix``, and
-``block`` for block-causal networks). Both sides see equal canvases, so they differ only by
-rounding. Parity checks that a bundle rounds its rows as torch does.
+The masked loss of a bundle does not include this cost, because a full pass reads no cache. Here, a
+full pass over a canvas fills a cache. The masked positions of the canvas are then predicted block
+by block. With ``dual``, these passes read all other rows from the cache. With ``prefix``, and with
+``block`` in block-causal networks, they read the rows before the block.
+
+Both sides see the same canvases, so only rounding makes a difference. Parity checks that a bundle
+rounds its rows as torch does.
 """
 
 from __future__ import annotations
@@ -34,18 +36,18 @@ from dlm_runtime import Bundle, Policy
 
 
 class CachedPredictor(SweptPredictor):
-    """A torch ``Seer`` that predicts with a cache filled from the same canvas."""
+    """A torch ``Seer`` that predicts with a cache. The cache is filled from the same canvas."""
 
     def __init__(self, layered: Layered, cache_dtype: str, policy: Policy) -> None:
-        """``policy`` says which rows are cached (``cache``) and how long blocks are."""
+        """``policy`` gives the rows to cache (``cache``) and the length of a block."""
         super().__init__(layered, f"{policy.cache} cache in {cache_dtype}", cache_dtype=cache_dtype)
         self._policy = policy
         self._passes: dict[
             tuple[bytes, bytes], tuple[int, int]
-        ] = {}  # view -> its walk and the number of steps
+        ] = {}  # view -> the number of its walk, and the number of steps in it
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
-        """See ``Seer``; does not accept ``walks``."""
+        """See ``Seer``. ``walks`` must be empty."""
         assert not walks
         wanted = {
             view_key(canvas, rows): (canvas, rows)
@@ -59,12 +61,14 @@ class CachedPredictor(SweptPredictor):
         super().see([], made)
 
     def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """See ``Scorer``; only for views given to ``see``."""
+        """See ``Scorer``. Only for views that were passed to ``see``."""
         walk, steps = self._passes[view_key(canvas, rows)]
         return np.concatenate([self.walked(walk, step) for step in range(1, steps)])
 
     def _walk(self, canvas: np.ndarray, rows: np.ndarray) -> Walk:
-        """A pass that fills the cache, then one per block with some of ``rows`` ``[R]``."""
+        """Return one pass that fills the cache, and then one pass per block that has some of
+        ``rows``.
+        """
         length, size = len(canvas), block_length_of(self._policy, self.visible_block) or len(canvas)
         origin = int(rows[0]) if self.visible_block is None else 0
         numbers = (rows - origin) // size
@@ -77,7 +81,7 @@ class CachedPredictor(SweptPredictor):
 
 
 def caches_of(network: NetworkSpec) -> Sequence[str]:
-    """Cache modes to judge, of those that the network's loop supports."""
+    """Return the kinds of cache that the loop of this network supports. All of them are judged."""
     return FULL_CACHES if network.visible_block is None else ("block",)
 
 
@@ -91,10 +95,11 @@ def judge_cache(
     on_done: Callable[[], None],
     workplace: Workplace,
 ) -> dict[str, Any]:
-    """The cost of a cache of this type, for accuracy.json; frontier canvases come from ``bundle``.
+    """Measure the cost of a cache of this type, for accuracy.json.
 
-    Returns, per mode of ``caches_of``, ``masked`` (like ``overall`` of a judgement) and
-    ``frontier``. ``on_done`` is called once per sample and mode. Raises DlmError.
+    ``bundle`` runs the loop that provides the canvases of the frontier. The result has an entry for
+    each kind in ``caches_of``. Its ``masked`` is like ``overall`` of a judgement, and its
+    ``frontier`` like ``frontier``. ``on_done`` is called once per sample and kind. Raises DlmError.
     """
     network, found = source.network, {}
     reference = shown_source(source, "fp32", torch.float32, workplace)

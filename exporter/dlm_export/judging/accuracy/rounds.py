@@ -1,4 +1,4 @@
-"""How thoroughly to judge, and when the default effort stops."""
+"""Decides how many samples to judge, and when to stop."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Literal
 from dlm_export.judging.accuracy.evidence import Evidence
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 
-MOST_JUDGED = 32  # samples, unless the user asks for more
-LEAST_SECONDS = 4.0  # minimum time limit, however short the rest of a build is
-PILOT_SAMPLES = 4  # judged first, to find what a sample costs
-LARGE_PILOT = 1  # for denoisers whose passes take seconds
+MOST_JUDGED = 32  # the most samples to judge, unless the user asks for more
+LEAST_SECONDS = 4.0  # lower bound of the time limit, for builds whose other stages are short
+PILOT_SAMPLES = 4  # the number of samples to judge first, in order to measure the time of a sample
+LARGE_PILOT = 1  # the same number for denoisers whose passes take seconds
 
 EffortName = Literal["default", "full", "none"]
 
@@ -22,11 +22,13 @@ EffortName = Literal["default", "full", "none"]
 class Effort:
     """How thoroughly to judge.
 
-    ``default`` judges on the canvases of the candidate's loop, with as many samples as fit
-    ``seconds`` (at most 32), until every budget is decided. ``full`` lets both loops run freely on
-    every sample, without a time limit. ``none`` does not judge. ``judged`` asks for exactly that
-    many samples. With ``free_runs``, the reference also runs freely on that many prompts of the
-    default effort.
+    - ``default`` judges on the canvases of the candidate's loop. It uses as many samples as fit
+      into ``seconds``, at most 32, and stops earlier if every budget is decided.
+    - ``full`` lets the loops of both sides run freely on every sample, without a time limit.
+    - ``none`` does not judge.
+
+    If ``judged`` is set, exactly this number of samples is judged. ``free_runs`` is for
+    ``default``: it is the number of prompts on which the reference runs freely too.
     """
 
     name: EffortName = "default"
@@ -36,20 +38,20 @@ class Effort:
 
     @property
     def is_exact(self) -> bool:
-        """True if the number of samples is fixed in advance."""
+        """True if the number of samples is known in advance."""
         return self.judged is not None or self.name == "full"
 
     @property
     def most(self) -> int:
-        """Maximum number of samples."""
+        """Largest number of samples."""
         return self.judged or MOST_JUDGED
 
     def lasting(self, seconds: float) -> Effort:
-        """This effort with a time limit of ``seconds``, but at least ``LEAST_SECONDS``."""
+        """Return this effort with another time limit, which is at least ``LEAST_SECONDS``."""
         return replace(self, seconds=max(LEAST_SECONDS, seconds))
 
     def beside(self, seconds: float) -> Effort:
-        """This effort for a build whose other stages took ``seconds``: half of that time."""
+        """Return this effort with half the time that the other stages of a build took."""
         return self.lasting(seconds / 2)
 
 
@@ -60,13 +62,21 @@ def judge_in_rounds(
     pilot: int,
     on_done: Callable[[], None] = lambda: None,
 ) -> Judgement:
-    """Judge with an effort: the default one starts with ``pilot`` samples, then takes as many as
-    fit its time.
+    """Judge one sample after another, until the effort is reached.
 
-    With a budget to decide, the number of samples doubles each round, and judging ends with the
-    first round that decides all budgets. ``Judgement.effort`` records why it stopped: ``asked``
-    (the requested number is reached), ``all`` (no samples are left), ``most`` (the default maximum
-    is reached), ``decided`` or ``time``. Raises JudgeError.
+    The default effort starts with ``pilot`` samples, and then takes as many as fit into its time.
+    If there are budgets, each round at most doubles the number of samples, and judging ends when
+    all budgets are decided.
+
+    ``Judgement.effort`` records why judging stopped:
+
+    - ``asked``: the requested number of samples is reached.
+    - ``all``: there are no more samples.
+    - ``most``: the default maximum is reached.
+    - ``decided``: every budget is decided.
+    - ``time``: the time is used up.
+
+    Raises JudgeError.
     """
     began = time.perf_counter()
     most = min(effort.most, len(evidence.pool))

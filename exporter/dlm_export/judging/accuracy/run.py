@@ -1,6 +1,6 @@
 """Judges a bundle against its source in torch, or one bundle against another.
 
-Comparing two bundles needs no torch, so torch is imported only where it is used.
+Comparing two bundles needs no torch. Functions that need it therefore import it themselves.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VERIFY_SECONDS = 60.0  # time limit of the default effort outside of a build
 
 @dataclass(frozen=True)
 class JudgingOptions:
-    """How to judge a finished bundle: data, effort, budgets, and how to open it."""
+    """How to judge a finished bundle: data, effort, budgets, and how to open the bundle."""
 
     data: CalibrationOptions = field(default_factory=CalibrationOptions)
     effort: Effort = field(default_factory=lambda: Effort(seconds=VERIFY_SECONDS))
@@ -60,11 +60,12 @@ def judge_source(
     on_done: Callable[[], None],
     workplace: Workplace | None = None,
 ) -> Judgement:
-    """Judge a bundle against its source in torch fp32; for small denoisers, bf16 is the noise
-    floor.
+    """Judge a bundle against its source, which runs in torch in fp32.
 
-    The source is loaded whole only if it runs freely. Otherwise it is read one layer at a time
-    within ``workplace`` (``None``: the CPU and all its memory).
+    The source is also judged in bf16 if it is small. The result is the noise floor.
+
+    The source is loaded as a whole if the effort lets it run freely. Otherwise it is read one layer
+    at a time, within ``workplace``. ``None`` means the CPU and all of its memory.
     """
     import torch
 
@@ -134,7 +135,10 @@ def judge_bundle(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
-    """Judge a finished bundle against its source on the held-out part of the data. Raises DlmError."""
+    """Judge a finished bundle against its source, on data that was not used for calibration.
+
+    Raises DlmError.
+    """
     with options.opening.open(folder) as bundle:
         samples = _samples(source.network, source.path, bundle, options, progress, warn)
         _, policy = threshold_preset(source.network, source.presets, options.data.preset)
@@ -150,7 +154,9 @@ def compare_bundles(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
-    """Judge one bundle against another. Raises DlmError; JudgeError if they are not comparable."""
+    """Judge one bundle against another. Raises DlmError, and JudgeError if they are not
+    comparable.
+    """
     with (
         options.opening.open(reference) as first,
         options.opening.open(candidate) as second,
@@ -177,7 +183,9 @@ def _samples(
     progress: Progress,
     warn: Callable[[str], None],
 ) -> list[Sample]:
-    """Load the samples to judge with, pass on warnings about them, and start the progress stage."""
+    """Load the samples to judge on, warn about weaknesses of the data, and start the progress
+    stage.
+    """
     data = load_data(network, folder, bundle.tokenizer, options.data, is_calibrating=False)
     for doubt in data.doubts(option="--data"):
         warn(doubt)
@@ -193,7 +201,7 @@ def _check_one_source(
     second: Mapping[str, Any],
     warn: Callable[[str], None],
 ) -> None:
-    """Raises JudgeError for different networks; warns if the configurations differ."""
+    """Raises JudgeError if the networks differ. Warns if the files config.json differ."""
     found = network_of(second).difference(network_of(first), but=("max_canvas_length",))
     if found is not None:
         raise JudgeError(
@@ -212,7 +220,10 @@ def _title(folder: Path, bundle: dlm_runtime.Bundle) -> str:
 
 
 def _known_layers(folder: Path) -> dict[str, Any]:
-    """The sensitivity sweep of the bundle's build, if any: ``layers`` and ``layers_method``."""
+    """Return the losses of single layers that the build of the bundle measured, if it did.
+
+    The keys are ``layers`` and ``layers_method``.
+    """
     judgement = recorded(folder).get("judgement")
     layers: Any = []
     method: Any = None
@@ -238,5 +249,5 @@ def _known_layers(folder: Path) -> dict[str, Any]:
 
 
 def judge_units(samples: Sequence[Sample]) -> int:
-    """Maximum number of times that ``judge_source`` calls ``on_done``."""
+    """Return the largest number of times that ``judge_source`` calls ``on_done``."""
     return 2 * len(samples)

@@ -1,9 +1,14 @@
-"""The judgement of a candidate denoiser: its predictions, its commits and its finished texts.
+"""The judgement of a candidate denoiser against a reference. The two are called the sides.
 
-It has three parts. Masked positions: both sides predict the same randomly masked held-out text
-(``masked``). Frontier: what each side would commit under the policy, on every canvas of a loop's
-run. Runs: both loops start from the same prompts, and their canvases and passes are compared.
-``evidence`` collects the data. Intervals are paired bootstraps over samples.
+It has three parts:
+
+- Masked positions: both sides predict the same randomly masked positions of held-out text
+  (``masked``).
+- Frontier: what each side would commit under the policy, on every canvas of a loop's run.
+- Runs: both loops start from the same prompts. Their finished texts and numbers of passes are
+  compared.
+
+``evidence`` collects the data. Confidence intervals are paired bootstraps over samples.
 """
 
 from __future__ import annotations
@@ -19,21 +24,23 @@ from dlm_calibration.samples import Sample
 from dlm_export.judging.sides.side import JudgeError
 from dlm_runtime.errors import DlmError, ExitCode
 
-WORST_LAYERS = 3  # number of layers named when a budget is missed
+WORST_LAYERS = 3  # the number of layers that an error names when a budget is missed
 
 
 class AccuracyError(DlmError):
-    """An accuracy budget is exceeded."""
+    """A candidate misses an accuracy budget."""
 
     exit_code = ExitCode.MISSED
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """Limits that a candidate must meet; ``None`` means no limit.
+    """Limits that a candidate must meet. ``None`` means no limit.
 
-    ``max_ce_increase`` is relative (0.01 is one per cent), over all mask ratios. ``min_top1`` and
-    ``min_task`` are shares; ``min_task`` is the share of the candidate's answers that are right.
+    ``max_ce_increase`` limits the increase of cross-entropy over all mask ratios. It is relative:
+    0.01 is one per cent. ``min_top1`` is the smallest share of positions where both sides have the
+    same best token. ``max_nfe_ratio`` limits the number of passes, divided by that of the
+    reference. ``min_task`` is the smallest share of right answers of the candidate.
     """
 
     max_ce_increase: float | None = None
@@ -42,10 +49,10 @@ class Budgets:
     min_task: float | None = None
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Raises JudgeError, before anything runs, for a limit that this data cannot judge."""
+        """Raises JudgeError if this data cannot judge one of the limits. Call it before judging."""
         if self.min_task is not None and all(sample.answer is None for sample in samples):
             raise JudgeError(
-                "a lowest task score is asked for, but the data has no answers: give prompts with completions"
+                "a smallest task score is set, but the data has no answers: give prompts with completions"
             )
 
 
@@ -53,11 +60,15 @@ class Budgets:
 class Judgement:
     """What a candidate loses against its reference, in the sections of accuracy.json.
 
-    ``effort`` records how much was run, and whose canvases the frontier uses: see ``evidence`` and
-    ``rounds``. Other modules add ``layers`` (entries ``{"layer", "format", "kl", "frontier_kl"}``,
-    measured by ``layers_method``: ``fisher`` or ``exact``) and ``threshold`` (``Refit.as_dict``)
-    with ``dataclasses.replace``. ``speed`` (``BundlePredictor.speed``) belongs to one run on one
-    machine, so it appears in the report but not in accuracy.json.
+    ``effort`` records how many samples were judged, and whose canvases the frontier uses: see
+    ``evidence`` and ``rounds``.
+
+    Other modules add two fields with ``dataclasses.replace``. ``layers`` has entries ``{"layer",
+    "format", "kl", "frontier_kl"}``, and ``layers_method`` says how they were measured, ``fisher``
+    or ``exact``. ``threshold`` is ``Refit.as_dict``.
+
+    ``speed`` is ``BundlePredictor.speed``. It belongs to one run on one machine, so it appears in
+    the report but not in accuracy.json.
     """
 
     reference: str
@@ -77,11 +88,14 @@ class Judgement:
     speed: dict[str, Any] | None = None
 
     def with_budgets(self, budgets: Budgets) -> Judgement:
-        """Add the results for these limits. Raises JudgeError if the data cannot judge one."""
+        """Return a judgement with the results for these limits.
+
+        Raises JudgeError if the data cannot judge one of them.
+        """
         task = self.free_running["task"]
         if budgets.min_task is not None and task is None:
             raise JudgeError(
-                "a lowest task score is asked for, but the data has no answers: give prompts with completions"
+                "a smallest task score is set, but the data has no answers: give prompts with completions"
             )
         values = {
             "max_ce_increase": self.overall["ce_increase"],
@@ -93,8 +107,8 @@ class Judgement:
         for name, value in values.items():
             limit = getattr(budgets, name)
             if limit is not None:
-                # No value: the reference's loss is zero and the candidate's is not, so any limit is
-                # exceeded.
+                # There is no value if the reference's loss is zero and the candidate's is not.
+                # Every limit is then missed.
                 passed = value is not None and (
                     value <= limit if name.startswith("max") else value >= limit
                 )
@@ -108,7 +122,7 @@ class Judgement:
 
     @property
     def misses(self) -> list[str]:
-        """One sentence per missed limit, then the worst mask ratio and layers."""
+        """One sentence per missed limit, followed by the worst mask ratio and the worst layers."""
         words = {
             "max_ce_increase": "masked cross-entropy rises by {value:.2%}, the limit is {limit:.2%}",
             "min_top1": "top-1 agreement is {value:.2%}, the minimum is {limit:.2%}",
@@ -124,8 +138,8 @@ class Judgement:
         ]
         told = [row for row in self.buckets if metrics.is_told_from_zero(row)]
         if missed and told:
-            # In nats: where few positions are masked the loss is close to zero, and its relative
-            # change is noise.
+            # Compare in nats. If few positions are masked, the loss is close to zero and its
+            # relative change is noise.
             worst = max(told, key=lambda row: row["candidate_ce"] - row["reference_ce"])
             rise = worst["candidate_ce"] - worst["reference_ce"]
             found.append(
@@ -143,7 +157,7 @@ class Judgement:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for accuracy.json and ``--json``."""
+        """Return plain values for accuracy.json and ``--json``."""
         return {
             name: getattr(self, name) for name in self.__dataclass_fields__ if name != "speed"
         } | {
@@ -153,7 +167,10 @@ class Judgement:
 
 
 def check_budgets(judgement: Judgement, where: str) -> None:
-    """Raises AccuracyError that names missed budgets, the worst mask ratio and the worst layers."""
+    """Raises AccuracyError if a budget is missed.
+
+    The error names the missed budgets, the worst mask ratio and the worst layers.
+    """
     if judgement.passed:
         return
     raise AccuracyError(f"{where}: {'; '.join(judgement.misses)}")

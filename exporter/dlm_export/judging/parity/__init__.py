@@ -1,5 +1,6 @@
-"""Parity: checks that a bundle computes what it should.
+"""Parity: checks that an unquantised bundle, or each layer of a quantised one, computes correctly.
 
-``against_torch`` compares it with our own denoiser in torch, ``against_golden`` with logits that
-``capture`` recorded from the released code.
+- ``against_torch`` compares a bundle with our own denoiser in torch.
+- ``by_layer`` does so layer by layer.
+- ``against_golden`` compares a bundle with logits that ``capture`` recorded from the released code.
 """

@@ -1,4 +1,4 @@
-"""Compares a bundle with a golden file. This module needs neither torch nor the checkpoint."""
+"""Compares a bundle with a golden file. This needs neither torch nor the checkpoint."""
 
 from __future__ import annotations
 

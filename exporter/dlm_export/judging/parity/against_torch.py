@@ -1,7 +1,7 @@
-"""Compares a bundle with our torch denoiser: logits per mask ratio, and complete canvases.
+"""Compares a bundle with our torch denoiser: logits at each mask ratio, and complete canvases.
 
-Torch runs first and keeps only sampled rows and finished canvases. Its denoiser is freed before the
-bundle is opened, so peak memory is one model, not two.
+Torch runs first. Only the sampled rows and the finished canvases are kept, and the denoiser is
+freed before the bundle is opened. Memory therefore never holds two models.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from dlm_export.workplace import Workplace
 from dlm_runtime import Bundle, Policy
 from dlm_runtime.errors import RequestError
 
-PROMPT_COUNT, NEW_TOKENS = 2, 16  # for the check at the end of a build
+PROMPT_COUNT, NEW_TOKENS = 2, 16  # used in the check at the end of a build
 
 
 @dataclass(frozen=True)
 class Case:
-    """One loop to compare: a prompt under a policy."""
+    """A loop to compare: one prompt under one policy."""
 
     name: str
     tokens: list[int]
@@ -49,7 +49,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Expected:
-    """Torch's results: logits of each canvas's rows, and the finished canvas of each case."""
+    """The results of torch: logits of the rows of each canvas, and the finished canvas of each
+    case.
+    """
 
     canvases: list[Canvas]
     logits: list[np.ndarray]
@@ -74,10 +76,10 @@ def check_parity(
 
     Args:
         folder: The bundle.
-        source: The checkpoint it was built from.
-        presets: Name -> policy to run.
+        source: The checkpoint that it was built from.
+        presets: The policies to run, by name.
         precision: A key of ``TOLERANCES``.
-        cache_dtype: The manifest's value; torch rounds cached rows the same way.
+        cache_dtype: The manifest's value. Torch rounds cached rows in the same way.
         prompts: Token ids; ``None`` uses random prompts.
         max_new_tokens: Tokens to generate after each prompt.
         seed: Seed of random prompts and canvases.
@@ -114,11 +116,11 @@ def by_layers(
     on_done: Callable[[], None],
     workplace: Workplace | None = None,
 ) -> Parity:
-    """Check layer by layer, for unquantised bundles with experts whose whole passes differ.
+    """Check an unquantised bundle with experts layer by layer, after its whole passes differed.
 
-    Two experts may suit a token equally well. If the two sides choose different ones, their results
-    differ although neither is wrong. The result keeps the whole-pass figures of ``parity`` for
-    display. See ``check_layers``.
+    If two experts suit a token equally well, the bundle and torch may choose different ones. Their
+    results then differ although neither is wrong. See ``check_layers``. The figures of whole passes
+    in ``parity`` are kept, for display.
     """
     network, graph = source.network, manifest["loop"]["graph"]
     traced = trace.trace_pass(network, parity.precision, is_plain=manifest["opset"] == PLAIN_OPSET)
@@ -144,7 +146,7 @@ def by_layers(
 def parity_units(
     presets: dict[str, Policy], network: NetworkSpec, prompts: int = PROMPT_COUNT
 ) -> int:
-    """Number of times that ``check_parity`` advances its progress."""
+    """Return how often ``check_parity`` advances its progress."""
     return 2 * (
         len(MASK_RATIOS) + len(make_cases(presets, [[0]] * prompts, 1, network.visible_block))
     )
@@ -156,10 +158,11 @@ def make_cases(
     max_new_tokens: int,
     visible_block: int | None = None,
 ) -> list[Case]:
-    """Run every preset, and fast-dllm's loop with each cache, on every prompt; two blocks per
-    generation.
+    """List the loops to compare: each prompt under each policy, with two blocks per generation.
 
-    For a block-causal network: every preset with and without its cache, and its own block length.
+    The policies are the presets and, if present, the preset fast-dllm with each kind of cache. For
+    a block-causal network they are the presets with and without their caches. The block length is
+    then the network's own.
     """
     policies = dict(bundle_presets)
     if visible_block is not None:
@@ -194,7 +197,7 @@ def expect(
     on_done: Callable[[], None],
     cache_dtype: str = "float32",
 ) -> Expected:
-    """Run torch: logits of every prompt plus random ids at each mask ratio, and the loop on each
+    """Run torch: on every prompt followed by random ids, at each mask ratio, and the loop of each
     case.
 
     ``on_done`` is called once per mask ratio and once per case.
@@ -230,7 +233,10 @@ def compare(
     on_done: Callable[[], None],
     cache_dtype: str = "float32",
 ) -> Parity:
-    """Run the bundle on the same cases; ``on_done`` is called as often as in ``expect``."""
+    """Run the bundle on the same canvases and cases, and compare.
+
+    ``on_done`` is called as often as in ``expect``.
+    """
     graph = compare_logits(bundle, expected.canvases, expected.logits, on_done)
     loop: dict[str, LoopRow] = {}
     for case, wanted in zip(expected.cases, expected.finished, strict=True):

@@ -1,14 +1,17 @@
-"""Checks a quantised graph layer by layer with equal inputs, holding one part of it in memory.
+"""Checks a graph layer by layer: the graph and torch compute each layer from the same input.
 
-A value near a rounding boundary may get either of two codes, and all later layers amplify the
-difference. Whole passes of two correct implementations may therefore differ a lot. So the graph
-runs part by part and returns the input and output of every quantised layer, while torch runs
-alongside, one block at a time. For each layer, first the inputs are compared, which checks the
-operators since the previous layer. Torch then continues with the graph's input, and the outputs are
-compared, which checks the layer. Torch then continues with the graph's output. By induction this
-checks the whole graph, and no difference accumulates.
+This is needed because of rounding. A value near the boundary between two codes may get either code,
+and all later layers amplify the difference. Whole passes of two correct implementations may
+therefore differ a lot.
 
-Torch also computes the same canvases independently. The difference of the final logits is reported,
+The graph runs part by part, and returns the input and output of every quantised layer. Torch runs
+the same blocks next to it. At each layer, the two inputs are compared first; this checks the
+operators since the previous layer. Torch then takes over the graph's input. Next, the two outputs
+are compared; this checks the layer. Torch then takes over the graph's output. In this way the whole
+graph is checked, by induction, and differences do not add up. Memory holds one part of the graph at
+a time.
+
+Torch also computes the same canvases on its own. The difference of the final logits is reported,
 but has no limit.
 """
 
@@ -51,18 +54,22 @@ from dlm_export.quantising import calibrate
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
-# Inputs this close to a boundary (relative) may get either code: a few fp32 rounding errors.
+# An input whose relative distance to a boundary between codes is below this may get either code. It
+# equals a few rounding errors of fp32.
 _BOUNDARY = 2.0**-20
 _STEEPEST_SILU = 1.1
 
 
 def units(network: NetworkSpec) -> int:
-    """Number of times that ``check_layers`` calls ``on_done``."""
+    """Return how often ``check_layers`` calls ``on_done``."""
     return len(network.layers) + 2
 
 
 def largest_bytes(network: NetworkSpec) -> int:
-    """Peak bytes of ``check_layers``: the largest part in fp32, twice because of quantisation."""
+    """Return the peak memory of ``check_layers`` in bytes.
+
+    It is twice the largest part in fp32, because quantising a part makes a copy.
+    """
     sizes: dict[str, int] = defaultdict(int)
     for name, shape in network.parameters().items():
         sizes[".".join(name.split(".")[:2])] += math.prod(shape)
@@ -83,14 +90,14 @@ def check_layers(
     seed: int = 0,
     workplace: Workplace | None = None,
 ) -> Parity:
-    """Compare a bundle's graph with torch on random canvases, one per mask ratio.
+    """Compare the graph of a bundle with torch on random canvases, one per mask ratio.
 
     Args:
         folder: The bundle.
         network: The denoiser's description.
         done: The quantised numbers that the graph was made from.
-        base: The precision of unquantised parts.
-        taps: Values of the layers in the graph.
+        base: The precision of everything that is not quantised.
+        taps: The graph's values that are the inputs and outputs of layers.
         cache_dtype: The manifest's value.
         is_simulated: The manifest's value.
         on_done: Called ``units`` times, once per part.
@@ -129,12 +136,12 @@ def check_layers(
 
 
 class _Beside:
-    """Runs torch alongside a graph: ``equal`` continues with the graph's values, ``alone`` with its
-    own.
+    """Runs torch next to a graph, in two ways.
 
-    ``rows`` collects one result per quantised layer, and one for the logits if the head is not
-    quantised. ``found`` and ``expected`` are the logits ``[R, V]`` of the graph's and of torch's
-    independent pass, available after the last part.
+    ``equal`` continues with the graph's values after each layer, and ``alone`` with its own.
+    ``rows`` has one result per quantised layer. If the head is not quantised, there is also a
+    result for the logits. After the last part, ``found`` has the logits ``[R, V]`` of the graph,
+    and ``expected`` those of ``alone``.
     """
 
     def __init__(
@@ -158,8 +165,8 @@ class _Beside:
         self._now: dict[str, np.ndarray] = {}
 
     def run(self, part: Part, shown: Sequence[Values]) -> None:
-        """Run torch's side of a part; ``shown`` holds the graph's values, one mapping per batch."""
-        # A value that crosses a cut is shown twice: by the part that makes it and by its reader.
+        """Run torch's side of a part. ``shown`` has the graph's values, one mapping per batch."""
+        # The part that computes a value and the part that reads it both show the value.
         values = [
             {name.removeprefix(SHOWN): value for name, value in each.items()} for each in shown
         ]
@@ -179,7 +186,7 @@ class _Beside:
             if not isinstance(module, RoutedMLPs):
                 continue
             module.is_dense = f"{path}.gate" in self.taps
-            if not module.is_dense:  # one graph node has all three stacks
+            if not module.is_dense:  # a single node of the graph has all three stacks
                 layers = [layer for layer in layers if not layer.startswith(f"{path}.")]
             router = modules[f"{path.removesuffix('.experts')}.router"]
             assert isinstance(router, Router)
@@ -189,7 +196,8 @@ class _Beside:
             module.register_forward_hook(functools.partial(self._after_experts, path, shown))
         for layer in layers:
             if self.done.formats[layer] != HIGH:
-                # Runs before the quantisation hook of ``simulate``.
+                # With prepend, this hook runs before the one of ``simulate``, which quantises the
+                # input.
                 modules[layer].register_forward_pre_hook(
                     functools.partial(self._before, layer, shown), prepend=True
                 )
@@ -221,7 +229,11 @@ class _Beside:
     def _before_experts(
         self, path: str, router: Router, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Compare routing by score, because either of two equally good experts may be chosen."""
+        """Compare the routing of both sides by score.
+
+        The chosen experts need not be the same, because either of two equally good ones may be
+        chosen.
+        """
         values, routes = self._shown_now(shown), self.taps[f"{path}{ROUTES}"]
         self._note_input(path, inputs[0].cpu().numpy(), values[self.taps[path].input])
         x = torch.from_numpy(values[self.taps[path].input]).to(inputs[0].device)
@@ -253,7 +265,7 @@ class _Beside:
         return torch.from_numpy(theirs).to(output.device)
 
     def _format_of(self, layer: str) -> str:
-        """The format of a layer or of a mixture's experts."""
+        """Return the format of a layer, or of the experts of a mixture."""
         return self.done.formats.get(layer, self.done.formats.get(f"{layer}.gate", HIGH))
 
     def _shown_now(self, shown: Sequence[Values]) -> Values:
@@ -321,7 +333,10 @@ def read_rounded(
     dtype: torch.dtype | None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """``Layered.read``, but with a quantised embedding table's rows as the graph dequantises them."""
+    """Read a tensor like ``Layered.read``.
+
+    If the embedding table is quantised, its rows are returned as the graph dequantises them.
+    """
     if name != EMBEDDING:
         return read(name, dtype, rows)
     table = read(name, torch.float32, rows).numpy()
@@ -333,10 +348,10 @@ def read_rounded(
 def _project(
     done: Quantisation, x: np.ndarray, others: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Outputs ``[R, V]`` of a quantised head for ``x`` ``[R, hidden]``, their slack, and its
-    outputs for ``others``.
+    """Compute a quantised head, a few columns of the matrix at a time.
 
-    The matrix is dequantised a few columns at a time.
+    Returns its outputs ``[R, V]`` for ``x`` ``[R, hidden]``, how much these may differ
+    (``_slack``), and its outputs for ``others``.
     """
     stored = done.weight("head")
     seen, others_seen = (calibrate.as_seen(done, "head", each) for each in (x, others))
@@ -354,7 +369,10 @@ def _project(
 
 
 def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 0.0) -> float:
-    """Worst difference beyond ``slack``, divided by the range of values; infinite for NaN."""
+    """Return the worst difference beyond ``slack``, divided by the range of the values.
+
+    Returns infinity if a value is NaN.
+    """
     worst = float(np.maximum(np.abs(ours - theirs) - slack, 0).max())
     return (
         worst / max(float(theirs.max() - theirs.min()), 1e-30)
@@ -364,7 +382,7 @@ def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 
 
 
 def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """How much outputs may differ because inputs on a boundary may get either code."""
+    """Return how much each output may differ because inputs near a boundary may get either code."""
     apart = _apart(done, layer, x)
     return (
         np.zeros((*x.shape[:-1], weight.shape[1]), np.float32)
@@ -376,7 +394,10 @@ def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) ->
 def _experts_slack(
     done: Quantisation, path: str, module: RoutedMLPs, x: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """``_slack`` of a mixture's output ``[.., hidden]``, from both of its quantised inputs."""
+    """Return how much each output ``[.., hidden]`` of a mixture may differ, like ``_slack``.
+
+    The input of gate and up is quantised, and so is the input of down. Both may get either code.
+    """
     gate, down, tokens = f"{path}.gate", f"{path}.down", x.flatten(0, -2)
     room = torch.zeros_like(tokens)
     slots, shares = chosen.flatten(0, -2), weights.flatten(0, -2)
@@ -388,7 +409,7 @@ def _experts_slack(
         gated, wide = module.gate(mine, expert), module.up(mine, expert)
         hidden = torch.nn.functional.silu(gated) * wide * share
         apart = _apart(done, gate, mine.cpu().numpy())
-        # Sums in a different order differ by this share of the largest value.
+        # Adding in another order can change a sum by this share of the largest value.
         moved = hidden.abs().amax(-1, keepdim=True) * _BOUNDARY
         if apart is not None:
             by_gate, by_up = (
@@ -411,10 +432,11 @@ def _experts_slack(
 
 
 def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
-    """Distance between the two codes that each input may get; ``None`` if every code is certain.
+    """Return the distance between the two codes that each input may get.
 
-    Inputs are moved by a few rounding errors in two ways: all of them, and all except the largest
-    of a row, which would also move the row's range.
+    Returns ``None`` if no input is close to a boundary. To find the codes, inputs are changed by a
+    few rounding errors in two ways. First all inputs change except the largest of each row, which
+    keeps the range of the row. Then all inputs change.
     """
     chosen = FORMATS[done.formats[layer]]
     if chosen.activations is None:
@@ -432,6 +454,6 @@ def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
     apart = np.zeros_like(x)
     for step in (inner, np.full_like(x, _BOUNDARY)):
         apart = np.maximum(apart, np.abs(rounded(x * (1 + step)) - rounded(x * (1 - step))))
-    # Moving a range moves every code slightly; only a whole code's step counts.
+    # A different range changes all values slightly. Count only a change to another code.
     apart[apart <= 4 * _BOUNDARY * np.abs(x)] = 0
     return apart if apart.any() else None

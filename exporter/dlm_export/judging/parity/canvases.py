@@ -1,4 +1,4 @@
-"""Canvases for parity checks: prompts followed by random ids, partly masked."""
+"""Creates canvases for parity checks: prompts followed by random ids, partly masked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 PROMPT_LENGTH = 12  # tokens of a random prompt
 TAIL_LENGTH = 48  # random tokens after a prompt
 PROMPTS_LIMIT_BYTES = 16 << 20
-ROWS_PER_CANVAS = 16  # rows compared per canvas; a row of 126,464 fp32 logits takes 0.5 MB
+# rows that are compared per canvas; one row of 126,464 fp32 logits takes 0.5 MB
+ROWS_PER_CANVAS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,10 @@ class Canvas:
 
 
 def random_prompts(network: NetworkSpec, count: int, seed: int) -> list[list[int]]:
-    """Random prompts without special tokens, of at most ``PROMPT_LENGTH`` tokens and half a canvas."""
+    """Create random prompts without special tokens.
+
+    A prompt has ``PROMPT_LENGTH`` tokens, but at most half of a canvas.
+    """
     c, rng = network, np.random.default_rng(seed)
     length = max(1, min(PROMPT_LENGTH, c.max_canvas_length // 2))
     return [
@@ -44,7 +48,8 @@ def random_prompts(network: NetworkSpec, count: int, seed: int) -> list[list[int
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer | None, count: int) -> list[list[int]]:
-    """Read the first ``count`` non-empty lines of a text file as ids. Raises RequestError.
+    """Read the first ``count`` lines of a text file that are not empty, as ids. Raises
+    RequestError.
 
     Special tokens in the text are encoded as such, as in the released code.
     """
@@ -63,7 +68,11 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, count: int) -> list[li
 def make_canvases(
     network: NetworkSpec, prompts: Sequence[Sequence[int]], seed: int
 ) -> list[Canvas]:
-    """Every prompt plus random ids, at each of ``MASK_RATIOS``; the prompt itself is not masked."""
+    """Create the canvases of a parity check: each prompt with random ids after it, at each mask
+    ratio.
+
+    The mask ratios are ``MASK_RATIOS``. The prompt itself is not masked.
+    """
     c, rng = network, np.random.default_rng(seed)
     canvases = []
     for ratio in MASK_RATIOS:

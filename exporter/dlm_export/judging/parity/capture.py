@@ -1,7 +1,11 @@
-"""Records logits of the checkpoint's own class, or of a transformers class, on parity's canvases.
+"""Records logits of a checkpoint's own class, or of a transformers class, on the canvases of
+parity.
 
-Only this module imports transformers. It runs in the environment that the released code requires.
-It needs the checkpoint's folder and our family for it, but neither onnx nor a bundle.
+If a checkpoint has no class that runs, capture can use a transformers class with the same layers,
+the *trunk*, and supply our attention mask to it.
+
+This is the only module that imports transformers. It runs in the environment that the released code
+needs. It reads the checkpoint's folder with our family for it, and needs neither onnx nor a bundle.
 """
 
 from __future__ import annotations
@@ -37,12 +41,14 @@ from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_text
 from dlm_runtime.text.tokenizer import Tokenizer
 
-# Dream's code needs 4.46.2; LLaDA's runs up to 4.57.1.
+# Dream's code needs 4.46.2, and LLaDA's runs up to 4.57.1.
 PACKAGE, OLDEST = "transformers", (4, 46)
 INSTALL = "pip install 'dlm-export[capture]'"
-# Entries of auto_map to try if none is the architecture's own; classes with logits come first.
+# Entries of auto_map to try if none of them has the architecture's own class. Those whose classes
+# return logits come first.
 AUTO_CLASSES = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
-# Entries of config.json that name other classes or say how weights are stored.
+# Entries of config.json that must not be passed to the trunk. They name other classes, or say how
+# weights are stored.
 _NOT_THE_TRUNKS = (
     "architectures",
     "auto_map",
@@ -51,18 +57,18 @@ _NOT_THE_TRUNKS = (
     "torch_dtype",
     "dtype",
 )
-_LISTED = 4  # tensor names shown
-CODE_LIMIT_BYTES = 4 << 20  # limit for one Python file
+_LISTED = 4  # tensor names that an error lists
+CODE_LIMIT_BYTES = 4 << 20  # of one Python file
 
 
 class CaptureError(DlmError):
-    """The released code is missing, not trusted, or cannot be run from its location."""
+    """The released code is missing or not trusted, or cannot be run from where it is."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class ReleasedCodeError(CaptureError):
-    """The released code does not run here or gives unusable results; another version may work."""
+    """The released code does not run here, or gives unusable results; another version may work."""
 
     exit_code = ExitCode.COULD_NOT
 
@@ -71,9 +77,9 @@ class ReleasedCodeError(CaptureError):
 class CaptureOptions:
     """Options of a capture.
 
-    ``trust_remote_code`` allows running the checkpoint's own Python files. ``trunk`` uses the
-    transformers class with the same layers instead, with our attention mask. ``prompts`` is a text
-    file; ``None`` uses random ids. ``count`` is the number of prompts per mask ratio.
+    ``trust_remote_code`` allows to run the checkpoint's own Python files. ``trunk`` instead uses
+    the transformers class with the same layers and our attention mask. ``prompts`` is a text file;
+    if it is ``None``, prompts are random ids. ``count`` is the number of prompts per mask ratio.
     """
 
     trust_remote_code: bool = False
@@ -85,7 +91,9 @@ class CaptureOptions:
 
 @dataclass(frozen=True)
 class Choice:
-    """The class to run: ``name`` from transformers, or from the first of ``files``."""
+    """The class to run. It is defined in the first of ``files``, or in transformers if there are
+    none.
+    """
 
     kind: str
     name: str
@@ -98,13 +106,13 @@ def capture(
     overrides: Overrides | None = None,
     progress: Progress | None = None,
 ) -> Golden:
-    """Run a checkpoint's released code in fp32 on the CPU and return its logits.
+    """Run a checkpoint's released code in fp32 on the CPU, and return its logits.
 
     Args:
         path: The checkpoint's folder.
         options: What to run.
         overrides: Values that config.json lacks.
-        progress: Receives two stages.
+        progress: Receives three stages.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
@@ -125,7 +133,7 @@ def capture(
     choice = choose(checkpoint, family, options)
     canvases = make_canvases(network, _prompts(checkpoint, network, options), options.seed)
     progress.start("load released code", 1)
-    # Standard output is reserved for results, and released code may print to it.
+    # Released code may print. Standard output is for results, so send its output to stderr.
     with contextlib.redirect_stdout(sys.stderr):
         released = _Released(checkpoint, choice, network)
         progress.start("capture logits", len(canvases))
@@ -138,7 +146,8 @@ def capture(
     provenance = Provenance(
         kind=choice.kind,
         class_name=type(released.model).__name__,
-        # transformers loads a checkpoint's files as a package named by their hash.
+        # transformers loads the files of a checkpoint as a package whose name is a hash. The file
+        # name is more useful.
         module=type(released.model).__module__
         if choice.kind != golden.RELEASED
         else choice.files[0],
@@ -159,7 +168,7 @@ def capture(
 
 
 def _sight(network: NetworkSpec) -> str:
-    """Describe which positions are visible."""
+    """Describe which positions a denoiser sees."""
     block = network.visible_block
     return (
         "every position visible"
@@ -169,7 +178,7 @@ def _sight(network: NetworkSpec) -> str:
 
 
 def _printable(name: str) -> str:
-    """A file's name made printable for a golden file."""
+    """Make the name of a file printable, as a golden file requires."""
     kept = "".join(letter if letter.isprintable() else "?" for letter in name)
     return kept[: golden.TEXT_LIMIT] or "?"
 
@@ -195,7 +204,13 @@ def _versions() -> dict[str, str]:
 
 
 def choose(checkpoint: Checkpoint, family: Family, options: CaptureOptions) -> Choice:
-    """Choose the checkpoint's own class, else transformers', else the trunk's. Raises CaptureError."""
+    """Choose the class to run.
+
+    This is the checkpoint's own class or, if it has no code, the class of this name in
+    transformers. If transformers has no such class either, it is the transformers class with the
+    same layers (the trunk). Raises CaptureError if there is none, or if the user does not trust the
+    checkpoint's code.
+    """
     config = checkpoint.config
     architecture = config.get("architectures")[0]
     if options.trunk:
@@ -228,7 +243,7 @@ def choose(checkpoint: Checkpoint, family: Family, options: CaptureOptions) -> C
 
 
 def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
-    """The class that auto_map names for the architecture, and every file that runs with it."""
+    """Return the class that auto_map names for the architecture, with every file that it runs."""
     auto_map = checkpoint.config.get("auto_map")
     if not isinstance(auto_map, dict):
         return None
@@ -251,9 +266,9 @@ def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
 
 
 def _files_run(folder: Path, module: str) -> tuple[str, ...]:
-    """A module's file and all files of the folder that it imports, in order."""
+    """Return the file of a module and all files in the folder that it imports, directly or not."""
     names = [f"{module}.py"]
-    for name in names:  # names grows during the loop
+    for name in names:  # the list grows during the loop
         path = folder / name
         try:
             tree = ast.parse(
@@ -278,12 +293,12 @@ def _files_run(folder: Path, module: str) -> tuple[str, ...]:
 
 
 def _version() -> tuple[int, ...]:
-    """Major and minor version of the package."""
+    """Return the major and minor version of transformers."""
     return tuple(int(part) for part in re.findall(r"\d+", metadata.version(PACKAGE))[:2])
 
 
 def _transformers() -> Any:
-    """Import the package. Raises ReleasedCodeError if it is missing or too old."""
+    """Import transformers. Raises ReleasedCodeError if it is missing or too old."""
     try:
         if _version() < OLDEST:
             oldest = ".".join(map(str, OLDEST))
@@ -298,7 +313,7 @@ def _transformers() -> Any:
 
 
 class _Released:
-    """The class of ``choice`` with the checkpoint's weights, in fp32 and evaluation mode."""
+    """The chosen class with the checkpoint's weights, in fp32 and evaluation mode."""
 
     def __init__(self, checkpoint: Checkpoint, choice: Choice, network: NetworkSpec) -> None:
         """Load the class. Raises ReleasedCodeError if that fails in any way."""
@@ -314,8 +329,8 @@ class _Released:
         }
         try:
             if choice.kind == golden.RELEASED:
-                # Auto classes are not used: they cache classes by config, whichever checkpoint came
-                # first.
+                # Do not use transformers' auto classes. They remember a class per config, so a
+                # second checkpoint could get the class of the first.
                 entry = f"{choice.files[0].removesuffix('.py')}.{choice.name}"
                 factory = transformers.dynamic_module_utils.get_class_from_dynamic_module(
                     entry, str(checkpoint.path)
@@ -329,10 +344,10 @@ class _Released:
                 }
                 settings["config"] = factory.config_class.from_dict(kept)
                 settings["attn_implementation"] = (
-                    "eager"  # adds the given mask unchanged, in every version
+                    "eager"  # adds the mask unchanged, in every version of transformers
                 )
             self.model, loading = factory.from_pretrained(str(checkpoint.path), **settings)
-        except Exception as err:  # third-party code may raise anything
+        except Exception as err:  # third-party code may raise any exception
             raise self._failure("does not load", err) from err
         self._check_weights(loading)
         self.model.eval()
@@ -352,7 +367,9 @@ class _Released:
         )
 
     def _check_weights(self, loading: dict[str, Any]) -> None:
-        """Reject a class that kept random weights or ignored some of the checkpoint's."""
+        """Raises ReleasedCodeError if the class left weights random, or ignored some of the
+        checkpoint.
+        """
         kinds = {
             "missing_keys": "expects",
             "unexpected_keys": "does not know",
@@ -373,11 +390,11 @@ class _Released:
 
     @torch.no_grad()
     def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Raw logits fp32 ``[L, V]`` of one canvas ``[L]``. Raises ReleasedCodeError."""
+        """Return raw logits fp32 ``[L, V]`` of one canvas ``[L]``. Raises ReleasedCodeError."""
         length = len(tokens)
         arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in self.takes else {}
         if self.choice.kind == golden.TRUNK:
-            # Additive mask: by default the class would hide all later positions.
+            # This mask is added to the scores. By default the class would hide all later positions.
             blocks = torch.arange(length) // (self.visible_block or length)
             is_hidden = blocks > blocks.unsqueeze(1)
             arguments["attention_mask"] = torch.zeros(1, 1, length, length).masked_fill(
@@ -400,13 +417,14 @@ class _Released:
         return logits
 
     def check_visibility(self, tokens: np.ndarray) -> None:
-        """Raises ReleasedCodeError if the first position of a canvas ``[L]`` sees too little or too
-        much.
+        """Check that the first position of a canvas ``[L]`` sees its block, and nothing after it.
 
-        Changes one token at a time: the last position that a trunk must see, or the second position
-        for other classes; then the first position after its block.
+        Changes one token at a time, and looks whether the logits of position 0 change. A token in
+        the block must have an effect: the last one of the block for a trunk, the second one for
+        other classes. The first token after the block must not. Raises ReleasedCodeError otherwise.
         """
-        seen = min(self.visible_block or len(tokens), len(tokens))  # length of its block
+        # number of positions in the first block
+        seen = min(self.visible_block or len(tokens), len(tokens))
         place = seen - 1 if self.choice.kind == golden.TRUNK else min(1, seen - 1)
         which = f"{self.checkpoint.path}: {self.choice.name}"
         version = f"{PACKAGE} {metadata.version(PACKAGE)}"
@@ -422,7 +440,7 @@ class _Released:
             )
 
     def _is_seen(self, tokens: np.ndarray, place: int) -> bool:
-        """True if changing the token at a position changes the logits of position 0."""
+        """True if another token at ``place`` changes the logits of position 0."""
         changed = tokens.copy()
         changed[place] = (changed[place] + 1) % self.vocab_size
         return not np.array_equal(self.logits(tokens)[0], self.logits(changed)[0])

@@ -1,19 +1,21 @@
-"""Golden files: logits that other code computed on parity's canvases, with their provenance, as
-.npz.
+"""Reads and writes golden files: logits that other code computed on the canvases of parity.
 
-``capture`` records them in the environment of the released code; ``check`` compares a bundle with
-them anywhere, without torch or the checkpoint. Golden files may come from untrusted machines, so
-they are read without pickle, and their entries must be uncompressed: no array can exceed the file's
-size.
+``capture`` records them in the environment of the released code. ``against_golden`` compares a
+bundle with them on any machine, without torch and without the checkpoint. A golden file also says
+where its logits come from (``Provenance``).
+
+A golden file may come from an untrusted machine. It is therefore read without pickle, and its
+entries must be uncompressed, so that no array can be larger than the file. The file is an .npz with
+these arrays:
 
 =================  ======================  ====================================================
 ``provenance``     uint8 ``[bytes]``       ``Provenance`` as JSON in UTF-8, with ``FORMAT``
 ``mask_ratios``    float64 ``[N]``         the mask ratio of each canvas
-``tokens``         int64 ``[sum of L]``    the ids of all canvases, concatenated
-``lengths``        int64 ``[N]``           number of ids of each canvas
-``rows``           int64 ``[sum of R]``    rows of each canvas that were kept, ascending
-``row_counts``     int64 ``[N]``           number of rows of each canvas
-``logits``         fp32 ``[sum of R, V]``  raw, as returned by the class
+``tokens``         int64 ``[sum of L]``    the ids of all canvases, one canvas after another
+``lengths``        int64 ``[N]``           the number of ids of each canvas
+``rows``           int64 ``[sum of R]``    the rows of each canvas that have logits, ascending
+``row_counts``     int64 ``[N]``           the number of such rows of each canvas
+``logits``         fp32 ``[sum of R, V]``  raw logits, as the class returns them
 =================  ======================  ====================================================
 """
 
@@ -36,9 +38,9 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 SUFFIX = ".npz"
 FORMAT = {"name": "dlm-export golden logits", "version": 1}
-LIMIT_BYTES = 32 << 30  # file size; 1 GB holds 4,000 rows with a vocabulary of 65,536 tokens
+LIMIT_BYTES = 32 << 30  # of the file; 1 GB holds 4,000 rows with a vocabulary of 65,536 tokens
 PROVENANCE_LIMIT_BYTES = 1 << 20
-TEXT_LIMIT = 300  # characters of one text in the provenance
+TEXT_LIMIT = 300  # characters of a single text in the provenance
 RELEASED, OWN, TRUNK = "released code", "transformers class", "transformers trunk"
 KINDS = (RELEASED, OWN, TRUNK)
 _ARRAYS = {
@@ -50,24 +52,28 @@ _ARRAYS = {
     "row_counts": (np.int64, 1),
     "logits": (np.float32, 2),
 }
-"""Name -> element type and number of dimensions."""
+"""Element type and number of dimensions of each array."""
 
 
 class GoldenError(DlmError):
-    """A golden file is missing, damaged, of another version, or for another bundle."""
+    """A golden file is missing or damaged, has another version, or belongs to another
+    checkpoint.
+    """
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """The origin of the logits.
+    """Where the logits of a golden file come from.
 
-    ``kind`` is one of ``KINDS``: the checkpoint's own code, the transformers class of that
-    architecture, or the transformers class with the same layers and our mask. ``module`` contains
-    the class. ``code`` maps the checkpoint's files that ran to their SHA-256, and ``weights`` those
-    that were read. ``attention`` describes which positions are visible. ``checkpoint`` is the
-    folder's name; ``prompts`` is "random" or the text file's name.
+    ``kind`` is one of ``KINDS``: the checkpoint's own code, the transformers class of the same
+    architecture, or the transformers class with the same layers and our attention mask. ``module``
+    is the module with that class. ``attention`` describes which positions are visible.
+
+    ``code`` has the SHA-256 of each file of the checkpoint that was run, and ``weights`` that of
+    each file with weights. ``checkpoint`` is the name of the checkpoint's folder. ``prompts`` is
+    the name of the text file with prompts, or "random".
     """
 
     kind: str
@@ -94,13 +100,15 @@ class Provenance:
         return f"{what}, transformers {self.versions.get('transformers')}, torch {self.versions.get('torch')})"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as the file and ``--json`` show them."""
+        """Return plain values, as the file and ``--json`` show them."""
         return asdict(self)
 
 
 @dataclass(frozen=True, eq=False)
 class Golden:
-    """Logits fp32 ``[R, V]`` of every canvas's rows, and their provenance."""
+    """The contents of a golden file: canvases, the logits fp32 ``[R, V]`` of each, and their
+    provenance.
+    """
 
     provenance: Provenance
     canvases: list[Canvas]
@@ -116,7 +124,7 @@ class Golden:
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest canvas."""
+        """Number of tokens on the longest canvas."""
         return max(len(canvas.tokens) for canvas in self.canvases)
 
 
@@ -124,14 +132,16 @@ class Golden:
 
 
 def claimed(path: Path, *, force: bool) -> AbstractContextManager[Path]:
-    """Claim ``path`` for a file that ``save`` writes. Raises GoldenError without ``SUFFIX``."""
+    """Claim ``path`` for a golden file. Raises GoldenError if the name does not end with
+    ``SUFFIX``.
+    """
     if path.suffix != SUFFIX:
         raise GoldenError(f"{path}: the name must end in {SUFFIX}")
     return outputs.claimed_file(path, force=force)
 
 
 def save(path: Path, golden: Golden) -> None:
-    """Write a golden file to a path from ``claimed``. Raises OSError."""
+    """Write a golden file to a path that ``claimed`` returned. Raises OSError."""
     provenance = json.dumps(
         {"format": FORMAT, **golden.provenance.as_dict()}, indent=1, ensure_ascii=False
     )
@@ -166,7 +176,8 @@ def load(path: Path) -> Golden:
         raise
     except (
         Exception
-    ) as err:  # a dozen kinds: from zipfile, and from Python's tokenizer for numpy headers
+        # zipfile, and Python's tokenizer for numpy headers, raise a dozen kinds of exceptions
+    ) as err:
         reason = " ".join(str(err).split())[:TEXT_LIMIT]
         raise GoldenError(
             f"{path}: not a golden file, or a damaged one ({reason}). Capture it again."
@@ -175,7 +186,7 @@ def load(path: Path) -> Golden:
 
 
 def _read_array(archive: zipfile.ZipFile, name: str, archive_bytes: int) -> np.ndarray:
-    """Read one array; checks its size before allocating. Raises ValueError, KeyError."""
+    """Read one array, after checking its size. Raises ValueError or KeyError."""
     kind, dimensions = _ARRAYS[name]
     info = archive.getinfo(f"{name}.npy")
     if info.compress_type != zipfile.ZIP_STORED:
@@ -193,7 +204,7 @@ def _read_array(archive: zipfile.ZipFile, name: str, archive_bytes: int) -> np.n
             raise ValueError(
                 f"{name} claims shape {list(shape)}, but has {info.file_size - file.tell()} bytes"
             )
-        # zipfile verifies the entry's checksum when its last byte is read.
+        # zipfile checks the CRC of an entry when the last byte is read.
         return np.frombuffer(file.read(), kind).reshape(shape)
 
 
@@ -206,7 +217,7 @@ def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _provenance(text: bytes) -> Provenance:
-    """Read the provenance. Raises ValueError, or GoldenError for another version."""
+    """Read the provenance. Raises ValueError, or GoldenError if the file has another version."""
     if len(text) > PROVENANCE_LIMIT_BYTES:
         raise ValueError(f"provenance has {len(text)} bytes")
     values = json.loads(text.decode())
@@ -232,7 +243,7 @@ def _provenance(text: bytes) -> Provenance:
 
 
 def _is_text(value: Any) -> bool:
-    """True if a value is text that is safe to print in a terminal."""
+    """True if a value is text that can be printed safely in a terminal."""
     return isinstance(value, str) and 0 < len(value) <= TEXT_LIMIT and value.isprintable()
 
 
@@ -247,7 +258,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _canvases(arrays: Mapping[str, np.ndarray]) -> tuple[list[Canvas], list[np.ndarray]]:
-    """Split the arrays by canvas. Raises ValueError for sizes, ids, rows or logits that are wrong."""
+    """Split the arrays by canvas. Raises ValueError if sizes, ids, rows or logits are wrong."""
     ratios, lengths, counts, logits = (
         arrays[name] for name in ("mask_ratios", "lengths", "row_counts", "logits")
     )

@@ -1,7 +1,7 @@
-"""Runs a bundle's graph part by part in ONNX Runtime, with the native runtime's kernels.
+"""Runs the graph of a bundle part by part in ONNX Runtime, with the native runtime's kernels.
 
-Only one part's weights are in memory. Values pass from part to part unchanged, so the result equals
-a run of the whole graph.
+Only the weights of one part are in memory at a time. Values pass from part to part unchanged, so
+the results are the same as in a run of the whole graph.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     import onnxruntime
 
 Values = Mapping[str, np.ndarray]
-"""Values of a graph by name."""
+"""Values of a graph, by name."""
 
 
-# Element type -> numpy type of the same size, for types that numpy lacks.
+# numpy type for each element type. A type that numpy lacks has a type of the same size.
 _BITS: dict[ir.DataType, type[np.generic]] = {
     ir.DataType.FLOAT: np.float32,
     ir.DataType.FLOAT16: np.uint16,
@@ -38,7 +38,10 @@ _BITS: dict[ir.DataType, type[np.generic]] = {
 def full_pass(
     network: NetworkSpec, cache_dtype: str, ids: np.ndarray, rows: np.ndarray
 ) -> dict[str, onnxruntime.OrtValue]:
-    """Inputs of a graph for a pass over whole canvases ``[B, L]`` that scores ``rows`` ``[B, R]``."""
+    """Return the inputs of a graph for a pass over whole canvases ``[B, L]``.
+
+    The pass scores ``rows`` ``[B, R]``.
+    """
     from onnxruntime import OrtValue
 
     integers = {
@@ -68,10 +71,10 @@ def run_parts(
     *,
     is_simulated: bool,
 ) -> Iterator[tuple[Part, list[Values]]]:
-    """Run all passes through each part in turn; yields the part and, per pass, its ``wanted``
-    outputs.
+    """Run all passes through one part of a graph after another.
 
-    ``folder`` has the graph's data file; ``is_simulated`` is the manifest's. Raises PartError.
+    Yields each part with its outputs that are in ``wanted``, one mapping per pass. ``folder`` has
+    the data file of the graph. ``is_simulated`` is the value in the manifest. Raises PartError.
     """
     held = [dict(given) for given in passes]
     for number, part in enumerate(parts):
@@ -101,10 +104,10 @@ def open_graph(
     is_simulated: bool = False,
     is_packed: bool = True,
 ) -> onnxruntime.InferenceSession:
-    """Open a graph, or a part of one, with the native runtime's settings.
+    """Open a graph, or a part of one, with the settings of the native runtime.
 
-    ``folder`` has its weights, if it has any. ``is_packed`` copies unquantised matrices into ONNX
-    Runtime's own layout, which speeds up many passes.
+    ``folder`` has the weights; it may be None for a graph without weights. ``is_packed`` lets ONNX
+    Runtime copy unquantised matrices into its own layout, which is faster for many passes.
     """
     import onnxruntime
 

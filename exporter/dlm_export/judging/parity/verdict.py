@@ -1,9 +1,11 @@
-"""Tolerances and results of parity checks.
+"""Defines the tolerances and the results of parity checks.
 
 Parity is checked in two ways. ``against_torch`` compares a bundle with our own torch denoiser at
-the end of every build. It cannot detect a checkpoint that we misread, because both sides misread
-it. ``against_golden`` compares with logits of the released code, which can detect that. This module
-does not import torch, so boards without torch can check golden files too.
+the end of every build. If we read a checkpoint wrongly, both sides are wrong in the same way, so
+this check does not find the mistake. ``against_golden`` compares a bundle with logits of the
+released code, and does find it.
+
+This module does not import torch, so that boards without torch can check golden files.
 """
 
 from __future__ import annotations
@@ -19,37 +21,41 @@ from dlm_runtime import Bundle
 from dlm_runtime.errors import DlmError, ExitCode
 
 OUR_DENOISER = "our torch denoiser"
-ROUTER = "fp32"  # format shown for routers, which always compute in fp32
-LOGITS = "logits"  # name of the row for the final logits
+ROUTER = "fp32"  # the format shown for routers, which always compute in fp32
+LOGITS = "logits"  # the name of the table row for the final logits
 
 
 class ParityError(DlmError):
-    """The bundle's results differ from its reference's by more than the tolerance."""
+    """The results of a bundle differ from the reference by more than the tolerance."""
 
     exit_code = ExitCode.MISSED
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """``relative``: worst logit difference divided by the logits' range. ``agreement``: share of
-    identical canvases.
+    """How much a bundle may differ from its reference.
+
+    ``relative`` is the largest allowed difference of a logit, divided by the range of the logits.
+    ``agreement`` is the smallest allowed share of identical canvases.
     """
 
     relative: float
     agreement: float
 
 
-# fp32: sums of a few thousand terms in a different order. fp16: 11-bit significands in every layer;
-# ties may flip tokens. bf16: 8-bit significands, eight times coarser than fp16. Torch computes in
-# fp32.
+# Torch computes in fp32. In fp32, the bundle adds the terms of a sum in another order. In fp16,
+# numbers have 11 significant bits in every layer, and tokens with nearly equal logits may be
+# swapped. In bf16, numbers have 8 significant bits, which is eight times coarser than fp16.
 TOLERANCES = {
     "fp32": Tolerance(2e-4, 1.0),
     "fp16": Tolerance(2e-2, 0.8),
     "bf16": Tolerance(1.6e-1, 0.5),
 }
-# A key or value between two codes of the cache may be stored as either, so ties may flip tokens.
+# A key or value halfway between two codes of the cache may get either code. Tokens with nearly
+# equal logits may then be swapped.
 ROUNDED_CACHE_AGREEMENT = 0.8
-# For one layer, or the operators between two, by the precision around quantised layers.
+# For one layer, or for the operators between two layers. The key is the precision of everything
+# that is not quantised.
 PART_TOLERANCES = {
     "fp32": Tolerance(2e-5, 0.0),
     "fp16": Tolerance(5e-3, 0.0),
@@ -58,7 +64,7 @@ PART_TOLERANCES = {
 
 
 def tolerance_of(precision: str, cache_dtype: str) -> Tolerance:
-    """Tolerance of whole passes and canvases, for a precision and a type of cache."""
+    """Return the tolerance of whole passes and canvases for a precision and a type of cache."""
     found = TOLERANCES[precision]
     return (
         found
@@ -69,8 +75,10 @@ def tolerance_of(precision: str, cache_dtype: str) -> Tolerance:
 
 @dataclass(frozen=True)
 class GraphRow:
-    """Parity at one mask ratio. ``argmax_ties``: rows whose best two logits are closer than the
-    worst difference.
+    """Parity at one mask ratio.
+
+    ``argmax_ties`` is the number of rows with different best tokens whose best two logits are
+    closer than twice the worst difference.
     """
 
     mask_ratio: float
@@ -96,13 +104,13 @@ class LoopRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """Parity of one quantised layer with equal inputs: worst differences divided by the range of
-    values.
+    """Parity of one quantised layer, which both sides compute from the same input.
 
-    ``input_relative`` covers the operators since the previous layer. ``output_relative`` does not
-    count differences that an input on a boundary between two codes may cause. It is ``None`` if a fused
-    operator hides the output; the next row's input then covers it. The row ``LOGITS`` covers
-    everything after the last layer.
+    Figures are the worst difference divided by the range of the values. ``input_relative`` compares
+    the layer's inputs, and so covers the operators since the previous layer. ``output_relative``
+    compares its outputs. It leaves out differences that can arise because an input lies between two
+    codes. It is ``None`` if the output is hidden inside a fused operator; the input of the next
+    layer then covers this layer too. The row ``LOGITS`` covers everything after the last layer.
     """
 
     layer: str
@@ -117,11 +125,12 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Parity:
-    """The result of a parity check; ``reference`` describes what the bundle was compared with.
+    """The result of a parity check. ``reference`` describes what the bundle was compared with.
 
-    For a quantised bundle, ``layers`` must meet the tolerance. ``graph`` then shows independent
-    whole passes, for information only, because flipped codes affect all later layers. For other
-    bundles, ``layers`` is empty, and ``graph`` and ``loop`` must meet the tolerance.
+    For a quantised bundle, each of ``layers`` must meet the tolerance. ``graph`` is then for
+    information only: it compares whole passes, in which a single different code affects all later
+    layers. For other bundles, ``layers`` is empty, and ``graph`` and ``loop`` must meet the
+    tolerance.
     """
 
     precision: str
@@ -190,12 +199,12 @@ class Parity:
 
     @property
     def summary(self) -> str:
-        """The first two misses, and how many more there are."""
+        """The first two missed tolerances, and the number of others."""
         more = len(self.misses) - 2
         return "; ".join(self.misses[:2]) + (f"; and {more} more" if more > 0 else "")
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for accuracy.json and ``--json``."""
+        """Return plain values for accuracy.json and ``--json``."""
         return asdict(self) | {"passed": not self.misses, "misses": self.misses}
 
 
@@ -205,10 +214,9 @@ def compare_logits(
     expected: Sequence[np.ndarray],
     on_done: Callable[[], None],
 ) -> list[GraphRow]:
-    """Run the bundle on canvases and compare its rows with logits fp32 ``[R, V]``: one result per
-    mask ratio.
+    """Run the bundle on canvases, and compare its rows with the expected logits fp32 ``[R, V]``.
 
-    ``on_done`` is called once per mask ratio.
+    Returns one result per mask ratio. ``on_done`` is called once per mask ratio.
     """
     found: list[np.ndarray] = []
     for number, canvas in enumerate(canvases, start=1):
@@ -221,7 +229,9 @@ def compare_logits(
 def graph_rows(
     canvases: Sequence[Canvas], found: Sequence[np.ndarray], expected: Sequence[np.ndarray]
 ) -> list[GraphRow]:
-    """Compare two sides' logits fp32 ``[R, V]`` of every canvas: one result per mask ratio."""
+    """Compare the logits fp32 ``[R, V]`` of two sides on every canvas. One result per mask
+    ratio.
+    """
     by_ratio: dict[float, list[int]] = {}
     for number, canvas in enumerate(canvases):
         by_ratio.setdefault(canvas.mask_ratio, []).append(number)
@@ -253,6 +263,6 @@ def _graph_row(ratio: float, ours: np.ndarray, theirs: np.ndarray) -> GraphRow:
 
 
 def require_parity(parity: Parity, where: str) -> None:
-    """Raises ParityError that names what misses the tolerance."""
+    """Raises ParityError that names every missed tolerance, if there is one."""
     if parity.misses:
         raise ParityError(f"{where}: {parity.summary}")

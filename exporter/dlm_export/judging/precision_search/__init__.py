@@ -1,3 +1,5 @@
-"""``--precision auto``: measures what each layer loses in each number format, then searches for the
-smallest or fastest assignment within the accuracy budget.
+"""``--precision auto``: chooses a number format for each layer.
+
+``sensitivity`` measures what each layer loses in each format. ``search`` then finds the smallest or
+fastest choice of formats that keeps the loss within the budget.
 """

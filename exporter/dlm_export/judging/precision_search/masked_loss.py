@@ -1,4 +1,4 @@
-"""The loss that the search measures: the increase of masked cross-entropy."""
+"""The loss that the search measures: the increase of cross-entropy at masked positions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from dlm_runtime.policy import Policy
 
 
 class MaskedLoss:
-    """How much each candidate increases masked cross-entropy, relative to the source."""
+    """Measures by how much a candidate increases masked cross-entropy, relative to the source."""
 
     def __init__(
         self, reference: Scorer, samples: Sequence[Sample], policy: Policy, seed: int
     ) -> None:
-        """If the reference must be given its canvases in advance, this does so once."""
+        """Prepare the canvases. A reference that must know its canvases in advance gets
+        them here.
+        """
         limit = reference.max_canvas_length
         self._canvases = [
             seen
@@ -34,7 +36,7 @@ class MaskedLoss:
             side.see([seen.view for seen in self._canvases])
 
     def of(self, candidate: Scorer) -> float:
-        """The relative increase of a candidate; infinite if the reference's loss is 0."""
+        """Return the relative increase of a candidate, or infinity if the reference's loss is 0."""
         self._show(candidate)
         (found,) = compare_masked(self._reference, [candidate], self._canvases)
         increase = summarise(found.rows, found.sample, self._samples, self._seed)["ce_increase"]

@@ -1,10 +1,10 @@
-"""``--precision auto``: finds the smallest or the fastest formats that keep the loss within a
-budget.
+"""``--precision auto``: finds the smallest or fastest formats that keep the loss within a budget.
 
-``sensitivity`` measures what each layer alone costs at the frontier in each format. ``trade_off``
-orders the moves from full precision to the cheapest assignment, by bytes or by time measured on
-this machine. A bisection of that path then measures the actual loss, with the same random masks
-each time. Everything runs in torch on simulated values, so the target device is not needed.
+``sensitivity`` measures what each layer loses at the frontier in each format. ``trade_off`` then
+orders the changes from full precision to the cheapest formats. The cost is the size in bytes, or
+the time on this machine. A bisection along this order measures the actual loss, with the same
+random masks each time. Everything runs in torch on simulated values, so the target device is not
+needed.
 """
 
 from __future__ import annotations
@@ -45,14 +45,17 @@ if TYPE_CHECKING:
     from dlm_export.planning.tuning import Tuning
 
 DEFAULT_BUDGET = 0.01  # relative increase of masked cross-entropy
-SOLVER = "gptq"  # the search measures the same numbers that the build writes
-PROBES = 8  # measurements in a bisection: enough for 2**7 moves
+# the same solver as in the build, so that the search measures the numbers that the build writes
+SOLVER = "gptq"
+PROBES = 8  # measurements in a bisection; enough for 2**7 changes
 
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """``formats`` to choose from besides full precision; ``None`` uses the target's. ``tune``: minimise
-    measured time instead of bytes.
+    """Options of the search.
+
+    ``formats`` are the formats to choose from, besides full precision; ``None`` means those of the
+    target. ``tune`` minimises measured time instead of bytes.
     """
 
     formats: tuple[str, ...] | None = None
@@ -61,10 +64,11 @@ class AutoOptions:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One assignment of the trade-off curve.
+    """One choice of formats on the trade-off curve.
 
-    ``ce_increase`` is relative, ``None`` if not measured. ``seconds`` is the time of a pass's layers,
-    ``None`` if formats were not timed.
+    ``ce_increase`` is relative, and ``None`` if it was not measured. ``seconds`` is the time that
+    the layers take in a pass, and ``None`` if formats were not timed. ``formats`` has the number of
+    layers in each format.
     """
 
     weight_bytes: int
@@ -80,14 +84,14 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Found:
-    """The recipe, and the curve it was chosen from."""
+    """The recipe that was found, and the curve from which it was chosen."""
 
     recipe: Recipe
     curve: list[CurvePoint]
 
 
 def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, ...]:
-    """The formats to try. Raises RecipeError for unknown or unsupported ones."""
+    """Return the formats to try. Raises RecipeError for formats that a target does not support."""
     shared = [name for name in targets[0].auto if all(name in target.formats for target in targets)]
     for target in targets:
         for name in options.formats or ():
@@ -99,17 +103,17 @@ def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, .
 
 
 def searched(network: NetworkSpec) -> dict[str, tuple[LinearSpec, ...]]:
-    """Units that ``search`` chooses a format for, by path.
+    """Return the units that ``search`` chooses a format for: path -> layers.
 
-    Experts of a layer count as one. A tied head's table is included; an untied head keeps full
-    precision.
+    All experts of a layer are one unit. The table of a tied head is a unit too. A head that is not
+    tied keeps full precision.
     """
     units = network.units()
     return {path: layers for path, layers in units.items() if path != HEAD or network.tied_head}
 
 
 def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
-    """Maximum number of times that ``search`` calls ``on_done``."""
+    """Return the largest number of times that ``search`` calls ``on_done``."""
     layers = len(formats) * len(searched(network))
     return (
         len(formats) * (len(network.layers) + 1)
@@ -119,7 +123,9 @@ def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
 
 
 def _bytes(table_bytes: int, layer: LinearSpec, format: str) -> int:
-    """Bytes of a layer; ``table_bytes`` is the element size of an unquantised tied table."""
+    """Return the bytes of a layer. ``table_bytes`` is the size of an element of a tied table in
+    full precision.
+    """
     if layer.is_tied and format == HIGH:
         return table_bytes * layer.inputs * layer.outputs
     return layer.count * FORMATS[format].weight_bytes(layer.inputs, layer.outputs)
@@ -128,12 +134,15 @@ def _bytes(table_bytes: int, layer: LinearSpec, format: str) -> int:
 def _by_layer(
     units: Mapping[str, Sequence[LinearSpec]], formats: Mapping[str, str]
 ) -> dict[str, str]:
-    """Layer -> the format of its unit."""
+    """Return the format of each layer, from the format of its unit."""
     return {layer.path: name for unit, name in formats.items() for layer in units[unit]}
 
 
 class _RoundedHead(Head):
-    """A tied head in its table's format; features are rounded like the format's activations."""
+    """A tied head with its table in a quantised format.
+
+    Features are rounded as the format rounds activations.
+    """
 
     def __init__(self, head: Head, done: Quantisation) -> None:
         super().__init__(head.weight, head.device)
@@ -146,7 +155,7 @@ class _RoundedHead(Head):
 
 
 class _Assigned(Layered):
-    """A source whose layers compute with the quantised values of their assigned formats."""
+    """A source whose layers compute with the quantised values of the chosen formats."""
 
     def __init__(
         self,
@@ -155,7 +164,9 @@ class _Assigned(Layered):
         formats: Mapping[str, str],
         device: torch.device,
     ) -> None:
-        """``ready``: format -> quantised numbers of all layers; ``formats``: layer -> format."""
+        """``ready`` has the quantised numbers of all layers in each format, and ``formats`` the
+        format of each layer.
+        """
         super().__init__(
             functools.partial(weights.tensor, source.parameters), source.network, device=device
         )
@@ -197,27 +208,27 @@ def search(
     workplace: Workplace | None = None,
     fewest_tokens: int = FEWEST_TOKENS,
 ) -> Found:
-    """Find the smallest assignment whose masked cross-entropy rises by at most ``budget``.
+    """Find the cheapest formats for which masked cross-entropy rises by at most ``budget``.
 
-    Deterministic for the same arguments.
+    The same arguments always give the same result.
 
     Args:
         source: The checkpoint to quantise.
         states: Calibration states.
         samples: Samples to measure the loss on.
-        formats: Formats to choose from; layers skip formats that do not fit their shape.
+        formats: Formats to choose from. A layer skips those that do not fit its shape.
         policy: Policy whose blocks the masked canvases use.
         budget: Largest relative increase; ``None`` uses ``DEFAULT_BUDGET``.
         seed: Seed of the random masks.
         on_done: Called at most ``units`` times.
-        exact: Measure each layer's loss instead of estimating it.
-        on_gpu: Apply the stricter shape rules of GPUs.
-        tuning: Measured times; minimises time instead of bytes.
+        exact: Measure the loss of each layer instead of estimating it.
+        on_gpu: Apply the shape rules of GPUs, which are stricter.
+        tuning: Measured times. If present, time is minimised instead of bytes.
         workplace: Memory and device to use.
         fewest_tokens: See ``calibrate``.
 
     Raises:
-        AccuracyError: Even the first move exceeds the budget.
+        AccuracyError: Even the first change exceeds the budget.
     """
     budget, place = DEFAULT_BUDGET if budget is None else budget, workplace or Workplace()
     layers = searched(source.network)
@@ -277,7 +288,7 @@ def search(
         return increase
 
     measured: dict[int, float] = {}
-    low, high = 0, len(path) - 1  # low meets the budget: it is full precision
+    low, high = 0, len(path) - 1  # ``low`` always meets the budget; it starts at full precision
     measured[high] = measure(path[high])
     if measured[high] <= budget:
         low = high

@@ -1,14 +1,17 @@
-"""Measures what each layer loses when only that layer is quantised: mean KL over masked positions,
-and over those about to commit.
+"""Measures what each layer loses if only this layer is quantised.
 
-All experts of a layer count as one layer, because they share one format.
+The loss is the mean KL divergence of the predictions, over all masked positions and over those that
+are about to commit. All experts of a layer count as one layer, because they have the same format.
 
-The estimate covers all layers with one forward and one backward sweep, one layer at a time. To
-second order a layer's KL is half the mean of ``(g . e)**2``. ``e`` is the change of its output
-caused by quantisation, for the unquantised input. ``g`` is a random gradient whose covariance is
-the Fisher information of the predictions, backpropagated to that output (as in K-FAC,
-arXiv:1503.05671). A tied head's table loses twice: in the head's product and in looked-up rows. The
-exact method runs the whole denoiser once per layer.
+There are two methods. The exact method runs the whole denoiser once per layer. The estimate covers
+all layers with one forward and one backward sweep, one layer at a time. To second order, the KL of
+a layer is half the mean of ``(g . e)**2``. Here ``e`` is the change of the layer's output that
+quantisation causes, for the unquantised input. ``g`` is a random gradient at this output. It is
+backpropagated from the predictions, where its covariance is their Fisher information (as in K-FAC,
+arXiv:1503.05671).
+
+The table of a tied head loses twice: in the product of the head, and in the rows that are looked
+up.
 """
 
 from __future__ import annotations
@@ -36,44 +39,49 @@ from dlm_export.workplace import Workplace
 
 SWEPT_STATES = 16
 LARGE_SWEPT = 2  # for denoisers whose passes take seconds
-FRONTIER = 0.9  # lowest probability at which a masked position counts as about to commit
+FRONTIER = 0.9  # a masked position is about to commit if a token has at least this probability
 DRAWS = 4
-"""Gradients per sweep for frontier positions, and as many for other masked positions. BENCHMARKS.md
-shows what more would gain.
+"""Number of random gradients for frontier positions, and as many for other masked positions.
+BENCHMARKS.md shows what more gradients would gain.
 """
 Losses = dict[str, tuple[float, float]]
-"""Layer or mixture of experts -> ``(kl, frontier_kl)`` in nats per position, quantised alone."""
+"""Layer or mixture of experts -> ``(kl, frontier_kl)`` in nats per position."""
 _Modules = dict[str, Linear | RoutedMLPs]
 
 
 def swept(states: Sequence[State], most: int = SWEPT_STATES) -> list[State]:
-    """Choose at most ``most`` states, evenly spaced among those with masked positions."""
+    """Choose at most ``most`` states with masked positions, evenly spaced."""
     masked = [state for state in states if state.mask_ratio > 0]
     picked = np.linspace(0, len(masked) - 1, min(most, len(masked))).astype(int)
     return [masked[i] for i in dict.fromkeys(picked.tolist())]
 
 
 def predicting_rows(canvas: np.ndarray, network: NetworkSpec) -> Tensor:
-    """The rows ``[R]`` that predict a canvas's masked positions."""
+    """Return the rows ``[R]`` that predict the masked positions of a canvas."""
     return (
         torch.from_numpy(np.flatnonzero(canvas == network.mask_token_id)) - network.shift
     ).clamp(min=0)
 
 
 def log_probs(logits: Tensor, network: NetworkSpec) -> Tensor:
-    """Log-probabilities of raw logits ``[R, V]`` without the mask token; modifies ``logits``."""
+    """Convert raw logits ``[R, V]`` to log-probabilities without the mask token.
+
+    Modifies ``logits``.
+    """
     logits[:, network.mask_token_id] = -torch.inf
     return logits.float().log_softmax(-1)
 
 
 def is_frontier(expected: Tensor) -> Tensor:
-    """True for positions ``[R]`` that are about to commit, which includes the surest one."""
+    """True for positions ``[R]`` that are about to commit. The position with the surest token
+    always is.
+    """
     best = expected.exp().max(-1).values
     return (best >= FRONTIER) | (best == best.max())
 
 
 def divergence(expected: Tensor, found: Tensor) -> Tensor:
-    """KL ``[R]`` of two tables of log-probabilities ``[R, V]``."""
+    """Return the KL divergence ``[R]`` of two tables of log-probabilities ``[R, V]``."""
     probs = expected.exp()
     return torch.where(probs > 0, probs * (expected - found), 0.0).sum(-1)
 
@@ -93,9 +101,9 @@ def estimate(
     """Estimate the losses of all quantised layers, for each of ``choices``.
 
     ``layered`` is the folded denoiser in fp32. Memory holds one block, its quantised form in each
-    of ``choices``, and the states' activations before every layer; activations beyond
-    ``memory_bytes`` go to a file in ``folder``. ``on_done`` is called twice per layer. Raises
-    MemoryLimitError.
+    of ``choices``, and the activations of the states before every layer. Activations beyond
+    ``memory_bytes`` are stored in a file in ``folder``. ``on_done`` is called twice per layer.
+    Raises MemoryLimitError.
     """
     c, canvases = layered.network, [state.canvas for state in states]
     carried = Carried(layered, canvases, memory_bytes=memory_bytes, folder=folder)
@@ -117,7 +125,7 @@ def estimate(
         on_done()
     tables = _at_the_table(carried, gradients, choices)
     for losses, looked_up in zip(found, tables, strict=True):
-        if looked_up is not None:  # a tied table also loses in looked-up rows
+        if looked_up is not None:  # add the loss in the rows that are looked up
             at_frontier, elsewhere = (float(looked_up[part].sum()) / 2 for part in _PARTS)
             kl, frontier_kl = losses[HEAD]
             losses[HEAD] = (
@@ -127,18 +135,20 @@ def estimate(
     return found
 
 
-# Slices of the gradients: positions at the frontier, then all others.
+# Slices of the gradients: those for positions at the frontier, then those for all others.
 _PARTS = (slice(0, DRAWS), slice(DRAWS, 2 * DRAWS))
 
 
 def directions(probs: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield ``draws`` random gradients of logits ``[R, V]`` whose summed outer products have the
-    Fisher information as their mean.
+    """Yield ``draws`` random gradients of logits ``[R, V]``.
 
-    The Fisher information of a prediction p is ``diag(p) - p p^T``: the sum over tokens j of ``b_j
-    b_j^T`` with ``b_j = sqrt(p_j) (e_j - p)``. Each token is assigned to one draw with a random
-    sign, so only products of two tokens in the same draw are random. Sampling labels from p would
-    need hundreds of draws where p is sure.
+    The mean of their summed outer products is the Fisher information. For a prediction p it is
+    ``diag(p) - p p^T``, which is the sum over tokens j of ``b_j b_j^T`` with ``b_j = sqrt(p_j) (e_j
+    - p)``.
+
+    Each token belongs to one draw, with a random sign. Only the products of two tokens in the same
+    draw are therefore random. The usual method samples labels from p. It would need hundreds of
+    draws where p is sure.
     """
     signs = torch.randint(0, 2, probs.shape, generator=generator) * 2 - 1
     draw = torch.randint(0, draws, probs.shape, generator=generator)
@@ -154,8 +164,10 @@ def _at_the_head(
     choices: Sequence[Quantisation],
     gradients: Tensor,
 ) -> tuple[list[int], list[Losses]]:
-    """Fill the gradients of the last layer's output. Returns the number of frontier and other
-    positions, and the heads' losses.
+    """Compute the gradients of the last layer's output, and the losses of the head.
+
+    Returns the number of frontier positions and of other positions, and the losses for each of
+    ``choices``.
     """
     layered, c = carried.layered, carried.layered.network
     norm, head, generator = layered.final_norm(), layered.head(), torch.Generator().manual_seed(0)
@@ -196,10 +208,10 @@ def _at_the_head(
 def _through(
     i: int, carried: Carried, entered: Tensor, gradients: Tensor, choices: Sequence[Quantisation]
 ) -> list[dict[str, Tensor]]:
-    """Backpropagate gradients through layer ``i``.
+    """Backpropagate the gradients through layer ``i``.
 
-    Returns for each of ``choices``, per linear layer and mixture, the sum over canvases of ``(g .
-    e)**2``, ``[draws]``.
+    Returns an entry for each of ``choices``. For each linear layer and mixture it has the sum of
+    ``(g . e)**2`` over the canvases, as ``[draws]``.
     """
     layered, block = carried.layered, carried.layered.block(i)
     modules = named(i, block)
@@ -232,8 +244,8 @@ def _through(
                     square[path][number] += (
                         torch.linalg.vecdot(by_path[path].flatten(1), e).square().sum().cpu()
                     )
-            # Must come last: a layer whose output is added to the block's result shares the
-            # incoming gradient, which this overwrites.
+            # This must come last. If the output of a layer is added to the result of the block, the
+            # layer shares the incoming gradient, which is overwritten here.
             carried_back[batch.rows] = before.flatten(0, 1).cpu()
     return squares
 
@@ -241,10 +253,10 @@ def _through(
 def _at_the_table(
     carried: Carried, gradients: Tensor, choices: Sequence[Quantisation]
 ) -> list[Tensor | None]:
-    """For each of ``choices`` that quantises a tied table: the sum over canvases of ``(g . e)**2``,
-    ``[draws]``, for looked-up rows.
+    """Return the loss in looked-up rows of the embedding table.
 
-    ``gradients`` are those of the first layer's input.
+    For each of ``choices`` that quantises a tied table, it is the sum of ``(g . e)**2`` over the
+    canvases, as ``[draws]``. ``gradients`` must be the gradients of the first layer's input.
     """
     found: list[Tensor | None] = []
     for done in choices:
@@ -265,13 +277,15 @@ def _at_the_table(
 
 
 def _changed(twin: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """The change of a layer's output caused by quantisation, for the same inputs."""
+    """Return the change of a layer's output that quantisation causes, for the same inputs."""
     found: Tensor = twin(*(each.detach().cpu() for each in inputs)).to(output.device) - output
     return found
 
 
 def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -> _Modules:
-    """The quantised layers and mixtures of a recipe, in the form used on a CPU."""
+    """Return the layers and mixtures that a choice quantises, in their quantised form, on
+    the CPU.
+    """
     twins: _Modules = {}
     inside: dict[str, nn.Module] = {}
     for path, module in modules.items():
@@ -297,7 +311,7 @@ def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -
 
 
 class Sweep:
-    """Measures losses by running the whole denoiser with single layers quantised."""
+    """Measures losses by running the whole denoiser with some layers quantised."""
 
     def __init__(self, denoiser: Denoiser, states: Sequence[State]) -> None:
         self.denoiser, self.states = denoiser, swept(states)
@@ -310,7 +324,7 @@ class Sweep:
         return log_probs(self.denoiser.project(features[0, predicting_rows(state.canvas, c)]), c)
 
     def loss(self, done: Quantisation, layers: Sequence[str]) -> tuple[float, float]:
-        """``(kl, frontier_kl)`` in nats per position with ``layers`` quantised."""
+        """Return ``(kl, frontier_kl)`` in nats per position if ``layers`` are quantised."""
         undo = calibrate.simulate(dict(self.denoiser.named_modules()), done, layers)
         all_kl, frontier_kl = [], []
         for state, expected in zip(self.states, self.expected, strict=True):
@@ -325,13 +339,14 @@ class Sweep:
 
 
 def method(*, exact: bool) -> str:
-    """The method's name in accuracy.json."""
+    """Return the name of the method in accuracy.json."""
     return "exact" if exact else "fisher"
 
 
 def units(network: NetworkSpec, layers: int, *, exact: bool) -> int:
-    """Maximum number of times that ``losses`` calls ``on_done``; ``layers`` counts quantised units
-    over all choices.
+    """Return the largest number of times that ``losses`` calls ``on_done``.
+
+    ``layers`` is the number of quantised units in all choices together.
     """
     return layers if exact else 2 * len(network.layers)
 
@@ -346,12 +361,16 @@ def losses(
     exact: bool,
     workplace: Workplace | None = None,
 ) -> list[Losses]:
-    """Losses of the quantised layers in each of ``choices``, which share ``parameters``."""
+    """Return the losses of the quantised layers in each of ``choices``.
+
+    All choices must have the same ``parameters``.
+    """
     place = workplace or Workplace()
     if not exact:
         layered = families.layered(parameters, network, device=place.device)
         most = place.activation_bytes
-        shared = None if most is None else most // 3  # states, inputs of all layers, gradients
+        # for the states, the inputs of all layers, and the gradients
+        shared = None if most is None else most // 3
         chosen = swept(
             states, LARGE_SWEPT if network.parameter_count() > calibrate.LARGE else SWEPT_STATES
         )
@@ -370,7 +389,7 @@ def losses(
 def as_rows(
     found: Losses, network: NetworkSpec, formats: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Losses as rows of accuracy.json and the report, in the order of the pass."""
+    """Return losses as rows of accuracy.json and of the report, in the order of the pass."""
     return [
         {
             "layer": unit,

@@ -1,1 +1,1 @@
-"""HTML pages: report.html of one bundle, and a page that compares several bundles."""
+"""HTML pages: the report of one bundle, and a page that compares several bundles."""

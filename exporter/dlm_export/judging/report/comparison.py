@@ -1,7 +1,8 @@
-"""A page that compares bundles of one checkpoint by size, loss, answers and time.
+"""Writes a page that compares bundles of one checkpoint: size, loss, answers and time.
 
-Losses come from each build's accuracy.json; they are compared only if the same data judged the same
-denoiser. Times are measured by the caller in one run (``bench.side_by_side``). Needs no torch.
+Losses come from the accuracy.json of each build. They are compared only if the same denoiser was
+judged on the same data. The caller measures times in one run (``bench.side_by_side``). Torch is not
+needed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 TEMPLATE = "comparison.html.jinja"
 SAME_LOSS = (
-    1e-3  # relative difference of the reference's loss that two machines' arithmetic may cause
+    # relative difference of the reference's loss that the arithmetic of two machines may cause
+    1e-3
 )
 
 
@@ -33,7 +35,9 @@ class ComparisonError(DlmError):
 
 @dataclass(frozen=True)
 class Entry:
-    """A bundle in the comparison. ``judgement`` is from accuracy.json, or ``None``."""
+    """A bundle in the comparison. ``judgement`` comes from its accuracy.json; it may be
+    ``None``.
+    """
 
     folder: Path
     manifest: Mapping[str, Any]
@@ -45,16 +49,16 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all its files."""
+        """Size of all its files."""
         return sum(entry["bytes"] for entry in self.manifest["files"].values())
 
     @property
     def is_reference(self) -> bool:
-        """True if its loss is the reference's, which is in fp32."""
+        """True if this bundle is in fp32. The builds compare with fp32, so it is the reference."""
         return self.precision == "fp32"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values: one row of the table."""
+        """Return one row of the table, as plain values."""
         j = self.judgement
         task = j["free_running"]["task"] if j else None
         return {
@@ -75,10 +79,10 @@ class Entry:
 
 
 def read_entries(folders: Sequence[Path]) -> list[Entry]:
-    """Open bundles. Raises BundleError, or ComparisonError if two of them do not match."""
+    """Open the bundles. Raises BundleError, or ComparisonError if two of them do not match."""
     if len(folders) < 2:
         raise ComparisonError(
-            "one bundle alone has its own report.html: name two or more of one checkpoint"
+            "a comparison needs two or more bundles of one checkpoint; a single bundle has report.html"
         )
     entries = [_read(folder) for folder in folders]
     first = entries[0]
@@ -122,7 +126,10 @@ def _read(folder: Path) -> Entry:
 
 
 def _check_figures(entry: Entry) -> None:
-    """Raises Key-, Type-, Value- or AttributeError if a judgement lacks a value for the page."""
+    """Check that a judgement has every value that the page needs.
+
+    Raises KeyError, TypeError, ValueError or AttributeError if one is missing or wrong.
+    """
     j, row = entry.judgement, entry.as_dict()
     assert j is not None
     figures_of = {
@@ -133,7 +140,7 @@ def _check_figures(entry: Entry) -> None:
     for name, value in (figures_of | {"reference_ce": j["overall"]["reference_ce"]}).items():
         pair = value if name.endswith("_interval") and value is not None else [value] * 2
         low, high = (0 if number is None else number for number in pair)
-        math.fsum((low, high))  # raises unless both are numbers
+        math.fsum((low, high))  # this raises an error unless both are numbers
     if not all(isinstance(j[name], dict) for name in ("data", "policy", "effort")):
         raise TypeError("data, policy or effort is not an object")
 
@@ -163,7 +170,7 @@ def _check_judged_alike(entry: Entry, other: Entry) -> None:
                 "same --calib, --judge, --judged, --calib-preset and --seed."
             )
     if ours["data"]["samples"] != theirs["data"]["samples"]:
-        return  # one used fewer of the same samples, so the reference's losses differ
+        return  # One bundle used fewer of the same samples, so the losses of the reference differ.
     losses = [judgement["overall"]["reference_ce"] for judgement in (ours, theirs)]
     if not math.isclose(*losses, rel_tol=SAME_LOSS):
         raise ComparisonError(
@@ -175,7 +182,9 @@ def _check_judged_alike(entry: Entry, other: Entry) -> None:
 def rows_of(
     entries: Sequence[Entry], speeds: Sequence[Mapping[str, Any]] | None
 ) -> list[dict[str, Any]]:
-    """Rows of the table, one per bundle; ``speed`` is its measured speed, or ``None``."""
+    """Return the rows of the table, one per bundle. ``speed`` is the measured speed, or
+    ``None``.
+    """
     return [
         entry.as_dict() | {"speed": speeds[i] if speeds else None}
         for i, entry in enumerate(entries)
@@ -188,9 +197,9 @@ def write_comparison(
     speeds: Sequence[Mapping[str, Any]] | None = None,
     machine: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the page. ``speeds`` (from ``bench.side_by_side``, one per bundle) were measured on
-    ``machine``.
+    """Write the page.
 
+    ``speeds`` come from ``bench.side_by_side``, one per bundle, and were measured on ``machine``.
     Raises ReportError.
     """
 
@@ -228,7 +237,7 @@ def write_comparison(
 def _trade(
     title: str, quantity: str, entries: Sequence[Entry], at: Sequence[float]
 ) -> drawing.Figure | None:
-    """A figure of loss against a quantity, or ``None`` if fewer than two bundles have a loss."""
+    """Draw the loss against a quantity. Returns ``None`` if fewer than two bundles have a loss."""
     points: list[TradePoint] = []
     for entry, where in zip(entries, at, strict=True):
         row = entry.as_dict()

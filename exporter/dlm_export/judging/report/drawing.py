@@ -1,8 +1,9 @@
-"""Converts matplotlib figures to inline SVG with the page's colours, font and text size.
+"""Draws figures with matplotlib, as inline SVG with the colours, font and text size of the page.
 
-matplotlib draws with placeholder colours that become variables of the style sheet, so figures
-follow light and dark mode; text stays text. Every figure is ``WIDTH`` units wide and has its
-numbers in an aria-label for screen readers.
+matplotlib draws with placeholder colours. They are then replaced by variables of the style sheet,
+so that figures follow light and dark mode. Text stays text in the SVG; it is not converted to
+outlines. Every figure is ``WIDTH`` units wide. An aria-label has the numbers of the figure, for
+screen readers.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from dlm_export.judging.report.numbers import finite, printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-# width of every figure: about the pixels of a phone, so text of 9 units stays legible
+# Width of every figure. It is about the width of a phone in pixels, so text of 9 units can be read
+# there.
 WIDTH = 360
-# Placeholder colours of matplotlib -> colours of the page.
+# placeholder colours in matplotlib -> colours of the page
 INK, MUTED, RULE, REFERENCE, CANDIDATE = "#010101", "#020202", "#030303", "#040404", "#050505"
 _COLOURS = {
     INK: "currentColor",
@@ -35,7 +37,7 @@ _COLOURS = {
 }
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a dollar sign in a layer's name is literal
+    "text.parse_math": False,  # a dollar sign in the name of a layer has no special meaning
     "font.size": 10.5,
     "text.color": INK,
     "axes.edgecolor": MUTED,
@@ -61,7 +63,9 @@ STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Figure:
-    """One drawing: inline SVG, its title, how to read it, and its legend as (CSS class, words)."""
+    """A figure: its title, how to read it, its legend as pairs of a CSS class and words, and its
+    SVG.
+    """
 
     title: str
     reading: str
@@ -72,14 +76,16 @@ class Figure:
 def draw(
     title: str, description: str, height: float, paint: Callable[[Canvas], None], **words: Any
 ) -> Figure:
-    """Draw with ``paint`` on a canvas of ``WIDTH`` x ``height``, as SVG without its own ids,
-    colours or fonts.
+    """Let ``paint`` draw on a canvas of ``WIDTH`` x ``height``, and convert the result to SVG.
+
+    The SVG has no ids, colours or fonts of its own.
     """
     import matplotlib.style
     from matplotlib.figure import Figure as Canvas
 
     buffer = io.StringIO()
-    # This salts the hashes that name marker and clip paths, so two figures on a page share no name.
+    # matplotlib names markers and clip paths by salted hashes. With a salt per title, two figures
+    # on a page have no name in common.
     with matplotlib.style.context(["default", STYLE | {"svg.hashsalt": title}]):
         canvas = Canvas(figsize=(WIDTH / 72, height / 72), layout="constrained")
         paint(canvas)
@@ -97,9 +103,10 @@ def draw(
         body,
         flags=re.DOTALL,
     )
-    # figure_1, axes_1, line2d_1: the same in every figure, and never referenced.
+    # ids such as figure_1, axes_1 and line2d_1 are the same in every figure, and nothing refers to
+    # them
     body = re.sub(r' id="[\w.]+_\d{1,4}"', "", body)
-    # Output of matplotlib before 3.10.
+    # matplotlib before 3.10 writes this
     body = re.sub(r"font: (?:[\w ]+ )?([\d.]+px)[^;\"]*", r"font-size: \1", body)
     body = re.sub(r"font-family: [^;\"]*(; )?| transform=\"rotate\(-?0 [^\"]*\"", "", body)
     body = re.sub(r"(?<=: )#0\d0\d0\d", lambda match: _COLOURS.get(match[0], match[0]), body)
@@ -109,11 +116,13 @@ def draw(
 
 
 def with_nan(values: Iterable[float | None]) -> np.ndarray:
-    """fp64 array with NaN, which matplotlib skips, for missing or non-finite values."""
+    """Convert to an fp64 array. Missing and non-finite values become NaN, which matplotlib
+    skips.
+    """
     return np.array([finite(value, math.nan) for value in values], dtype=float)
 
 
 def label_of(layer: str) -> str:
-    """A layer's name shortened to 27 characters, in ASCII."""
+    """Shorten the name of a layer to 27 characters, in ASCII."""
     layer = "".join(letter if " " <= letter <= "~" else "?" for letter in layer)
     return layer if len(layer) <= 27 else f"{layer[:12]}…{layer[-14:]}"

@@ -1,4 +1,4 @@
-"""The figures of the pages, one function per figure."""
+"""Draws the figures of the pages, one function per figure."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 
-LONG_AXIS = 4  # a plot of effort is logarithmic from this multiple of high's passes
+# a plot of effort has a logarithmic axis if it reaches this multiple of the passes of ``high``
+LONG_AXIS = 4
 
 
 def _layer_axis(axes: Axes, layers: Sequence[str]) -> None:
-    """One row per layer, the first at the top, names on the left."""
+    """Prepare an axis with one row per layer. The first layer is at the top, and names are on the
+    left.
+    """
     axes.set_yticks(range(len(layers)), [label_of(layer) for layer in layers], fontsize=9.5)
     axes.set_ylim(len(layers) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
@@ -49,7 +52,9 @@ def sensitivity(row: Mapping[str, Any]) -> float:
 
 
 def draw_loss(judgement: Mapping[str, Any]) -> Figure:
-    """Masked cross-entropy of both sides by mask ratio, and its increase with 95% intervals."""
+    """Draw the masked cross-entropy of both sides by mask ratio, and its increase with 95%
+    intervals.
+    """
     rows, floor = judgement["buckets"], judgement["noise_floor"]
     ratios = [row["mask_ratio"] for row in rows]
     ours, theirs = (
@@ -62,7 +67,8 @@ def draw_loss(judgement: Mapping[str, Any]) -> Figure:
         top, bottom = canvas.subplots(2, sharex=True, height_ratios=(3, 2))
         top.set_title("Masked cross-entropy, nats a position")
         top.plot(ratios, ours, "o-", color=CANDIDATE)
-        # Larger and on top: the two mostly coincide, and a ring around a dot shows both.
+        # The two curves mostly coincide. Draw the reference as larger rings on top, so that both
+        # are visible.
         top.plot(
             ratios,
             theirs,
@@ -96,8 +102,10 @@ def draw_loss(judgement: Mapping[str, Any]) -> Figure:
 
 
 def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
-    """Largest input per mask-ratio bucket divided by the layer's smallest bucket: one row per
-    layer, darker is larger.
+    """Draw how much the range of each layer's inputs depends on the mask ratio.
+
+    There is one row per layer, with one cell per tenth of the mask ratio. A cell is darker if the
+    largest input in it is larger, divided by that of the layer's smallest cell.
     """
     ranges = np.array([with_nan(row["by_bucket"]) for row in layers])
     ranges[ranges <= 0] = math.nan
@@ -148,7 +156,7 @@ def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
-    """KL caused by quantising only that layer, at the frontier and on all masked positions."""
+    """Draw the KL of quantising only one layer, at the frontier and at all masked positions."""
     frontier = with_nan(row["frontier_kl"] for row in layers)
     everywhere = with_nan(row["kl"] for row in layers)
     known = np.concatenate([frontier, everywhere])
@@ -188,10 +196,10 @@ def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
-    """Histograms of passes per prompt for both sides, with the same bins."""
+    """Draw histograms of passes per prompt for both sides, with the same bins."""
     free = judgement["free_running"]
     theirs, ours = np.array(free["reference_nfe"]), np.array(free["candidate_nfe"])
-    # Estimated passes need not be whole numbers.
+    # Estimated numbers of passes need not be whole.
     first = math.floor(min(theirs.min(), ours.min()))
     last = math.ceil(max(theirs.max(), ours.max()))
     edges = np.arange(first, last + 2, max(1, -(-(last + 1 - first) // 24))) - 0.5
@@ -229,7 +237,7 @@ def _names(judgement: Mapping[str, Any]) -> tuple[str, str]:
 def _quality_axes(
     canvas: Canvas, kind: str, curve: Sequence[Mapping[str, Any]], line: str, **style: Any
 ) -> Axes:
-    """Plot quality against passes, with a point for each of ``curve``."""
+    """Plot quality against passes, with one point for each entry of ``curve``."""
     axes = canvas.subplots()
     name = "task score" if kind == "task" else "agreement with one token a pass"
     axes.set_title(f"Quality: {name}")
@@ -240,7 +248,10 @@ def _quality_axes(
 
 
 def draw_threshold(refit: Mapping[str, Any]) -> Figure:
-    """The candidate's quality against its passes at each threshold, with the operating points."""
+    """Draw the candidate's quality against its passes at each threshold.
+
+    The chosen threshold, the original one and the reference are marked.
+    """
     curve = sorted(refit["curve"], key=lambda point: point["threshold"])
 
     def paint(canvas: Canvas) -> None:
@@ -261,7 +272,8 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
             )
         named = refit["refitted"]
         reach = max(abs(point["nfe"] - named["nfe"]) for point in curve)
-        # Label the curve's ends too, if the label does not overlap the re-fitted point's.
+        # Label both ends of the curve too, unless such a label would overlap the label of the new
+        # threshold.
         for point in (
             named,
             *(
@@ -290,12 +302,12 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
 
 
 def draw_effort(effort: Mapping[str, Any]) -> Figure:
-    """Quality against passes of all variants, with the effort levels marked."""
+    """Draw quality against passes for all variants, and mark the effort levels."""
     curve, levels = effort["curve"], effort["levels"]
 
     def paint(canvas: Canvas) -> None:
         axes = _quality_axes(canvas, effort["quality"], curve, "o", markerfacecolor="none")
-        # Levels may share a loop; their names then share one label.
+        # Levels with the same loop share one label.
         names: dict[tuple[float, float], str] = {}
         for name, point in levels.items():
             at = (point["nfe"], point["quality"])
@@ -326,7 +338,9 @@ def draw_effort(effort: Mapping[str, Any]) -> Figure:
 
 @dataclass(frozen=True)
 class TradePoint:
-    """A bundle's point: its loss increase relative to the source, with its interval if known."""
+    """The point of one bundle: the increase of its loss over the source, with an interval
+    if known.
+    """
 
     name: str
     at: float
@@ -336,7 +350,9 @@ class TradePoint:
 
 
 def draw_trade(title: str, quantity: str, points: Sequence[TradePoint]) -> Figure:
-    """Loss increase against ``quantity`` (size or time), one point per bundle."""
+    """Draw the increase of the loss against size or time (``quantity``), with one point per
+    bundle.
+    """
 
     def paint(canvas: Canvas) -> None:
         axes = canvas.subplots()

@@ -10,10 +10,12 @@ MISSING, MINUS, TIMES = "\N{EN DASH}", "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN
 
 
 def printable(text: str) -> str:
-    """Replace control characters with their pictures, and other unsafe characters with U+FFFD."""
+    """Replace control characters by their Unicode symbols, and other unsafe characters by
+    U+FFFD.
+    """
     text = re.sub(r"[\x00-\x08\x0b-\x1f]", lambda match: chr(0x2400 + ord(match[0])), text)
-    # C1 controls, bidirectional overrides (they reorder nearby text), lone surrogates (invalid in
-    # UTF-8).
+    # These are C1 controls, bidirectional overrides, which reorder the text around them, and lone
+    # surrogates, which are invalid in UTF-8.
     return re.sub(r"[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", "\ufffd", text)
 
 
@@ -28,8 +30,9 @@ def formatted(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def as_number(value: float | None, digits: int = 4) -> str:
-    """Format with ``digits`` significant digits, with an exponent only for very large or small
-    numbers; integers are exact.
+    """Format a number with ``digits`` significant digits. Integers are exact.
+
+    Only very large and very small numbers have an exponent.
     """
 
     def form(number: float) -> str:
@@ -44,7 +47,9 @@ def as_number(value: float | None, digits: int = 4) -> str:
 
 
 def as_percent(value: float | None, decimals: int = 1) -> str:
-    """A share as per cent; rounding never gives 100% for a share below 1, or 0% for one above 0."""
+    """Format a share as per cent. A share below 1 is never shown as 100%, and one above 0 never as
+    0%.
+    """
 
     def form(share: float) -> str:
         text, least = f"{share:.{decimals}%}", 10.0**-decimals
@@ -58,17 +63,17 @@ def as_percent(value: float | None, decimals: int = 1) -> str:
 
 
 def as_change(value: float | None) -> str:
-    """A relative change as a signed percentage."""
+    """Format a relative change as a signed percentage."""
     return formatted(value, lambda change: f"{change:+.2%}")
 
 
 def as_points(value: float | None) -> str:
-    """A difference of two shares in percentage points, signed."""
+    """Format the difference of two shares in percentage points, with its sign."""
     return formatted(value, lambda difference: f"{100 * difference:+.1f}")
 
 
 def as_bytes(count: int) -> str:
-    """Format ``count`` bytes in the largest binary unit not above it."""
+    """Format ``count`` bytes in the largest binary unit that is not above it."""
     power = min(3, max(0, (int(count).bit_length() - 1) // 10))
     return (
         f"{count:,} B"
@@ -78,7 +83,7 @@ def as_bytes(count: int) -> str:
 
 
 def as_ratio(value: float | None) -> str:
-    """A ratio near 1."""
+    """Format a ratio that is near 1."""
     return formatted(value, lambda ratio: f"{ratio:.3f}")
 
 
@@ -89,5 +94,5 @@ FORMS: dict[str, Callable[..., str]] = {
 
 
 def as_interval(pair: Sequence[float | None] | None, form: str) -> str:
-    """Both ends of a 95% interval, formatted with one of ``FORMS``."""
+    """Format both ends of a 95% interval. ``form`` is, for example, "percent" for ``as_percent``."""
     return " to ".join(FORMS[f"as_{form}"](value) for value in pair) if pair else MISSING

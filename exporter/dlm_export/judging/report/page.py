@@ -1,8 +1,8 @@
-"""report.html: what a quantised bundle loses, on one self-contained page.
+"""Writes report.html, one self-contained page about what a quantised bundle loses.
 
-Fills ``report.html.jinja`` with the manifest, accuracy.json and figures (``figures.py``). The page
-loads no resources and runs no scripts, follows light or dark mode, and is byte for byte the same
-for the same results.
+The template ``report.html.jinja`` is filled with the manifest, accuracy.json and the figures of
+``figures.py``. The page loads no resources and runs no scripts. It follows light or dark mode. The
+same results always give the same bytes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from dlm_runtime.errors import DlmError
 ACCURACY_FILE, REPORT_FILE = "accuracy.json", "report.html"
 TEMPLATE = "report.html.jinja"
 FIGURE_LAYERS = 14  # rows of a figure with one row per layer
-# rows of a table with one row per layer; a mixture of experts has thousands, too many for a page
+# Rows of a table with one row per layer. A mixture of experts has thousands of layers, which are
+# too many for a page.
 TABLE_LAYERS = 400
-MAP_ROWS = 40  # kinds of layer in the map of formats
-SAMPLE_CHARACTERS = 1500  # characters shown of one generation
+MAP_ROWS = 40  # the most kinds of layers that the map of formats shows
+SAMPLE_CHARACTERS = 1500  # characters of one generation that are shown
 
 
 class ReportError(DlmError):
@@ -37,7 +38,7 @@ class ReportError(DlmError):
 
 
 def require_matplotlib() -> None:
-    """Raises ReportError, before anything runs, if the figures cannot be drawn."""
+    """Raises ReportError if the figures cannot be drawn. Call it before long work starts."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as err:
@@ -58,19 +59,19 @@ def write_report(
     Args:
         path: The file to write or replace.
         manifest: The bundle's manifest.
-        accuracy: Accuracy.json; ``judgement``, ``calibration`` and ``parity`` may each be missing
-            or ``None``.
-        files: Name of each of the bundle's files -> its bytes.
-        speed: ``Judgement.speed``, or ``None`` if not measured.
+        accuracy: The contents of accuracy.json. ``judgement``, ``calibration`` and ``parity`` may
+            each be missing or ``None``.
+        files: Size in bytes of each of the bundle's files.
+        speed: ``Judgement.speed``, or ``None`` if it was not measured.
 
     Raises:
-        ReportError: Matplotlib is missing, a section lacks a key, or the file cannot be written.
+        ReportError: matplotlib is missing, a section lacks a key, or the file cannot be written.
     """
     write_page(path, TEMPLATE, lambda: _context(manifest, accuracy, files) | {"speed": speed})
 
 
 def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str, Any]]) -> None:
-    """Write one of this package's pages to ``path``; raises the same errors as ``write_report``."""
+    """Write one of this package's pages to ``path``. Raises the same errors as ``write_report``."""
     from jinja2 import UndefinedError
 
     require_matplotlib()
@@ -82,7 +83,7 @@ def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str
         TypeError,
         ValueError,
         UndefinedError,
-    ) as err:  # accuracy.json may come from elsewhere
+    ) as err:  # accuracy.json may not be from a build
         raise ReportError(
             f"{path}: the results lack a value that the report shows ({err}). Evaluate again with this version of dlm-export."
         ) from err
@@ -96,7 +97,7 @@ def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str
 def _context(
     manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Values for the template, section by section; ``None`` for empty sections."""
+    """Return the values for the template, section by section. Empty sections are ``None``."""
     judgement, calibration = accuracy.get("judgement"), accuracy.get("calibration")
     precision = manifest["precision"]
     layers = precision.get("layers") or {}
@@ -152,11 +153,11 @@ def _context(
     }
 
 
-EXPERTS_NAMED = 12  # most experts of a mixture to list by number
+EXPERTS_NAMED = 12  # the most experts of a mixture that are listed by number
 
 
 def _reached(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A line about the calibration tokens that each expert of a mixture received."""
+    """Describe how many calibration tokens the experts of a mixture received."""
     counts = sorted(row["tokens"])
     few = [expert for expert in row["few"] if expert not in row["never"]]
     median = counts[len(counts) // 2]
@@ -193,15 +194,17 @@ def _render(template: str, context: Mapping[str, Any]) -> str:
 
 
 def _shown(value: object) -> object:
-    """How the page shows ``value``: a dash for ``None``, text without unsafe characters."""
+    """Return what the page shows for ``value``: a dash for ``None``, and text without unsafe
+    characters.
+    """
     if value is None:
         return numbers.MISSING
-    # Markup is a subclass of str and stays unchanged.
+    # Markup, a subclass of str, stays unchanged.
     return printable(value) if type(value) is str else value
 
 
 def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested data as (dotted key, value as JSON), in its original order."""
+    """Convert nested data to pairs of a dotted key and the value as JSON, in the original order."""
     rows: list[tuple[str, str]] = []
     for key, value in recipe.items():
         if isinstance(value, Mapping) and value:
@@ -212,22 +215,26 @@ def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
 
 
 def _block_and_role(layer: str) -> tuple[int | None, str]:
-    """``blocks.3.mlp.up`` is (3, ``blocks.*.mlp.up``); a layer outside the blocks has ``None``."""
+    """Split the path of a layer: ``blocks.3.mlp.up`` gives (3, ``blocks.*.mlp.up``).
+
+    The block is ``None`` for a layer outside the blocks.
+    """
     match = re.fullmatch(r"(.*?\.)?(0|[1-9]\d{0,5})(\..+)?", layer, re.ASCII | re.DOTALL)
     return (int(match[2]), f"{match[1] or ''}*{match[3] or ''}") if match else (None, layer)
 
 
 def grouped(layers: Iterable[str]) -> list[tuple[str, int]]:
-    """Layer names with the block number replaced by ``*``, and the number of layers of each."""
+    """Replace block numbers in paths by ``*``, and count the layers of each path."""
     return list(Counter(_block_and_role(layer)[1] for layer in layers).items())
 
 
 def layer_map(layers: Mapping[str, str]) -> dict[str, Any]:
-    """The format of each layer: ``formats`` as (format, count), ``blocks`` (count), and ``rows``,
-    one per role.
+    """Arrange the formats of all layers in rows, one row per role, for the map of formats.
 
-    A row has one cell per block: (block, index of the format), with ``None`` for a layer that is not
-    quantised. A role outside the blocks has a single cell. ``summary`` counts the row's formats.
+    ``formats`` lists the formats, each with its number of layers. ``blocks`` is the number of
+    blocks. Each of ``rows`` has one cell per block. A cell consists of the block and the index of
+    the format, which is ``None`` if the layer is not quantised. The row of a role outside the
+    blocks has a single cell. ``summary`` is the number of layers in each format, per row.
     """
     formats = Counter(layers.values()).most_common()
     index = {name: i for i, (name, _) in enumerate(formats)}
@@ -247,7 +254,7 @@ def layer_map(layers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def clipped(text: str | None) -> str | None:
-    """``text`` shortened for the page."""
+    """Cut a text at ``SAMPLE_CHARACTERS``."""
     return (
         text
         if text is None or len(text) <= SAMPLE_CHARACTERS
@@ -256,13 +263,16 @@ def clipped(text: str | None) -> str | None:
 
 
 def compared(ours: str | None, theirs: str | None) -> list[tuple[bool, str]] | None:
-    """``ours`` in pieces, each with whether ``theirs`` lacks it; ``None`` without text."""
+    """Split ``ours`` into pieces, and mark each piece that ``theirs`` lacks with True.
+
+    Returns ``None`` if ``ours`` is ``None``.
+    """
     if ours is None:
         return None
     pieces, others = (
         re.findall(r"\s+|\w+|[^\w\s]", clipped(text) or "") for text in (ours, theirs or ours)
     )
-    # Its heuristic for frequent words stays on; without it, comparing repetitive texts takes
+    # Keep difflib's heuristic for frequent words. Without it, comparing repetitive texts takes
     # minutes.
     matcher = difflib.SequenceMatcher(None, pieces, others)
     return [

@@ -1,4 +1,5 @@
-"""Sides of a comparison: a bundle, a torch denoiser, or a torch denoiser read layer by layer.
+"""The sides of a comparison: a bundle, a torch denoiser, or a torch denoiser read layer by layer.
 
-All have the same methods.
+A comparison has two sides, a reference and a candidate. All kinds of sides share the interfaces in
+``side``, so the code that compares does not need to know the kind.
 """

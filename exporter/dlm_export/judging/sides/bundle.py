@@ -1,7 +1,7 @@
 """A bundle in the native runtime, as one side of a comparison.
 
-It runs one canvas per pass, as on a device, because dynamic activation ranges must not depend on
-other canvases in a batch.
+Each pass has a single canvas, as on a device. With several canvases in a batch, the dynamic range
+of an activation would depend on the other canvases.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class BundlePredictor:
     """A bundle that runs the native loop."""
 
     def __init__(self, bundle: Bundle, name: str) -> None:
-        """The bundle must have been opened from a folder: its manifest says how rows are shifted."""
+        """Wrap a bundle that was opened from a folder. Its manifest says how rows are shifted."""
         self.bundle, self.name = bundle, name
         self._spent: list[Generation] = []
         self.shift = int(bundle.manifest["loop"]["shift"])
@@ -58,8 +58,9 @@ class BundlePredictor:
         return scores(turn, logits, policy)
 
     def speed(self) -> dict[str, Any] | None:
-        """Speed of its loops so far, and the machine; ``None`` if nothing ran or a CPU simulated the
-        formats.
+        """Return the speed of the loops so far, and the machine.
+
+        Returns ``None`` if no loop ran, or if a CPU simulated the number formats.
         """
         seconds = sum(done.timings["total"] for done in self._spent)
         passes = sum(done.nfe for done in self._spent)
@@ -85,8 +86,9 @@ class BundlePredictor:
 
 
 def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
-    """Numpy version of ``proposers.scores``, for machines without torch: float64 ``[M]`` from
-    logits fp32 ``[M, V]``.
+    """Score the positions of a turn like ``proposers.scores``, but with numpy instead of torch.
+
+    Takes logits fp32 ``[M, V]`` and returns scores float64 ``[M]``.
     """
     by = scored_by(turn, policy)
     if by == "random":

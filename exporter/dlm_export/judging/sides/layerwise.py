@@ -1,7 +1,7 @@
 """A torch denoiser that is read layer by layer, as one side of a comparison.
 
-It must be given all canvases in advance. Memory holds one layer, the canvases' hidden states and
-the stored head, whatever the size of the denoiser.
+It must know all canvases in advance. Memory holds one layer, the hidden states of the canvases, and
+the head as it is stored, however large the denoiser is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dlm_runtime import Policy
 
 
 class SweptPredictor:
-    """A torch ``Seer``; each call of ``see`` is one sweep over the layers."""
+    """A torch ``Seer``. Each call of ``see`` runs all canvases through one layer after another."""
 
     def __init__(
         self,
@@ -36,8 +36,10 @@ class SweptPredictor:
         folder: Path | None = None,
         cache_dtype: str | None = None,
     ) -> None:
-        """``memory_bytes``, ``folder``: storage for states, see ``Carried``. ``cache_dtype``: see
-        ``Walked``.
+        """Prepare a denoiser.
+
+        ``Carried`` explains ``memory_bytes`` and ``folder``, which say where states are stored.
+        ``Walked`` explains ``cache_dtype``.
         """
         c = layered.network
         self.layered, self.name = layered, name
@@ -73,14 +75,14 @@ class SweptPredictor:
             block = self.layered.block(i)
             carried.through(i, block)
             walked.through(i, block)
-            del block  # before the next one is read into its memory
+            del block  # free it before the next block is read
         self._walked = walked.features()
         found = carried.features([rows for _, rows in alone.values()])
         self._features = {key: self._walked[walk][number] for key, (walk, number) in whole.items()}
         self._features |= dict(zip(alone, found, strict=True))
 
     def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """See ``Scorer``; only for views given to ``see``."""
+        """See ``Scorer``. Only for views that were passed to ``see``."""
         return self._logits(self._features[view_key(canvas, rows)])
 
     def walked(self, walk: int, step: int) -> np.ndarray:
@@ -100,12 +102,12 @@ class SweptPredictor:
 def shown_source(
     source: Source, name: str, dtype: torch.dtype, workplace: Workplace | None
 ) -> SweptPredictor:
-    """A source in torch that is read layer by layer."""
+    """Create a side that reads a source in torch layer by layer."""
     place = workplace or Workplace()
     layered = families.layered(source.parameters, source.network, dtype, place.device)
     return SweptPredictor(layered, name, memory_bytes=place.activation_bytes, folder=place.folder)
 
 
 def view_key(canvas: np.ndarray, rows: np.ndarray) -> tuple[bytes, bytes]:
-    """The lookup key of a canvas and its rows."""
+    """Return the key under which the results of a canvas and its rows are stored."""
     return np.asarray(canvas, np.int64).tobytes(), np.asarray(rows, np.int64).tobytes()

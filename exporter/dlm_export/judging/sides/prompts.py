@@ -1,4 +1,4 @@
-"""Prompts of samples, the room after them, and decoding of generated text."""
+"""Prepares the prompts of samples, the lengths to generate, and the decoding of generated text."""
 
 from __future__ import annotations
 
@@ -12,23 +12,30 @@ from dlm_runtime.policy import Policy
 
 
 def prompt_of(sample: Sample, max_new_tokens: int, max_canvas_length: int) -> tuple[list[int], int]:
-    """A sample's prompt, and how many tokens to generate; plain text is split in the middle."""
+    """Return the prompt of a sample, and how many tokens to generate after it.
+
+    The prompt of plain text is its first half.
+    """
     start = sample.prompt_length or max(1, len(sample.tokens) // 2)
     return sample.tokens[:start].tolist(), min(max_new_tokens, max_canvas_length - start)
 
 
 def asked_of(sample: Sample, number: int, max_new_tokens: int, limit: int) -> tuple[list[int], int]:
-    """``prompt_of`` a sample. Raises JudgeError if its prompt leaves no room."""
+    """Like ``prompt_of``, but raises JudgeError if the prompt fills the canvas."""
     prompt, room = prompt_of(sample, max_new_tokens, limit)
     if room < 1:
         raise JudgeError(
-            f"sample {number + 1}: its prompt of {len(prompt)} tokens fills the canvas: leave it out"
+            f"sample {number + 1}: its prompt of {len(prompt)} tokens fills the canvas. Remove this sample."
         )
     return prompt, room
 
 
 def new_tokens(samples: Sequence[Sample], policy: Policy, network: NetworkSpec) -> int:
-    """Length of a free run: the most whole blocks for which every prompt leaves room."""
+    """Return how many tokens to generate in a free run.
+
+    This is the length of the longest answer, rounded up to whole blocks, but never more than the
+    canvas has left after the longest prompt.
+    """
     block_length = policy.block_length or 32
     starts = [sample.prompt_length or len(sample.tokens) // 2 for sample in samples]
     longest = max(len(sample.tokens) - start for sample, start in zip(samples, starts, strict=True))
@@ -37,8 +44,9 @@ def new_tokens(samples: Sequence[Sample], policy: Policy, network: NetworkSpec) 
 
 
 def decoder(bundle: dlm_runtime.Bundle) -> Callable[[list[int]], str | None]:
-    """A function that decodes generated ids up to the first end token; it returns ``None`` without a
-    tokenizer.
+    """Return a function that decodes generated ids, up to the first end token.
+
+    The function returns ``None`` if the bundle has no tokenizer.
     """
     tokenizer, stops = bundle.tokenizer, bundle.eos_token_ids
 

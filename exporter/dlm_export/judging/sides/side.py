@@ -1,4 +1,4 @@
-"""Interfaces of the sides of a comparison, and checks that two sides are comparable."""
+"""Defines the interfaces of the sides of a comparison, and checks that two sides are comparable."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 
 class JudgeError(DlmError):
-    """The two denoisers cannot be compared, or the data cannot judge them."""
+    """The two denoisers cannot be compared, or the data does not allow to judge them."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 View: TypeAlias = tuple[np.ndarray, np.ndarray]
-"""A canvas ``[L]`` and the positions ``[P]`` to predict."""
+"""A canvas ``[L]``, and the positions ``[P]`` to predict on it."""
 
 
 class Side(Protocol):
@@ -38,15 +38,17 @@ class Scorer(Side, Protocol):
     """A side that predicts tokens on a canvas."""
 
     def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Raw logits fp32 ``[R, V]`` of the ``rows`` ``[R]`` of a canvas ``[L]``, from one full
-        pass.
+        """Run one full pass over a canvas ``[L]``, and return raw logits fp32 ``[R, V]`` of
+        ``rows``.
 
-        Row ``i`` predicts position ``i + shift``; masked positions stay masked.
+        Row ``i`` predicts position ``i + shift``. Masked positions stay masked.
         """
 
     def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
-        """Scores float64 ``[M]`` of a turn's positions in this side's loop, from their logits fp32
-        ``[M, V]``.
+        """Return scores float64 ``[M]`` of the positions that a loop may commit in one turn.
+
+        The scores are computed as in this side's loop, from logits fp32 ``[M, V]``. A ``Turn``
+        describes one pass of a loop and the commits after it.
         """
 
 
@@ -60,22 +62,28 @@ class Generator(Side, Protocol):
 
 
 class Predictor(Scorer, Generator, Protocol):
-    """A side that runs its loop."""
+    """A side that predicts tokens and runs its own loop."""
 
     def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
-        """Generate, and return the canvas before each pass and the finished one: NFE + 1 canvases."""
+        """Generate, and return the canvas before each pass, and the finished canvas at the end."""
 
 
 @runtime_checkable
 class Seer(Scorer, Protocol):
-    """A side that predicts only on canvases given to it in advance, and runs no loop."""
+    """A side that runs no loop, and predicts only on canvases that it knows in advance."""
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
-        """Replace all results with those for these canvases and passes of other sides' loops."""
+        """Compute the results for these canvases, and for the passes of other sides' loops
+        (``walks``).
+
+        These results replace all earlier ones.
+        """
 
     def walked(self, walk: int, step: int) -> np.ndarray:
-        """Raw logits fp32 ``[R, V]`` of a given pass, computed with this side's own cached keys and
-        values.
+        """Return raw logits fp32 ``[R, V]`` of one pass in the ``walks`` that ``see`` got.
+
+        A walk is the list of passes of another side's loop. The logits are computed with keys and
+        values that this side cached in the earlier passes of the walk.
         """
 
 
@@ -91,24 +99,26 @@ def check_comparable(reference: Side, candidate: Side) -> None:
 
 
 def finite_logits(predictor: Scorer, canvas: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Logits fp32 ``[P, V]`` that predict ``positions`` ``[P]``, with -inf for the mask token.
+    """Return logits fp32 ``[P, V]`` that predict ``positions`` ``[P]``; the mask token has -inf.
 
-    Raises JudgeError for NaN and infinite values.
+    Raises JudgeError if the side computes NaN or infinity.
     """
     return finite(predictor, predictor.logits(canvas, rows_of(positions, predictor.shift)))
 
 
 def rows_of(positions: np.ndarray, shift: int) -> np.ndarray:
-    """The rows ``[P]`` that predict ``positions`` ``[P]``; position 0 of a shifted denoiser uses
-    row 0, as in the loop.
+    """Return the rows ``[P]`` that predict ``positions`` ``[P]``.
+
+    Position 0 of a shifted denoiser has no row of its own, so row 0 is used, as in the loop.
     """
     rows: np.ndarray = np.maximum(positions - shift, 0)
     return rows
 
 
 def finite(predictor: Scorer, found: np.ndarray) -> np.ndarray:
-    """A copy of logits ``[P, V]`` with -inf for the mask token. Raises JudgeError for other
-    non-finite ones.
+    """Copy logits ``[P, V]``, and give the mask token -inf.
+
+    Raises JudgeError if other values are NaN or infinite.
     """
     logits = np.array(found, np.float32)
     logits[:, predictor.mask_token_id] = 0

@@ -1,6 +1,6 @@
 """A torch denoiser that runs the reference loop, as one side of a comparison.
 
-Separate from ``bundle``, which works without torch.
+This module is separate from ``bundle``, because ``bundle`` must work without torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TorchPredictor:
 
     @torch.no_grad()
     def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
-        """See ``Scorer``. Only the requested rows pass the head, as in a graph with score_rows."""
+        """See ``Scorer``. The head computes only the requested rows, as in a graph."""
         ids = (
             torch.from_numpy(np.asarray(canvas, np.int64))
             .unsqueeze(0)

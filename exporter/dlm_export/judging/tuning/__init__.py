@@ -1,1 +1,3 @@
-"""Tuning of a preset to one bundle: its commit threshold, and the effort levels made from it."""
+"""Tuning: fits a preset's commit threshold to a bundle, and creates effort levels from the
+preset.
+"""

@@ -1,7 +1,7 @@
-"""Choice of the default loop by the evidence of effort levels.
+"""Chooses the default loop of a bundle from the measurements of the effort levels.
 
-It is the loop with the fewest passes whose quality is at least that of one token a pass on the same
-samples.
+A loop is good enough if its quality is at least that of one token per pass, measured on the same
+samples. Of these loops, the default loop has the fewest passes.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ if TYPE_CHECKING:
     from dlm_export.judging.tuning.effort_levels import LevelPoint, Levels
 
 LEAST_SAVING = 0.1
-"""A smaller share of passes is not worth a loss that the samples are too few to show."""
+"""Smallest saving, as a share of passes, for which the preset's own loop is given up. With so few
+samples, a smaller saving might hide a loss of quality.
+"""
 
 
 def fastest(levels: Levels) -> LevelPoint | None:
-    """The point with the fewest passes that is as good as one token a pass.
+    """Return the loop with the fewest passes that is as good as one token per pass.
 
-    The preset's own loop is kept if it is as good too and the faster one saves less than
-    ``LEAST_SAVING`` of its passes. Returns None if the samples are too few, if one token a pass gets
-    nothing right, or if no faster loop is as good.
+    If the preset's own loop is good enough too, it is kept unless the faster loop saves at least
+    ``LEAST_SAVING`` of its passes. Returns None if there are too few samples, if one token per pass
+    gets nothing right, or if no faster loop is good enough.
     """
     careful = levels.careful
     if levels.samples < FEWEST_SAMPLES or careful.quality == 0:
@@ -45,7 +47,10 @@ def fastest(levels: Levels) -> LevelPoint | None:
 
 
 def with_fitted(manifest: Mapping[str, Any], levels: Levels) -> dict[str, Any]:
-    """The manifest with the default loop that ``levels`` supports, in place of an earlier one."""
+    """Return a manifest with the default loop that follows from ``levels``.
+
+    If the manifest has a fitted default loop already, the new loop replaces it.
+    """
     name, presets = published_of(manifest), published_presets(manifest)
     point = fastest(levels)
     if point is None:

@@ -1,14 +1,16 @@
-"""Effort levels: variants of a preset's loop that trade quality for passes.
+"""Effort levels: variants of a preset's loop that save passes at the cost of quality.
 
-A variant changes the threshold at which a token commits, or the number of passes per block. If
-finished blocks are stored in separate passes, variants may also store a block in the pass that
-opens the next one (``store=open``). This gives the same text in fewer passes, some of which cover
-two blocks. Passes of all other caches keep their size.
+A variant changes the threshold from which a token commits, or the number of passes per block. Some
+presets use a separate pass to store a finished block in the cache. Their variants may instead store
+the block in the pass that opens the next block (``store=open``). The text is then the same and
+takes fewer passes, although some passes compute two blocks.
 
-Every variant generates from the same samples. ``high`` has the best quality of all, and stores
-blocks as the preset does. ``medium`` and ``low`` need the fewest passes within the quality losses
-of ``LOSSES``; ``low`` also needs at most half of ``high``'s passes, if a variant does. ``instant``
-needs the fewest passes of all.
+Every variant generates from the same samples. The levels are chosen as follows:
+
+- ``high`` has the best quality of all variants, and stores blocks as the preset does.
+- ``medium`` and ``low`` have the fewest passes of all variants that lose at most ``LOSSES``.
+  ``low`` has at most half of the passes of ``high``, if there is such a variant.
+- ``instant`` has the fewest passes of all variants.
 """
 
 from __future__ import annotations
@@ -31,16 +33,20 @@ from dlm_runtime import Policy
 LEVELS = ("instant", "low", "medium", "high")
 """In ascending order of passes."""
 LOSSES = {"medium": 0.02, "low": 0.1}
-"""Allowed loss as a share of high's quality."""
+"""Largest loss of quality, as a share of the quality of ``high``."""
 THRESHOLDS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.99, 0.995)
-FEW_STEPS = (1, 2)  # passes per block, whatever the scores are
+FEW_STEPS = (1, 2)  # passes per block, independent of scores
 CAREFUL: dict[str, Any] = {"commit": "static", "steps_per_block": 0}
-"""One token per pass: the reference for agreement if samples have no answers."""
+"""The loop with one token per pass. If samples have no answers, quality is the agreement
+with it.
+"""
 
 
 @dataclass(frozen=True)
 class LevelPoint:
-    """One variant: the fields it changes, its quality in 0..1, and mean passes per prompt."""
+    """One variant: the fields that it changes, its quality from 0 to 1, and its mean passes per
+    prompt.
+    """
 
     changes: dict[str, Any]
     quality: float
@@ -49,10 +55,10 @@ class LevelPoint:
 
 @dataclass(frozen=True)
 class Levels:
-    """The effort levels of a preset, and all measured variants, fewest passes first.
+    """The effort levels of a preset, and all measured variants, sorted by passes.
 
-    ``quality`` is ``task`` (share of right answers) or ``agreement`` (share of tokens equal to
-    those with one token per pass), over ``samples``.
+    ``quality`` says what was measured. ``task`` is the share of right answers. ``agreement`` is the
+    share of tokens equal to those with one token per pass. ``samples`` is the number of samples.
     """
 
     preset: str
@@ -63,16 +69,18 @@ class Levels:
 
     @property
     def careful(self) -> LevelPoint:
-        """The loop that commits one token a pass."""
+        """The loop that commits one token per pass."""
         return next(point for point in self.curve if point.changes == CAREFUL)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for the manifest."""
+        """Return plain values for the manifest."""
         return asdict(self)
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy of the manifest with these levels, and the default loop that they support, instead
-        of any others.
+        """Return a copy of the manifest with these levels and the default loop that follows from
+        them.
+
+        They replace earlier ones.
         """
         own = Policy(**manifest["loop"]["presets"][self.preset])
         loops = {
@@ -83,10 +91,11 @@ class Levels:
 
 
 def variants(policy: Policy, shift: int) -> list[dict[str, Any]]:
-    """The variants to try, as changes of ``policy``: unchanged first, the most careful one last.
+    """Return the variants to try, as changes of ``policy``.
 
-    A denoiser with ``shift`` 1 decides a block's first position in the pass that stores the rows
-    before it, so that pass must stay separate.
+    The first is the policy without changes, and the last commits one token per pass. A denoiser
+    with ``shift`` 1 predicts the first position of a block in the pass that stores the rows before
+    it. That pass must then stay separate, so ``store=open`` is not tried.
     """
     opens = policy.cache == "block" and policy.store == "pass" and shift == 0
     saved: dict[str, Any] = {"store": "open"} if opens else {}
@@ -97,7 +106,7 @@ def variants(policy: Policy, shift: int) -> list[dict[str, Any]]:
 
 
 def level_units(policy: Policy, shift: int) -> int:
-    """Number of times that ``fit_levels`` calls ``on_done``."""
+    """Return how often ``fit_levels`` calls ``on_done``."""
     return len(variants(policy, shift)) + 1
 
 
@@ -111,13 +120,14 @@ def fit_levels(
     preset: str,
     on_done: Callable[[], None] = lambda: None,
 ) -> Levels:
-    """Measure all ``variants`` on the samples, then the best one with the preset's way of storing,
-    and choose the levels.
+    """Measure all ``variants`` on the samples, and choose the levels.
 
-    Quality is the task score if every sample has an answer and ``decode`` returns text, otherwise
-    the share of tokens equal to the side's own at one token per pass. ``on_done``: see
-    ``level_units``. Raises JudgeError without samples, and RequestError for a policy without a
-    threshold.
+    The best variant with ``store=open`` is also measured with the preset's way of storing blocks.
+    Quality is the share of right answers if every sample has an answer and ``decode`` returns text.
+    Otherwise it is the share of tokens equal to those of the same side with one token per pass.
+
+    ``on_done`` is called ``level_units`` times. Raises JudgeError without samples, and RequestError
+    for a policy without a threshold.
     """
     check_policy(policy)
     if not samples:
@@ -166,10 +176,10 @@ def _quality(run: Run, careful: Run, sample: Sample, *, is_task: bool) -> float:
 
 
 def choose_levels(curve: Sequence[LevelPoint], own: LevelPoint) -> dict[str, LevelPoint]:
-    """Choose the point of each level, by the rules in the module docstring.
+    """Choose the variant of each level, by the rules in the docstring of this module.
 
-    ``own`` is the preset's point; among equal qualities, ``high`` needs at least as many passes as
-    that.
+    ``own`` is the preset without changes. If several variants have the best quality, ``high`` is
+    one with at least as many passes as ``own``, if possible.
     """
     high = _best(curve, own)
     front = list(_front(curve, high))
@@ -191,8 +201,9 @@ def _best(points: Sequence[LevelPoint], own: LevelPoint) -> LevelPoint:
 
 
 def _front(points: Sequence[LevelPoint], high: LevelPoint) -> Iterator[LevelPoint]:
-    """Points that no other one beats, fewest passes first with rising quality, then ``high``; omits
-    points of zero quality.
+    """Yield the variants that no other variant beats, with ascending passes and quality.
+
+    ``high`` is the last. Variants of zero quality are left out.
     """
     best = 0.0
     for point in sorted(points, key=lambda point: (point.nfe, -point.quality)):

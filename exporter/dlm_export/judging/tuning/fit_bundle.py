@@ -1,4 +1,4 @@
-"""Fits effort levels to an existing bundle and writes them into it."""
+"""Fits effort levels of a finished bundle, and writes them into it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dlm_runtime.manifest import MANIFEST_FILE
 
 @dataclass(frozen=True)
 class EffortOptions:
-    """Data for the fit, at most ``samples`` of it, and how to open the bundle."""
+    """The data to fit on, the largest number of samples to use, and how to open the bundle."""
 
     data: CalibrationOptions = field(default_factory=CalibrationOptions)
     samples: int = 64
@@ -36,9 +36,10 @@ def fit_bundle(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Levels:
-    """Fit the levels of a bundle, and write them into its manifest and its report, if it has one.
+    """Fit the effort levels of a bundle. Write them into its manifest, and its report if it has
+    one.
 
-    The bundle does not change until the levels are known. Raises DlmError.
+    The bundle does not change before the levels are known. Raises DlmError.
     """
     manifest = read_manifest(folder)
     has_report = REPORT_FILE in manifest["files"]
@@ -71,7 +72,8 @@ def fit_bundle(
             with replaced(folder / REPORT_FILE) as new:
                 write_report(new, made, recorded(folder), sizes, side.speed())
                 files = others | {REPORT_FILE: {"bytes": new.stat().st_size, "sha256": sha256(new)}}
-                # If the process dies between the two moves, the bundle can still be opened.
+                # Two files are replaced, one after the other. If the process dies in between, the
+                # bundle can still be opened.
                 write_manifest(folder, manifest, others)
         write_manifest(folder, made, files)
     return levels

@@ -1,4 +1,4 @@
-"""Fits a bundle's threshold and effort levels during its build, when the source is available."""
+"""Fits the threshold and the effort levels of a bundle during its build, next to its source."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fit_threshold(
 ) -> Refit:
     """Check whether the bundle needs another threshold than its source, by generating with both.
 
-    Use samples that are not used for judging. See ``refit_threshold``.
+    The samples must not be used for judging too. See ``refit_threshold``.
     """
     policy = source.presets[preset].greedy()
     return refit_threshold(
@@ -48,7 +48,9 @@ def fit_effort(
     threshold: Refit,
     on_done: Callable[[], None],
 ) -> Levels:
-    """Fit effort levels of the preset that ``threshold`` belongs to, at the fitted threshold."""
+    """Fit the effort levels of a preset. ``threshold`` names the preset and its fitted
+    threshold.
+    """
     assert threshold.preset is not None
     fitted = {"threshold": threshold.refitted.threshold}
     policy = source.presets[threshold.preset].greedy().with_fields(fitted)

@@ -1,8 +1,7 @@
-"""Fits the commit threshold again, because quantisation shifts confidence.
+"""Fits the commit threshold of a preset again, because quantisation shifts confidence.
 
-A preset's threshold changes only if paired bootstrap intervals over samples show that another
-threshold is better. The reference generates at the preset's threshold. The candidate also generates
-at other thresholds.
+The reference generates at the preset's threshold, and the candidate at this and at others. The
+threshold changes only if paired bootstrap intervals over samples show that another one is better.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from dlm_runtime import Policy
 from dlm_runtime.errors import RequestError
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995)
-# Largest quality loss that still counts as reaching the reference's quality; a few dozen samples
-# cannot show less.
+# A loss of quality up to this value still counts as reaching the reference's quality. A few dozen
+# samples cannot show smaller losses.
 MARGIN = 0.05
 
 Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
@@ -33,7 +32,7 @@ Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
 
 @dataclass(frozen=True)
 class Point:
-    """One threshold: quality in 0..1, and mean passes per prompt."""
+    """The results of one threshold: quality from 0 to 1, and mean passes per prompt."""
 
     threshold: float
     quality: float
@@ -42,22 +41,22 @@ class Point:
 
 @dataclass(frozen=True)
 class Refit:
-    """The threshold at which a candidate reaches its reference's quality, with the figures that
-    support it.
+    """The result of fitting the threshold: the chosen threshold, and the figures that support it.
 
-    ``quality`` is ``task`` (share of right answers) or ``agreement`` (share of tokens equal to the
-    reference's with one token per pass). ``difference`` is the quality at ``refitted`` minus the
-    reference's, and ``interval`` its 95% interval, paired over ``samples``. ``reached``: the
-    interval excludes a loss of more than ``MARGIN``. ``verdict`` is the outcome for the preset's
-    threshold:
+    ``quality`` says what was measured: ``task`` is the share of right answers, and ``agreement``
+    the share of tokens equal to those of the reference with one token per pass. ``difference`` is
+    the quality at the chosen threshold (``refitted``) minus that of the reference. ``interval`` is
+    its 95% interval, paired over ``samples``. ``reached`` is true if the interval excludes a loss
+    of more than ``MARGIN``. ``verdict`` says what happens to the preset's threshold:
 
-    ========= ===========================================================================================================
-    kept      the samples do not show that another threshold is better
-    raised    the preset's threshold loses quality, and this one loses less
-    lowered   the preset's takes more passes than the reference; this one takes fewer, without losing quality
-    lost      the preset's loses quality, and no higher one is better; ``refitted`` is the preset's
-    untold    not fitted: the reference has no quality on these samples, or there is only one sample
-    ========= ===========================================================================================================
+    ========= ====================================================================================
+    kept      It stays; the samples do not show that another threshold is better.
+    raised    It loses quality; the chosen, higher threshold loses less.
+    lowered   It takes more passes than the reference; the chosen, lower threshold takes fewer,
+              and loses no quality.
+    lost      It loses quality, but stays, because no higher threshold is better.
+    untold    It was not tested: there is only one sample, or the reference gets nothing right.
+    ========= ====================================================================================
     """
 
     preset: str | None
@@ -73,12 +72,12 @@ class Refit:
     interval: tuple[float, float]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for the manifest and accuracy.json."""
+        """Return plain values for the manifest and accuracy.json."""
         return asdict(self) | {"interval": list(self.interval)}
 
 
 def check_policy(policy: Policy) -> None:
-    """Raises RequestError unless the policy has a threshold."""
+    """Raises RequestError if the policy has no threshold."""
     if policy.commit not in ("threshold", "dynamic"):
         raise RequestError(
             f"a policy that commits by {policy.commit!r} has no threshold to fit: choose one that commits by 'threshold' or "
@@ -87,10 +86,10 @@ def check_policy(policy: Policy) -> None:
 
 
 def refit_steps(samples: int, policy: Policy, grid: Sequence[float] = THRESHOLDS) -> int:
-    """Return the maximum number of generations that ``refit_threshold`` runs.
+    """Return the largest number of generations that ``refit_threshold`` runs.
 
-    For each sample, the reference and the candidate run at the policy's threshold, the reference
-    runs at one token per pass, and the candidate runs at each threshold of a bisection.
+    On each sample, the reference and the candidate run at the policy's threshold, the reference
+    runs with one token per pass, and the candidate runs at each threshold that a bisection tries.
     """
     sides = [sum(t < policy.threshold for t in grid), sum(t > policy.threshold for t in grid)]
     return samples * (3 + math.ceil(math.log2(max(sides) + 1)))
@@ -98,7 +97,9 @@ def refit_steps(samples: int, policy: Policy, grid: Sequence[float] = THRESHOLDS
 
 @dataclass(frozen=True, eq=False)
 class _Trial:
-    """One side at one threshold: quality float64 ``[N]`` and passes ``[N]``, per sample."""
+    """The results of one side at one threshold, per sample: quality float64 ``[N]`` and passes
+    ``[N]``.
+    """
 
     threshold: float
     quality: np.ndarray
@@ -122,16 +123,20 @@ def refit_threshold(
     seed: int = 0,
     on_done: Callable[[], None] = lambda: None,
 ) -> Refit:
-    """Find the threshold for the candidate: the policy's own, or a better one from ``grid``.
+    """Find the threshold for the candidate: the policy's own, or a better one in ``grid``.
 
-    Quality is the task score if every sample has an answer and ``decode`` returns text. Otherwise
-    it is the share of tokens equal to the reference's own at one token per pass, on only as many
-    samples as need no more passes for that than judging needs for masked positions.
+    Quality is the share of right answers if every sample has an answer and ``decode`` returns text.
+    Otherwise it is the share of tokens equal to those of the reference with one token per pass.
+    That loop is slow, so fewer samples are then used. Its passes are at most as many as judging
+    makes for masked positions.
 
-    If the candidate is significantly worse than the reference, it gets the lowest threshold at
-    which it no longer is, provided that this is significantly better than the policy's. If it needs
-    significantly more passes, it gets the lowest threshold that loses no quality and needs no fewer
-    passes than the reference. Still fewer passes might lose quality that the samples cannot show.
+    There are two reasons to change the threshold. If the candidate's quality is significantly worse
+    than the reference's, find the lowest threshold at which this is no longer so. Use it if it is
+    significantly better than the policy's threshold.
+
+    If the candidate needs significantly more passes than the reference, find the lowest threshold
+    that loses no quality and needs at least as many passes as the reference. A threshold with even
+    fewer passes is not used: its loss of quality may be too small to show on so few samples.
 
     ``on_done`` is called once per generation: see ``refit_steps``. Raises JudgeError without
     samples, and RequestError for a policy without a threshold.
@@ -155,7 +160,7 @@ def refit_threshold(
             on_done()
         return found
 
-    # One token per pass without a cache: the best result that this denoiser gives at any threshold.
+    # One token per pass without a cache gives the best result of this denoiser.
     slowest = policy.with_fields({"commit": "static", "steps_per_block": 0, "cache": "none"})
     best = [] if is_task else run(reference, slowest)
 
@@ -226,7 +231,10 @@ def refit_threshold(
 
 
 def _lowest(thresholds: Sequence[float], holds: Callable[[float], bool]) -> float | None:
-    """The lowest of ascending thresholds that satisfies the monotonic ``holds``, or ``None``."""
+    """Return the lowest threshold for which ``holds`` is true, or ``None``, by bisection.
+
+    The thresholds ascend, and ``holds`` must be monotonic.
+    """
     low, high = 0, len(thresholds)
     while low < high:
         middle = (low + high) // 2
@@ -235,6 +243,6 @@ def _lowest(thresholds: Sequence[float], holds: Callable[[float], bool]) -> floa
 
 
 def _is_above(ours: np.ndarray, theirs: np.ndarray, seed: int) -> bool:
-    """True if ``ours`` ``[N]`` are significantly more passes than ``theirs`` ``[N]``."""
+    """True if ``ours`` ``[N]`` has significantly more passes than ``theirs`` ``[N]``."""
     interval = metrics.ratio_interval(ours, theirs, seed)
     return interval is not None and interval[0] > 1
