@@ -225,10 +225,8 @@ def _layer_words(layer: LayerSpec) -> tuple[str, str, str, str]:
     else:
         r = mlp.router
         inside = f"{mlp.active} of {mlp.count} experts of {mlp.size}, {mlp.activation}"
-        inside += f", a shared expert of {mlp.shared_size}" * (mlp.shared_size > 0)
-        inside += f"; routed by {r.score}" + f" in {r.active_groups} of {r.groups} groups" * (
-            r.groups > 1
-        )
+        inside += f", one of {mlp.shared_size} for all" * (mlp.shared_size > 0)
+        inside += f"; by {r.score}" + f" in {r.active_groups} of {r.groups} groups" * (r.groups > 1)
         inside += "" if r.bias is None else f" and a bias of the {r.bias}"
         inside += ", renormalised" * r.renormalise + f", times {r.scale:g}" * (r.scale != 1)
     return attention, positions, inside, f"{', '.join(layer.norms)}; eps {layer.norm_eps:g}"

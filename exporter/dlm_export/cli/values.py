@@ -165,7 +165,11 @@ def build_options(values: dict[str, Any]) -> BuildOptions:
 
 
 def overrides(values: dict[str, Any]) -> Overrides:
-    """Return those values of ``SOURCE_OPTIONS`` and ``TEXT_OPTIONS`` that the command has."""
+    """Return the overrides of a checkpoint's values: the options of ``SOURCE_OPTIONS`` and
+    ``TEXT_OPTIONS``.
+
+    A command may have only some of these options.
+    """
     from dlm_export.families.base import Overrides
 
     return taken(Overrides, values)

@@ -279,8 +279,8 @@ def _by_int8(
     matrix = op("Reshape", op("Transpose", rows, perm=[2, 0, 1]), ints(0, -1))
     weight = op("Slice", matrix, ints(0), count, ints(1))
     product = body.cast(op("MatMulInteger", unsigned, weight, middle, middle), ir.DataType.FLOAT)
-    # Multiply by one scale after the other. If the two scales were multiplied first, ONNX Runtime
-    # 1.31 would fuse these nodes as if all rows had the same scale.
+    # Multiply the product by one scale, and then by the other. If the scales were multiplied with
+    # each other first, ONNX Runtime 1.31 would fuse these nodes as if all rows had the same scale.
     return op("Mul", op("Mul", product, row_scale), op("Slice", scales, ints(0), count))
 
 
@@ -344,7 +344,9 @@ def _embedding(name: str, *, is_int4: bool) -> ir.Function:
 
 
 _Code = Callable[["Body", ir.Value], ir.Value]
-"""Converts rows ``[B, Hkv, rows, D]`` to the form in which the cache stores them, or back."""
+"""A function that converts rows ``[B, Hkv, rows, D]`` to the form in which the cache stores them,
+or that converts stored rows back.
+"""
 
 
 def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:

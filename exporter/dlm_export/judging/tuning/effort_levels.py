@@ -93,9 +93,11 @@ class Levels:
 def variants(policy: Policy, shift: int) -> list[dict[str, Any]]:
     """Return the variants to try, as changes of ``policy``.
 
-    The first is the policy without changes, and the last commits one token per pass. A denoiser
-    with ``shift`` 1 predicts the first position of a block in the pass that stores the rows before
-    it. That pass must then stay separate, so ``store=open`` is not tried.
+    The first variant is the policy without changes. The last variant commits one token per pass.
+
+    ``store=open`` is not tried if the denoiser has ``shift`` 1. Such a denoiser predicts the first
+    position of a block in the same pass that stores the block before it, so it needs this pass as a
+    separate one.
     """
     opens = policy.cache == "block" and policy.store == "pass" and shift == 0
     saved: dict[str, Any] = {"store": "open"} if opens else {}
