@@ -4,7 +4,7 @@ Every time is the limit of the roofline model (Williams, Waterman and Patterson,
 It is the larger of two times: bytes divided by bandwidth, and multiply-adds divided by the rate of
 their number format. ``roofline`` counts the work, and ``targets`` has the figures of devices. Real
 times are longer. Figures without a source are left out, not guessed. For the CPU, ``dlm-export
-bench`` measures the figures, and how much longer real times are.
+bench`` measures the figures. It also measures how much longer real passes take than the limit.
 """
 
 from __future__ import annotations
