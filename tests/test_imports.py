@@ -50,6 +50,7 @@ ROOMS = (
     {"planning"},
     {"building"},
     {"build"},
+    {"serving"},
     {"cli"},
 )
 JUDGING = ("report", "sides", "parity", "accuracy", "tuning", "precision_search")

@@ -23,6 +23,7 @@ EXTRAS = {
     "rtx": "engines for RTX 20 to 50 and other GPUs of TensorRT-RTX, built without a GPU",
     "gpu": "ONNX Runtime on an NVIDIA GPU; only one of the two wheels of ONNX Runtime may be installed",
     "modelopt": "calibrating by NVIDIA's modelopt",
+    "serve": "the HTTP server of `dlm-export serve`",
     "hub": "checkpoints by name, such as hf:ORG/NAME",
     "capture": "running a release's own code, for golden logits",
     "optimum": "the command of optimum-cli",

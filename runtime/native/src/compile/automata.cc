@@ -9,6 +9,9 @@
 #include <array>
 #include <utility>
 
+#include "compile/hash_index.h"
+#include "compile/numbers.h"
+
 namespace dlm::compile {
 namespace {
 
@@ -151,19 +154,26 @@ class GraphMaker {
     size_t held;     // for choices: index in held_ of their first state
   };
 
+  // A node that is built, and the state that follows it.
+  struct Entered {
+    Node node;
+    State follows, start;
+  };
+
   // Builds `top`, followed by kEnd, and returns its start state.
   State enter(Node top) {
     std::vector<Frame> frames{{top, kEnd, 0, 0, 0}};
     State result = kUnknown;  // of the frame that finished last
     while (!frames.empty()) {
       budget_.check();
-      budget_.check_memory(graph_.bytes() + entered_.size() * 64 + frames.size() * sizeof(Frame));
+      budget_.check_memory(graph_.bytes() + entered_.size() * sizeof(Entered) +
+                           entered_index_.bytes() + frames.size() * sizeof(Frame));
       Frame& frame = frames.back();
       const Node node = frame.node;
       if (frame.stage == 0) {
-        const auto known = entered_.find(key(node, frame.follows));
-        if (known != entered_.end()) {
-          result = known->second;
+        const int32_t known = find_entered(node, frame.follows);
+        if (known >= 0) {
+          result = entered_[index(known)].start;
           frames.pop_back();
           continue;
         }
@@ -221,7 +231,8 @@ class GraphMaker {
       }
       if (done == kUnknown) continue;
       // This frame is still the last: a frame is pushed only if `done` is unknown.
-      entered_.emplace(key(node, follows), done);
+      entered_index_.add(mixed(node, follows), static_cast<int32_t>(entered_.size()));
+      entered_.push_back({node, follows, done});
       result = done;
       frames.pop_back();
     }
@@ -258,7 +269,11 @@ class GraphMaker {
     return kUnknown;
   }
 
-  static uint64_t key(Node node, State follows) { return uint64_t{node} << 32 | follows; }
+  int32_t find_entered(Node node, State follows) const {
+    return entered_index_.find(mixed(node, follows), [&](int32_t number) {
+      return entered_[index(number)].node == node && entered_[index(number)].follows == follows;
+    });
+  }
 
   State add_branch(const std::vector<State>& states) {
     graph_.items.push_back({static_cast<uint32_t>(graph_.branches.size()),
@@ -328,7 +343,8 @@ class GraphMaker {
   const Kept& kept_;
   Budget& budget_;
   Graph graph_;
-  std::unordered_map<uint64_t, State> entered_;
+  std::vector<Entered> entered_;
+  HashIndex entered_index_;
   std::vector<State> held_;
 };
 
@@ -423,28 +439,34 @@ class Subsets {
       open_.insert(open_.end(), graph_.branches.begin() + item.first,
                    graph_.branches.begin() + item.first + item.count);
     }
-    std::sort(subset_.begin(), subset_.end());
-    uint64_t hash = subset_.size();
-    for (const State state : subset_) {
-      hash = (hash ^ state) * 0x9E3779B97F4A7C15u;
-      hash ^= hash >> 29;
-    }
-    int32_t number = -1;
-    for (auto [at, last] = numbers_.equal_range(hash); at != last && number < 0; ++at) {
-      const auto begin =
-          content_.begin() + static_cast<ptrdiff_t>(begins_[static_cast<size_t>(at->second)]);
-      const auto end =
-          content_.begin() + static_cast<ptrdiff_t>(begins_[static_cast<size_t>(at->second) + 1]);
-      if (std::equal(subset_.begin(), subset_.end(), begin, end)) number = at->second;
-    }
-    if (number < 0) {
-      number = static_cast<int32_t>(begins_.size()) - 1;
-      numbers_.emplace(hash, number);
-      content_.insert(content_.end(), subset_.begin(), subset_.end());
-      begins_.push_back(content_.size());
-    }
+    const int32_t number = subset_.size() == 1 ? number_alone(subset_[0]) : number_together();
     if (count == 1) alone_[states[0]] = number;
     return number;
+  }
+
+  int32_t number_alone(State state) {
+    if (alone_[state] < 0) alone_[state] = add_subset();
+    return alone_[state];
+  }
+
+  int32_t number_together() {
+    std::sort(subset_.begin(), subset_.end());
+    uint64_t hash = subset_.size();
+    for (const State state : subset_) hash = mixed(hash, state);
+    int32_t number = numbers_.find(hash, [&](int32_t each) {
+      const auto at = begins_.begin() + each;
+      const auto first = content_.begin();
+      return std::equal(subset_.begin(), subset_.end(), first + static_cast<ptrdiff_t>(at[0]),
+                        first + static_cast<ptrdiff_t>(at[1]));
+    });
+    if (number < 0) numbers_.add(hash, number = add_subset());
+    return number;
+  }
+
+  int32_t add_subset() {
+    content_.insert(content_.end(), subset_.begin(), subset_.end());
+    begins_.push_back(content_.size());
+    return static_cast<int32_t>(begins_.size()) - 2;
   }
 
   const Graph& graph_;
@@ -452,9 +474,9 @@ class Subsets {
   ByteAutomaton out_;
   std::vector<State> content_;     // of all subsets
   std::vector<size_t> begins_{0};  // subset s has content [begins_[s], begins_[s + 1])
-  std::unordered_multimap<uint64_t, int32_t> numbers_;  // of subsets by hash
-  std::vector<uint32_t> seen_;                          // by state: the last round that visited it
-  std::vector<int32_t> alone_;  // by state: the subset that contains only it
+  HashIndex numbers_;              // of subsets of several states, and of none
+  std::vector<uint32_t> seen_;     // by state: the last round that visited it
+  std::vector<int32_t> alone_;     // by state: the subset that contains only it
   uint32_t round_ = 0;
   std::vector<State> subset_, open_, targets_;
   std::vector<Transition> transitions_, active_;

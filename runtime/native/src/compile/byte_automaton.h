@@ -46,7 +46,8 @@ ByteAutomaton intersection(const ByteAutomaton& first, const ByteAutomaton& seco
 ByteAutomaton difference(const ByteAutomaton& first, const ByteAutomaton& second, Budget& budget);
 
 // Returns every text T without NUL for which `texts` accepts `before` + T + `behind`. Throws if
-// there is no such text. If `before` is the reason, `hint` is appended to the message.
+// there is no such text. If `before` is the reason, `hint` is appended to the message. `texts` must
+// be minimal.
 ByteAutomaton between(const ByteAutomaton& texts, const std::string& before,
                       const std::string& behind, const std::string& hint, Budget& budget);
 

@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "compile/hash_index.h"
 #include "compile/numbers.h"
 
 namespace dlm::compile {
@@ -18,12 +18,13 @@ class Lists {
   int32_t number_of(const std::vector<int32_t>& list) {
     uint64_t hash = list.size();
     for (const int32_t each : list) hash = mixed(hash, static_cast<uint64_t>(each));
-    for (auto [at, last] = numbers_.equal_range(hash); at != last; ++at) {
-      const auto [first, end] = this->list(at->second);
-      if (std::equal(list.begin(), list.end(), first, end)) return at->second;
-    }
+    const int32_t known = index_.find(hash, [&](int32_t number) {
+      const auto [first, end] = this->list(number);
+      return std::equal(list.begin(), list.end(), first, end);
+    });
+    if (known >= 0) return known;
     const int32_t number = size();
-    numbers_.emplace(hash, number);
+    index_.add(hash, number);
     content_.insert(content_.end(), list.begin(), list.end());
     starts_.push_back(content_.size());
     return number;
@@ -38,7 +39,7 @@ class Lists {
  private:
   std::vector<int32_t> content_;
   std::vector<size_t> starts_{0};  // list n is content_[starts_[n], starts_[n + 1])
-  std::unordered_multimap<uint64_t, int32_t> numbers_;
+  HashIndex index_;
 };
 
 }  // namespace dlm::compile

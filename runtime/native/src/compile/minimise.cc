@@ -7,9 +7,10 @@
 // before, or none of its states do. Most states of real constraints are outside cycles, so most
 // states are visited once.
 #include <algorithm>
-#include <unordered_map>
+#include <utility>
 
 #include "compile/byte_automaton.h"
+#include "compile/hash_index.h"
 #include "compile/numbers.h"
 
 namespace dlm::compile {
@@ -159,9 +160,9 @@ class Minimiser {
   // Returns the new state that has the edges edges_. Adds it if it does not exist.
   int32_t find_or_add(bool accepting) {
     const uint64_t hash = hash_edges(accepting);
-    for (auto [at, last] = by_edges_.equal_range(hash); at != last; ++at)
-      if (has_edges(at->second, accepting)) return at->second;
-    return add(accepting, hash);
+    const int32_t known =
+        by_edges_.find(hash, [&](int32_t made) { return has_edges(made, accepting); });
+    return known >= 0 ? known : add(accepting, hash);
   }
 
   int32_t add(bool accepting, uint64_t hash) {
@@ -171,7 +172,7 @@ class Minimiser {
     made_.edges.insert(made_.edges.end(), edges_.begin(), edges_.end());
     made_.starts.push_back(static_cast<uint32_t>(made_.edges.size()));
     made_.accepting.push_back(accepting);
-    by_edges_.emplace(hash, made);
+    by_edges_.add(hash, made);
     return made;
   }
 
@@ -184,17 +185,11 @@ class Minimiser {
     const size_t count = members_.size();
     if (local_.empty()) local_.assign(raw_.states(), 0);
     for (size_t i = 0; i < count; ++i) local_[index(members_[i])] = static_cast<int32_t>(i);
-    class_.assign(count, 0);
+    seed_classes();
     parts_.clear();
-    {
-      std::unordered_map<int32_t, int32_t> seeds;  // equal states have the same distance to an end
-      for (size_t i = 0; i < count; ++i) {
-        const int32_t distance = distances_[index(members_[i])];
-        const auto at = seeds.try_emplace(distance, static_cast<int32_t>(seeds.size())).first;
-        class_[i] = at->second;
-        if (index(at->second) == parts_.size()) parts_.emplace_back();
-        parts_[index(at->second)].push_back(static_cast<int32_t>(i));
-      }
+    for (size_t i = 0; i < count; ++i) {
+      if (index(class_[i]) >= parts_.size()) parts_.resize(index(class_[i]) + 1);
+      parts_[index(class_[i])].push_back(static_cast<int32_t>(i));
     }
     place_.assign(count, 0);
     for (auto& part : parts_)
@@ -216,6 +211,67 @@ class Minimiser {
       changed.swap(next);
       budget_.check_states(made_.states() + parts_.size() - 1);
     }
+  }
+
+  // Fills class_ with first classes: equal states get the same class, and most others do not. They
+  // are told apart by their distances to an end and by hashes. The hash of a state depends on those
+  // of the next states: the ones of this round if they are nearer to an end, and the ones of the
+  // round before otherwise. The last rounds, which separate few states, are left to split().
+  void seed_classes() {
+    constexpr int kMostRounds = 16;
+    const size_t count = members_.size();
+    std::vector<int32_t> before(count), hashes(count);
+    const auto distance_of = [&](int32_t member) {
+      return distances_[index(members_[index(member)])];
+    };
+    for (size_t i = 0; i < count; ++i) before[i] = distance_of(static_cast<int32_t>(i));
+    const std::vector<int32_t> order = by_distance();
+    size_t found = 0;
+    for (int round = 0; round < kMostRounds; ++round) {
+      HashIndex by_key;
+      std::vector<uint64_t> keys;  // of each class
+      class_.assign(count, kNone);
+      for (const int32_t member : order) {
+        budget_.check();
+        const int32_t distance = distance_of(member);
+        edges_of(members_[index(member)], [&](int32_t to) {
+          if (component_[index(to)] != components_) return ~canonical_[index(to)];
+          const size_t at = index(local_[index(to)]);
+          return distances_[index(to)] < distance ? hashes[at] : before[at];
+        });
+        hashes[index(member)] = static_cast<int32_t>(hash_edges(static_cast<uint64_t>(distance)));
+        const uint64_t key =
+            static_cast<uint64_t>(distance) << 32 | static_cast<uint32_t>(hashes[index(member)]);
+        const uint64_t hash = mixed(0, key);
+        int32_t number = by_key.find(hash, [&](int32_t each) { return keys[index(each)] == key; });
+        if (number < 0) {
+          number = static_cast<int32_t>(keys.size());
+          by_key.add(hash, number);
+          keys.push_back(key);
+        }
+        class_[index(member)] = number;
+      }
+      before.swap(hashes);
+      if (keys.size() == count || keys.size() - found <= found / 16) break;
+      found = keys.size();
+    }
+  }
+
+  // Returns the members in the order of their distances. All distances between the smallest and the
+  // largest occur, because a byte takes a text at most one byte nearer to an end.
+  std::vector<int32_t> by_distance() const {
+    int32_t least = distances_[index(members_.front())], most = least;
+    for (const int32_t state : members_) {
+      least = std::min(least, distances_[index(state)]);
+      most = std::max(most, distances_[index(state)]);
+    }
+    std::vector<size_t> begins(index(most - least) + 2, 0);
+    for (const int32_t state : members_) ++begins[index(distances_[index(state)] - least) + 1];
+    for (size_t i = 1; i < begins.size(); ++i) begins[i] += begins[i - 1];
+    std::vector<int32_t> out(members_.size());
+    for (size_t i = 0; i < members_.size(); ++i)
+      out[begins[index(distances_[index(members_[i])] - least)]++] = static_cast<int32_t>(i);
+    return out;
   }
 
   int32_t name(int32_t to) const {
@@ -255,6 +311,7 @@ class Minimiser {
     std::vector<Signature> signatures;
     for (const int32_t member : changed) {
       budget_.check();
+      if (parts_[index(class_[index(member)])].size() == 1) continue;
       edges_of(members_[index(member)], [&](int32_t to) { return name(to); });
       signatures.push_back({hash_edges(0), class_[index(member)],
                             static_cast<uint32_t>(content.size()),
@@ -360,9 +417,10 @@ class Minimiser {
     const int32_t state = members_[index(pivot)];
     edges_of(state, [&](int32_t to) { return name(to); });
     const uint64_t hash = hash_shape(raw_.accepting[index(state)], distances_[index(state)]);
-    for (auto [at, last] = by_shape_.equal_range(hash); at != last; ++at) {
+    const int32_t first = by_shape_.find(hash, [](int32_t) { return true; });
+    for (int32_t made = first; made >= 0; made = next_shape_[index(made)]) {
       std::vector<int32_t> images(parts_.size(), kNone), open{class_[index(pivot)]};
-      images[index(open.front())] = at->second;
+      images[index(open.front())] = made;
       bool is_equal = true;
       while (is_equal && !open.empty()) {
         budget_.check();
@@ -419,7 +477,13 @@ class Minimiser {
       edges_of(state, final_name);
       const bool accepting = raw_.accepting[index(state)];
       const int32_t made = add(accepting, hash_edges(accepting));
-      by_shape_.emplace(hash_shape(accepting, distances_[index(state)]), made);
+      const uint64_t shape = hash_shape(accepting, distances_[index(state)]);
+      next_shape_.resize(made_.states(), kNone);
+      const int32_t first = by_shape_.find(shape, [](int32_t) { return true; });
+      if (first < 0)
+        by_shape_.add(shape, made);
+      else
+        next_shape_[index(made)] = std::exchange(next_shape_[index(first)], made);
     }
     for (size_t i = 0; i < members_.size(); ++i) canonical_[index(members_[i])] = base + class_[i];
   }
@@ -454,8 +518,10 @@ class Minimiser {
   std::vector<int32_t> canonical_;              // the new state of each finished state
   int32_t components_ = 0;
   ByteAutomaton made_;
-  std::unordered_multimap<uint64_t, int32_t> by_edges_, by_shape_;  // new states
-  std::vector<ByteEdge> edges_;                                     // of the current state
+  HashIndex by_edges_;               // new states
+  HashIndex by_shape_;               // the first new state with each hash_shape()
+  std::vector<int32_t> next_shape_;  // by new state: another one with the same hash, or -1
+  std::vector<ByteEdge> edges_;      // of the current state
 
   // Data of the current component. Members are numbered as in members_.
   std::vector<int32_t> members_, local_, class_;

@@ -3,6 +3,7 @@
 #include "compile/token_automaton.h"
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -35,12 +36,12 @@ class Assembly {
     std::vector<int32_t> used(index(groups_.size()), kNone), groups;
     std::vector<int32_t> renamed(texts_.states(), kNone);
     for (size_t state = 0; state < texts_.states(); ++state) {
-      if (!edges_.is_met[state]) continue;
+      if (distances[state] < 0) continue;
       renamed[state] = out.states++;
-      for (const auto& [group, to] : edges_.rows[index(edges_.row_of[state])])
-        if (used[index(group)] < 0) {
-          used[index(group)] = static_cast<int32_t>(groups.size());
-          groups.push_back(group);
+      for (auto [edge, last] = edges_.of(state); edge != last; ++edge)
+        if (distances[index(edge->state)] >= 0 && used[index(edge->group)] < 0) {
+          used[index(edge->group)] = static_cast<int32_t>(groups.size());
+          groups.push_back(edge->group);
         }
     }
     const int32_t end_state = out.states++;
@@ -50,15 +51,19 @@ class Assembly {
     out.group_classes.push_back(end_class);
     out.group_starts.push_back(static_cast<int32_t>(out.group_classes.size()));
     out.edge_starts.push_back(0);
+    std::vector<TokenEdge> row;
     for (size_t state = 0; state < texts_.states(); ++state) {
-      if (!edges_.is_met[state]) continue;
+      if (distances[state] < 0) continue;
       budget_.check();
-      auto& row = edges_.rows[index(edges_.row_of[state])];
+      row.clear();
+      for (auto [edge, last] = edges_.of(state); edge != last; ++edge)
+        if (distances[index(edge->state)] >= 0)
+          row.push_back({numbers[index(used[index(edge->group)])], renamed[index(edge->state)]});
       std::sort(row.begin(), row.end(),
                 [](const TokenEdge& a, const TokenEdge& b) { return a.state < b.state; });
       for (const auto& [group, to] : row) {
-        out.edge_states.push_back(renamed[index(to)]);
-        out.edge_groups.push_back(numbers[index(used[index(group)])]);
+        out.edge_states.push_back(to);
+        out.edge_groups.push_back(group);
       }
       if (texts_.accepting[state]) {
         out.edge_states.push_back(end_state);
@@ -77,16 +82,16 @@ class Assembly {
   }
 
  private:
-  // Returns the fewest tokens from each state to the end of a text, or -1 if there is no path. Also
-  // removes states and edges that are on no such path; edges_ keeps the others.
-  std::vector<int32_t> measure() {
+  // Returns the fewest tokens from each state to the end of a text. -1 if tokens do not reach the
+  // state, or if there is no end.
+  std::vector<int32_t> measure() const {
     const size_t states = texts_.states();
     std::vector<uint32_t> begins(states + 2);
     const auto each_edge = [&](auto visit) {
       for (size_t state = 0; state < states; ++state)
-        if (edges_.is_met[state])
-          for (const auto& [group, to] : edges_.rows[index(edges_.row_of[state])])
-            visit(static_cast<int32_t>(state), index(to));
+        if (edges_.row_of[state] >= 0)
+          for (auto [edge, last] = edges_.of(state); edge != last; ++edge)
+            visit(static_cast<int32_t>(state), index(edge->state));
     };
     each_edge([&](int32_t, size_t to) { ++begins[to + 2]; });
     for (size_t i = 2; i < begins.size(); ++i) begins[i] += begins[i - 1];
@@ -94,7 +99,7 @@ class Assembly {
     each_edge([&](int32_t from, size_t to) { sources[begins[to + 1]++] = from; });
     std::vector<int32_t> distances(states, kNone), order;
     for (size_t state = 0; state < states; ++state)
-      if (edges_.is_met[state] && texts_.accepting[state]) {
+      if (edges_.row_of[state] >= 0 && texts_.accepting[state]) {
         distances[state] = 0;
         order.push_back(static_cast<int32_t>(state));
       }
@@ -109,19 +114,12 @@ class Assembly {
     if (distances[0] < 0)
       fail(DLM_INVALID_ARGUMENT,
            "constraint: no tokens of this vocabulary make a text that it allows");
-    for (auto& row : edges_.rows)
-      row.erase(
-          std::remove_if(row.begin(), row.end(),
-                         [&](const TokenEdge& edge) { return distances[index(edge.state)] < 0; }),
-          row.end());
-    for (size_t state = 0; state < states; ++state)
-      if (edges_.is_met[state] && distances[state] < 0) edges_.is_met[state] = 0;
     return distances;
   }
 
   const ByteAutomaton& texts_;
   const Vocabulary& vocabulary_;
-  TokenEdges edges_;
+  const TokenEdges edges_;
   const TokenGroups& groups_;
   Budget& budget_;
 };
@@ -130,9 +128,12 @@ class Assembly {
 
 Automaton token_automaton(const ByteAutomaton& texts, const Vocabulary& vocabulary,
                           Budget& budget) {
-  TokenWalks walks(texts, vocabulary, budget);
+  std::unique_ptr<TokenSets> sets = vocabulary.take_sets();
+  TokenWalks walks(texts, vocabulary, *sets, budget);
   TokenEdges edges = walks.walk_all();
-  return Assembly(texts, vocabulary, std::move(edges), walks.groups(), budget).make();
+  Automaton out = Assembly(texts, vocabulary, std::move(edges), walks.groups(), budget).make();
+  vocabulary.keep_sets(std::move(sets));
+  return out;
 }
 
 }  // namespace dlm::compile

@@ -56,7 +56,7 @@ std::vector<uint8_t> TokenClasses::needed_for(const std::vector<int32_t>& groups
 }
 
 Partition TokenClasses::split_nodes(const std::vector<uint8_t>& is_needed) {
-  Partition nodes(groups_.node_count());
+  Partition nodes(groups_.item_count());
   for (int32_t group = 0; group < groups_.size(); ++group) {
     budget_.check();
     if (!is_needed[index(group)]) continue;
@@ -73,19 +73,23 @@ Partition TokenClasses::split_nodes(const std::vector<uint8_t>& is_needed) {
 // and of the parts of tokens that contain them.
 Partition TokenClasses::split_tokens(const Partition& nodes, int32_t vocab_size) {
   node_starts_.assign(index(nodes.parts()) + 2, 0);
-  groups_.each_node([&](int32_t node, const int32_t* first, const int32_t* last) {
-    if (const int32_t part = nodes.part(node); part > 0)
-      node_starts_[index(part) + 2] += static_cast<size_t>(last - first);
+  const auto each_tokens = [&](auto see) {  // see(part, first token, last token)
+    for (int32_t item = 0; item < groups_.item_count(); ++item)
+      if (const int32_t part = nodes.part(item); part > 0)
+        groups_.each_tokens(item, [&](const int32_t* first, const int32_t* last) {
+          see(index(part), first, last);
+        });
+  };
+  each_tokens([&](size_t part, const int32_t* first, const int32_t* last) {
+    node_starts_[part + 2] += static_cast<size_t>(last - first);
   });
   for (size_t i = 2; i < node_starts_.size(); ++i) node_starts_[i] += node_starts_[i - 1];
   budget_.check_memory(node_starts_.back() * sizeof(int32_t));
   node_tokens_.resize(node_starts_.back());
-  groups_.each_node([&](int32_t node, const int32_t* first, const int32_t* last) {
-    if (const int32_t part = nodes.part(node); part > 0) {
-      size_t& at = node_starts_[index(part) + 1];
-      std::copy(first, last, node_tokens_.begin() + static_cast<ptrdiff_t>(at));
-      at += static_cast<size_t>(last - first);
-    }
+  each_tokens([&](size_t part, const int32_t* first, const int32_t* last) {
+    size_t& at = node_starts_[part + 1];
+    std::copy(first, last, node_tokens_.begin() + static_cast<ptrdiff_t>(at));
+    at += static_cast<size_t>(last - first);
   });
   const auto tokens_of = [&](int32_t part, const auto& see) {
     for (size_t i = node_starts_[index(part)]; i < node_starts_[index(part) + 1]; ++i)

@@ -1,7 +1,6 @@
 // Tables about the states of a byte automaton, used by the walks over tokens.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -9,55 +8,47 @@
 
 #include "compile/budget.h"
 #include "compile/byte_automaton.h"
-#include "compile/vocabulary.h"
+#include "compile/token_sets.h"
 
 namespace dlm::compile {
-
-// Groups bytes into kinds. In each state, all bytes of one kind lead to the same next state.
-struct Kinds {
-  std::array<uint8_t, 256> of{};    // the kind of each byte
-  std::array<uint8_t, 256> byte{};  // the lowest byte of each kind
-  size_t count = 0;
-};
 
 // Both arguments must outlive this object.
 class TokenStates {
  public:
-  TokenStates(const ByteAutomaton& texts, Budget& budget);
+  TokenStates(const ByteAutomaton& texts, TokenSets& sets, Budget& budget);
 
-  int32_t next_by_byte(int32_t state, uint8_t byte) const { return next(state, kinds_.of[byte]); }
+  // The bytes that a state takes, divided by their next states.
+  int32_t shape(int32_t state) const { return states_[static_cast<size_t>(state)].shape; }
+  // The next state of a part of the shape.
+  int32_t target(int32_t state, int32_t part) const {
+    return targets_[states_[static_cast<size_t>(state)].first + static_cast<size_t>(part)];
+  }
   // The number of bytes after the state that are forced, because no other bytes are allowed.
   int32_t forced(int32_t state) const { return forced_[static_cast<size_t>(state)]; }
-  // The number of the part of the automaton that contains the state, or -1. In each state of a
-  // part, many bytes are allowed, and many of them lead to the same state. The states of a part are
-  // connected, or have the same byte classes.
-  int32_t part(int32_t state) const { return part_[static_cast<size_t>(state)]; }
+  // Returns whether many bytes are allowed, and many of them lead to the same state.
+  bool is_wide(int32_t state) const { return states_[static_cast<size_t>(state)].is_wide; }
   // Returns whether many bytes lead from the state back to itself. Many walks reach such a state.
-  bool is_hub(int32_t state) const { return is_hub_[static_cast<size_t>(state)] != 0; }
-  // The byte classes of each part. The states of a part treat all bytes of one class alike.
-  const std::vector<ByteClasses>& parts() const { return parts_; }
+  bool is_hub(int32_t state) const { return states_[static_cast<size_t>(state)].is_hub; }
   // The text that must follow a state. The text is cut to whole characters and to the length that
   // the tokenizer is given.
   std::string text_after(int32_t state) const;
-  // The memory of the table of next states.
-  size_t bytes() const { return table_.size() * sizeof(int32_t); }
+  size_t bytes() const;
 
  private:
-  int32_t next(int32_t state, size_t kind) const {
-    return table_[static_cast<size_t>(state) * kinds_.count + kind];
-  }
-  void fill_table();
+  struct State {
+    int32_t shape;
+    uint32_t first;  // in targets_
+    bool is_wide, is_hub;
+  };
+
+  void find_shapes(TokenSets& sets);
   void find_forced();
-  void find_parts();
-  ByteClasses classes_of(const std::vector<int32_t>& states);
 
   const ByteAutomaton& texts_;
   Budget& budget_;
-  const Kinds kinds_;
-  std::vector<int32_t> table_;  // [states, kinds]: the next state, or -1
-  std::vector<int32_t> forced_, part_;
-  std::vector<uint8_t> is_hub_;
-  std::vector<ByteClasses> parts_;
+  std::vector<State> states_;
+  std::vector<int32_t> targets_;  // by state and part
+  std::vector<int32_t> forced_;   // [states]
 };
 
 }  // namespace dlm::compile

@@ -9,7 +9,7 @@
 namespace dlm::compile {
 namespace {
 
-constexpr size_t kKept = 8;  // cached trees by classes; each takes a few MB
+constexpr size_t kKeptBytes = size_t{32} << 20;  // most bytes of the sets that are kept
 
 // Removes nodes deeper than `depth` from a path. `node` is the first node after their subtrees.
 void close(TokenTree& tree, std::vector<int32_t>& path, size_t depth, int32_t node) {
@@ -73,92 +73,18 @@ int32_t Vocabulary::first_node(std::string_view text) const {
   return text.substr(0, spelled.size()) == spelled ? node_of_[index(token)] : -1;
 }
 
-std::shared_ptr<const TokenTree> Vocabulary::by_classes(const ByteClasses& classes,
-                                                        Budget& budget) const {
+std::unique_ptr<TokenSets> Vocabulary::take_sets() const {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto at = kept_.begin(); at != kept_.end(); ++at)
-      if (at->classes == classes) {
-        kept_.splice(kept_.begin(), kept_, at);
-        return at->tree;
-      }
+    if (kept_ != nullptr) return std::move(kept_);
   }
-  auto made = std::make_shared<const TokenTree>(collapsed(classes, budget));
-  const std::lock_guard<std::mutex> lock(mutex_);
-  kept_.push_front({classes, made});
-  if (kept_.size() > kKept) kept_.pop_back();
-  return made;
+  return std::make_unique<TokenSets>(tree_);
 }
 
-TokenTree Vocabulary::collapsed(const ByteClasses& classes, Budget& budget) const {
-  TokenTree out;
-  // The children of the nodes that one new node merges, sorted by class. The entries [next, last)
-  // of `found` still have to be processed.
-  struct Level {
-    int32_t made;
-    size_t next, last;
-  };
-  std::vector<int32_t> found, unsorted;
-  std::array<size_t, 257> counts{};
-  const auto class_of = [&](int32_t node) { return classes[tree_.bytes[index(node)]]; };
-  // Appends the children of the nodes [first, last) to `found`, sorted by class.
-  const auto open_children = [&](const int32_t* first, const int32_t* last) {
-    unsorted.clear();
-    counts.fill(0);
-    const auto add_children = [&](int32_t child, int32_t end) {
-      for (; child < end; child = tree_.behind[index(child)]) {
-        budget.check();
-        if (class_of(child) < 0) continue;
-        unsorted.push_back(child);
-        ++counts[static_cast<size_t>(class_of(child)) + 1];
-      }
-    };
-    if (first == nullptr) add_children(0, tree_.size());
-    for (; first != last; ++first) add_children(*first + 1, tree_.behind[index(*first)]);
-    for (size_t i = 1; i < counts.size(); ++i) counts[i] += counts[i - 1];
-    const size_t base = found.size();
-    found.resize(base + unsorted.size());
-    for (const int32_t child : unsorted)
-      found[base + counts[static_cast<size_t>(class_of(child))]++] = child;
-    return base;
-  };
-  std::vector<uint8_t> lowest(256, 0);  // lowest byte of each class
-  for (size_t byte = 256; byte-- > 0;)
-    if (classes[byte] >= 0) lowest[static_cast<size_t>(classes[byte])] = static_cast<uint8_t>(byte);
-  std::vector<Level> levels;
-  const size_t top = open_children(nullptr, nullptr);
-  levels.push_back({-1, top, found.size()});
-  while (!levels.empty()) {
-    Level& level = levels.back();
-    if (level.next == level.last) {
-      if (level.made >= 0) out.behind[index(level.made)] = out.size();
-      levels.pop_back();
-      if (!levels.empty()) found.resize(levels.back().last);
-      continue;
-    }
-    const size_t first = level.next;
-    const int16_t number = class_of(found[first]);
-    while (level.next < level.last && class_of(found[level.next]) == number) ++level.next;
-    const size_t last = level.next;
-    const int32_t made = out.size();
-    out.bytes.push_back(lowest[static_cast<size_t>(number)]);
-    out.depths.push_back(static_cast<int32_t>(levels.size()));
-    out.behind.push_back(0);
-    out.token_starts.push_back(static_cast<int32_t>(out.tokens.size()));
-    out.node_starts.push_back(static_cast<int32_t>(out.nodes.size()));
-    for (size_t i = first; i < last; ++i) {
-      const size_t node = index(found[i]);
-      out.nodes.push_back(found[i]);
-      out.tokens.insert(out.tokens.end(), tree_.tokens.begin() + tree_.token_starts[node],
-                        tree_.tokens.begin() + tree_.token_starts[node + 1]);
-    }
-    const size_t base = open_children(out.nodes.data() + out.node_starts.back(),
-                                      out.nodes.data() + out.nodes.size());
-    levels.push_back({made, base, found.size()});
-  }
-  out.token_starts.push_back(static_cast<int32_t>(out.tokens.size()));
-  out.node_starts.push_back(static_cast<int32_t>(out.nodes.size()));
-  return out;
+void Vocabulary::keep_sets(std::unique_ptr<TokenSets> sets) const {
+  if (sets->bytes() > kKeptBytes) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  kept_ = std::move(sets);
 }
 
 }  // namespace dlm::compile
