@@ -1,5 +1,6 @@
 # Everything a developer or a first user runs; each target sets up .venv by itself.
 #   make demo   build the demo checkpoint into a bundle and generate from it
+#   make demos  build the bundles of all three demos: build/demo, build/several, build/sudoku
 #   make bench  measure this machine, beside torch and llama.cpp
 #   make test   lint, types, and all tests but the slow ones
 #   make docs   build the documentation site into build/site
@@ -24,14 +25,26 @@ C_SOURCES := $(shell find runtime/native examples benchmarks -type f \( -name '*
 # Everything that a build runs, however deep it lies.
 PACKAGES := $(shell find exporter calibration runtime/dlm_runtime -type f -not -path '*/__pycache__/*')
 
-.PHONY: demo test test-slow docs fuzz aarch64 wheels lint format bench clean
+.PHONY: demo demos test test-slow docs fuzz aarch64 wheels lint format bench clean
 
 demo: $(STAMP) build/demo/manifest.json
 	$(BIN)/python examples/demo/show.py build/demo
 
+demos: $(STAMP) build/demo/manifest.json build/several/manifest.json build/sudoku/manifest.json
+
+define BUILD_DEMO
+$(BIN)/dlm-export build $(1) --target cpu --precision fp32 -o $(@D) --force
+$(BIN)/dlm-export effort $(@D) --data $(1)/calibration.jsonl
+endef
+
 build/demo/manifest.json: $(STAMP) $(wildcard examples/demo-denoiser/*) $(PACKAGES)
-	$(BIN)/dlm-export build examples/demo-denoiser --target cpu --precision fp32 -o build/demo --force
-	$(BIN)/dlm-export effort build/demo --data examples/demo-denoiser/calibration.jsonl
+	$(call BUILD_DEMO,examples/demo-denoiser)
+
+build/several/manifest.json: $(STAMP) $(wildcard examples/demo-several/*) $(PACKAGES)
+	$(call BUILD_DEMO,examples/demo-several)
+
+build/sudoku/manifest.json: $(STAMP) $(wildcard examples/demo-sudoku/*) $(PACKAGES)
+	$(call BUILD_DEMO,examples/demo-sudoku)
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow" $(WORKERS)

@@ -61,17 +61,26 @@ def test_make_builds_the_demo_again_when_anything_that_a_build_runs_has_changed(
     assert not {name for name in files if "__pycache__" not in name} - {*needed.split()}
 
 
-def test_make_demo_fits_effort_levels() -> None:
-    """The examples of --effort in the documentation run on the bundle that `make demo` builds."""
+@pytest.mark.parametrize(
+    ("target", "checkpoint", "bundle"),
+    [
+        ("demo", "demo-denoiser", "demo"),
+        ("demos", "demo-denoiser", "demo"),
+        ("demos", "demo-several", "several"),
+        ("demos", "demo-sudoku", "sudoku"),
+    ],
+)
+def test_make_fits_effort_levels_of_the_demos(target: str, checkpoint: str, bundle: str) -> None:
+    """The examples of --effort work on the bundles that make builds."""
     made = subprocess.run(
-        ["make", "-nB", "demo"], cwd=EXAMPLES.parent, capture_output=True, text=True, check=True
+        ["make", "-nB", target], cwd=EXAMPLES.parent, capture_output=True, text=True, check=True
     ).stdout
     build, fit = (
         made.find(f"dlm-export {command} ")
-        for command in ("build examples/demo-denoiser", "effort build/demo")
+        for command in (f"build examples/{checkpoint}", f"effort build/{bundle}")
     )
     assert 0 <= build < fit
-    (data,) = re.findall(r"effort build/demo --data (\S+)", made)
+    (data,) = re.findall(rf"effort build/{bundle} --data (\S+)", made)
     assert (EXAMPLES.parent / data).is_file()
 
 

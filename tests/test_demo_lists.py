@@ -44,6 +44,20 @@ def test_held_out_commands_become_the_right_lists(lists: Bundle) -> None:
     assert max(result["nfe"]) <= ROOM
 
 
+def test_answers_by_the_models_are_typed_and_right(
+    lists: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from calls import Calls
+
+    monkeypatch.setenv("DLM_CACHE_DIR", str(tmp_path))
+    right = 0
+    for row in HELD_OUT[:40]:
+        out = lists.generate(prompt=row["prompt"], schema=Calls)
+        answer = Calls.model_validate_json(out.text or "")
+        right += answer.model_dump(exclude_none=True) == json.loads(row["completion"])
+    assert right / 40 >= MATCH_FLOOR
+
+
 def test_constrained_lists_are_valid_and_written_a_call_a_line(
     lists: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

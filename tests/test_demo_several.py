@@ -10,6 +10,7 @@ import random
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -230,3 +231,28 @@ def test_the_committed_held_out_lines_are_the_generators() -> None:
         {"prompt": request.prompt, "completion": request.completion, "unseen": unseen}
         for unseen, request in drawn
     ]
+
+
+def test_the_models_describe_every_call_with_its_arguments_in_order(
+    training: list[several.Request], held_out: list[tuple[str, several.Request]]
+) -> None:
+    from calls import Calls
+
+    for request in (*training, *(request for _, request in held_out)):
+        read = Calls.model_validate_json(request.completion).model_dump(exclude_none=True)
+        wanted = json.loads(request.completion)
+        assert read == wanted
+        assert [[*call["arguments"]] for call in read] == [[*call["arguments"]] for call in wanted]
+    names = {call["properties"]["name"]["const"] for call in _models()}
+    assert names == set(ARGUMENTS)
+    for call in _models():
+        arguments = call["properties"]["arguments"]["$ref"].rsplit("/", 1)[-1]
+        described = Calls.model_json_schema()["$defs"][arguments]["properties"]
+        assert tuple(described) == ARGUMENTS[call["properties"]["name"]["const"]]
+
+
+def _models() -> list[dict[str, Any]]:
+    from calls import Calls
+
+    models = Calls.model_json_schema()["$defs"].values()
+    return [model for model in models if "name" in model["properties"]]

@@ -156,7 +156,9 @@ def test_muons_steps_are_about_orthogonal(shape: tuple[int, int]) -> None:
 def test_the_first_demo_is_saved_as_it_was_released(tmp_path: Path) -> None:
     released = EXAMPLES / "demo-denoiser"
     denoiser = load_checkpoint(released)
-    save_checkpoint(tmp_path, denoiser.network, dict(denoiser.named_parameters()))
+    save_checkpoint(
+        tmp_path, denoiser.network, dict(denoiser.named_parameters()), train_several.GENERATION
+    )
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / name).read_bytes() == (released / name).read_bytes()
 
@@ -164,7 +166,7 @@ def test_the_first_demo_is_saved_as_it_was_released(tmp_path: Path) -> None:
 def test_the_second_demo_is_saved_in_sdars_layout(first: NetworkSpec, tmp_path: Path) -> None:
     network = train_several.describe(first)
     denoiser = random_denoiser(network)
-    save_checkpoint(tmp_path, network, dict(denoiser.named_parameters()))
+    save_checkpoint(tmp_path, network, dict(denoiser.named_parameters()), train_several.GENERATION)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["architectures"], config["model_type"]) == (["SDARForCausalLM"], "sdar")
     assert (config["block_size"], config["mask_token_id"]) == (BLOCK_LENGTH, first.mask_token_id)

@@ -231,7 +231,11 @@ def _examples(folder: Path) -> None:
     data = ROOT / "examples" / "demo-denoiser" / "calibration.jsonl"
     few = "".join(f"{line}\n" for line in data.read_text().splitlines()[:8])
     (folder / "demo").mkdir()
-    for name in ("demo-denoiser/calibration.jsonl", "demo/heldout.jsonl"):
+    for name in (
+        "demo-denoiser/calibration.jsonl",
+        "demo-several/calibration.jsonl",
+        "demo/heldout.jsonl",
+    ):
         (folder / name).write_text(few)
 
 
@@ -337,6 +341,8 @@ def test_the_python_programs_of_a_page_run(
     (tmp_path / "build").mkdir()
     for name in ("demo", "several"):
         shutil.copytree(tour.readme / PLACEHOLDERS["BUNDLE"], tmp_path / "build" / name)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     # An empty cache, in which nothing has been compiled.
     monkeypatch.setenv("DLM_CACHE_DIR", str(tmp_path / "cache"))

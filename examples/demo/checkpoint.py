@@ -7,6 +7,7 @@ A checkpoint consists of ``config.json``, ``generation_config.json`` and ``model
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -79,20 +80,21 @@ def sdar_config(c: NetworkSpec) -> dict[str, object]:
     }
 
 
-LAYOUTS = {
-    "llada": (llada.LAYOUT, llada_config, {"max_new_tokens": 64}),
-    "sdar": (
-        TRUNK,
-        sdar_config,
-        {"max_new_tokens": 192, "json_layout": "lines", "call_format": "lines"},
-    ),
-}
-"""For each family: the names of its weights, its config.json and its generation_config.json."""
+LAYOUTS = {"llada": (llada.LAYOUT, llada_config), "sdar": (TRUNK, sdar_config)}
+"""For each family: the names of its weights, and its config.json."""
 
 
-def save_checkpoint(folder: Path, network: NetworkSpec, parameters: dict[str, Tensor]) -> None:
-    """Write a checkpoint in the layout of its family. Each file appears complete or not at all."""
-    layout, config_of, generation = LAYOUTS[network.family]
+def save_checkpoint(
+    folder: Path,
+    network: NetworkSpec,
+    parameters: dict[str, Tensor],
+    generation: Mapping[str, object],
+) -> None:
+    """Write a checkpoint in the layout of its family. Each file appears complete or not at all.
+
+    ``generation`` is the content of ``generation_config.json``.
+    """
+    layout, config_of = LAYOUTS[network.family]
     config = {"architectures": [network.architecture], "model_type": network.family} | config_of(
         network
     )

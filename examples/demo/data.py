@@ -193,11 +193,11 @@ def held_out_examples(seed: int, count: int) -> list[tuple[str, Example]]:
     return examples
 
 
-def write_lines(path: Path, drawn: Iterable[tuple[str, str, str]]) -> None:
-    """Write commands, their answers and their labels, one JSON object per line."""
+def write_lines(path: Path, drawn: Iterable[tuple[str, ...]]) -> None:
+    """Write prompts, their answers and, if present, their labels, one JSON object per line."""
     keys = ("prompt", "completion", "unseen")
     path.write_text(
-        "".join(json.dumps(dict(zip(keys, line, strict=True))) + "\n" for line in drawn)
+        "".join(json.dumps(dict(zip(keys, line, strict=False))) + "\n" for line in drawn)
     )
     click.echo(f"{path} {path.stat().st_size} bytes")
 

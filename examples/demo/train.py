@@ -19,7 +19,7 @@ import functools
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -31,12 +31,14 @@ from tokenizer import EOS, MASK, SPACE, save_tokenizer, train_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from training import Training
+from training import Training, draw_layers
 
 from dlm_export.network.denoiser import Attention, Denoiser
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
 
 BLOCK_LENGTH = 32
+GENERATION = {"max_new_tokens": 64}
+"""The content of ``generation_config.json``."""
 ROPE = Rope(theta=500000.0)
 
 
@@ -91,13 +93,7 @@ def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
     """
     c = denoiser.network
     with torch.no_grad():
-        for name, parameter in denoiser.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
-            elif name.endswith(("attention.out.weight", "mlp.down.weight")):
-                parameter.zero_()
-            elif name.startswith("blocks."):
-                parameter.normal_(std=parameter.shape[0] ** -0.5)
+        draw_layers(denoiser)
         embedding = denoiser.embed.weight.normal_()
         embedding[:, CODE:] = 0.0
         space = torch.randn(CONSTANT - SPACED)
@@ -243,6 +239,32 @@ def easy_tokens(network: NetworkSpec, tokenizer: Tokenizer) -> Tensor:
     )
 
 
+def masked_loss(
+    denoiser: Denoiser, is_easy: Tensor, generator: torch.Generator, *, is_compiled: bool
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the training objective: a function of prompts ``[B, P]`` and responses ``[B, R]``.
+
+    It hides a part of the responses (``hide``) and returns the mean cross-entropy in nats of the
+    scored tokens.
+    """
+    network = denoiser.network
+    hidden = torch.compile(denoiser.hidden, dynamic=True) if is_compiled else denoiser.hidden
+
+    def loss_of(prompt: Tensor, response: Tensor) -> Tensor:
+        is_hidden, is_scored = hide(
+            response, is_easy[response], network.eos_token_ids[0], generator
+        )
+        canvas = torch.cat((prompt, response.masked_fill(is_hidden, network.mask_token_id)), 1)
+        positions = torch.arange(canvas.shape[1]).expand_as(canvas)
+        # The fused attention kernel's backward is four times slower than plain matmuls on sequences
+        # this short.
+        with sdpa_kernel(SDPBackend.MATH):
+            features = hidden(canvas, positions)[0][:, prompt.shape[1] :]
+        return F.cross_entropy(denoiser.project(features[is_scored]).float(), response[is_scored])
+
+    return loss_of
+
+
 @click.command()
 @click.option(
     "--out",
@@ -324,7 +346,6 @@ def main(
         tokenizer = Tokenizer.from_file(str(init / "tokenizer.json"))
     save_tokenizer(tokenizer, out)
     network = describe(tokenizer)
-    mask_token_id, eos = network.mask_token_id, network.eos_token_ids[0]
     is_easy = easy_tokens(network, tokenizer)
 
     if init is None:
@@ -334,25 +355,14 @@ def main(
         denoiser = load_checkpoint(init).requires_grad_(True)
     training = Training(denoiser, rate)
     generator = torch.Generator().manual_seed(seed)
-    hidden = torch.compile(denoiser.hidden, dynamic=True)
-
-    def loss_of(prompt: Tensor, response: Tensor) -> Tensor:
-        is_hidden, is_scored = hide(response, is_easy[response], eos, generator)
-        canvas = torch.cat((prompt, response.masked_fill(is_hidden, mask_token_id)), 1)
-        positions = torch.arange(canvas.shape[1]).expand_as(canvas)
-        # On sequences as short as these, the backward pass of the fused attention kernel is four
-        # times slower than plain matrix products.
-        with sdpa_kernel(SDPBackend.MATH):
-            features = hidden(canvas, positions)[0][:, prompt.shape[1] :]
-        return F.cross_entropy(denoiser.project(features[is_scored]).float(), response[is_scored])
-
+    loss_of = masked_loss(denoiser, is_easy, generator, is_compiled=True)
     losses = (functools.partial(loss_of, *batch) for batch in batches(tokenizer, seed, rows))
     training.run(
         losses,
         steps,
         minutes,
         save_minutes,
-        lambda: save_checkpoint(out, network, training.averaged),
+        lambda: save_checkpoint(out, network, training.averaged, GENERATION),
     )
     for path in sorted(out.iterdir()):
         click.echo(f"{path} {path.stat().st_size} bytes")

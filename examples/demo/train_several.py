@@ -36,6 +36,8 @@ from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
 
 BLOCK_LENGTH = 16
+GENERATION = {"max_new_tokens": 192, "json_layout": "lines", "call_format": "lines"}
+"""The content of ``generation_config.json``."""
 NEW_LAYERS = (3, 6)
 """The positions of the new layers, counted in the second network."""
 
@@ -343,7 +345,7 @@ def main(
 
     def save() -> None:
         training.save(state)
-        save_checkpoint(out, network, training.averaged)
+        save_checkpoint(out, network, training.averaged, GENERATION)
         judged.load_state_dict(training.averaged, strict=False)
         blocks, lists = one_pass(judged, held_out, tokenizer)
         click.echo(

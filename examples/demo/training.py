@@ -1,4 +1,4 @@
-"""The training code that both demos share: the optimisers, the learning rate over a run, averaged
+"""The training code that all demos share: the optimisers, the learning rate over a run, averaged
 weights, and saving the state.
 
 Muon (by Keller Jordan, with the constants of torch.optim.Muon) trains the matrices of the layers,
@@ -70,6 +70,20 @@ def learning_rate(progress: float, step: int) -> float:
     0.4, then falls linearly to zero at 1.
     """
     return min(1.0, (step + 1) / 50) * min(1.0, max(0.0, (1 - progress) / 0.6))
+
+
+@torch.no_grad()
+def draw_layers(denoiser: Denoiser) -> None:
+    """Draw the layers' matrices and set norms to one. Matrices that write to the residual stream
+    start at zero.
+    """
+    for name, parameter in denoiser.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+        elif name.endswith(("attention.out.weight", "mlp.down.weight")):
+            parameter.zero_()
+        elif name.startswith("blocks."):
+            parameter.normal_(std=parameter.shape[0] ** -0.5)
 
 
 @dataclass

@@ -115,7 +115,7 @@ def judge_cache(
     for cache in caches_of(network):
         loop = policy.with_fields({"cache": cache})
         side = BundlePredictor(bundle, "met")
-        room = new_tokens(samples, loop, network)
+        room = new_tokens(samples, loop, network, bundle)
         runs = meet_within(side, list(enumerate(samples)), loop, room, limit, passes=len(masked))
         states = [state for run in runs for state in run.deciding]
         views = [

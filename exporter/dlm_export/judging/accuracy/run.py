@@ -116,7 +116,7 @@ def _judge(
         candidate,
         pool,
         policy=policy,
-        max_new_tokens=new_tokens(pool, policy, network),
+        max_new_tokens=new_tokens(pool, policy, network, candidate.bundle),
         decode=decoder(candidate.bundle),
         seed=options.data.seed,
         noise_floor=floor,

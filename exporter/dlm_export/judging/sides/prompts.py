@@ -30,16 +30,22 @@ def asked_of(sample: Sample, number: int, max_new_tokens: int, limit: int) -> tu
     return prompt, room
 
 
-def new_tokens(samples: Sequence[Sample], policy: Policy, network: NetworkSpec) -> int:
+def new_tokens(
+    samples: Sequence[Sample], policy: Policy, network: NetworkSpec, bundle: dlm_runtime.Bundle
+) -> int:
     """Return how many tokens to generate in a free run.
 
     This is the length of the longest answer, rounded up to whole blocks, but never more than the
-    canvas has left after the longest prompt.
+    canvas has left after the longest prompt. If the bundle records a shorter length for answers, the
+    last block is shorter, because a denoiser with full attention may fail at lengths that it was not
+    trained with.
     """
     block_length = policy.block_length or 32
     starts = [sample.prompt_length or len(sample.tokens) // 2 for sample in samples]
     longest = max(len(sample.tokens) - start for sample, start in zip(samples, starts, strict=True))
-    wanted = -(-longest // block_length) * block_length
+    blocks = -(-longest // block_length) * block_length
+    recorded: int = bundle.manifest["loop"].get("max_new_tokens", blocks)
+    wanted = min(blocks, max(longest, recorded))
     return max(1, min(wanted, network.max_canvas_length - max(starts)))
 
 

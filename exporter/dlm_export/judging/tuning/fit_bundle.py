@@ -59,7 +59,7 @@ def fit_bundle(
             side,
             samples,
             policy,
-            new_tokens(samples, policy, network),
+            new_tokens(samples, policy, network, bundle),
             decoder(bundle),
             preset=preset,
             on_done=progress.advance,
