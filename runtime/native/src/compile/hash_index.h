@@ -1,4 +1,4 @@
-// A hash index of numbers. The caller stores what the numbers stand for.
+// Finds numbers by hash. The caller keeps the data that each number names.
 #pragma once
 
 #include <cstddef>

@@ -213,10 +213,10 @@ class Minimiser {
     }
   }
 
-  // Fills class_ with first classes: equal states get the same class, and most others do not. They
-  // are told apart by their distances to an end and by hashes. The hash of a state depends on those
-  // of the next states: the ones of this round if they are nearer to an end, and the ones of the
-  // round before otherwise. The last rounds, which separate few states, are left to split().
+  // Fills class_ with first classes: equal states get the same class, and most others do not. A
+  // class has one distance to an end and one hash. The hash of a state includes those of the next
+  // states: the ones of this round if they are nearer to an end, and the ones of the round before
+  // otherwise. split() does the rest once a round separates few states.
   void seed_classes() {
     constexpr int kMostRounds = 16;
     const size_t count = members_.size();
