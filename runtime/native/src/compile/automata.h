@@ -10,7 +10,9 @@
 
 namespace dlm::compile {
 
-// Compiles nodes to automata. It caches the automaton of each node, and those of the node's parts.
+// Compiles nodes of an expression graph to minimal automata over bytes. For example, the node of
+// the regular expression a|b becomes an automaton with two states. The object caches the automata
+// that it compiles, so nodes that share a part compile the part once.
 class Automata {
  public:
   explicit Automata(const Expressions& expressions) : expressions_(expressions) {}

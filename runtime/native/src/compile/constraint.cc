@@ -60,7 +60,7 @@ std::string layout_hint(const Constraint& constraint) {
 
 Compiled compile_constraint(const Constraint& constraint, const Vocabulary& vocabulary) {
   Budget budget(constraint.limits, name_of(constraint.kind));
-  // The estimate of the states may be too low. If so, try again with a lower limit.
+  // The estimated number of states may be too low. If so, try again with a lower limit.
   for (double most_states = 0;;) {
     Expressions expressions(budget);
     schema::Texts texts = texts_of(expressions, constraint, most_states);
@@ -96,7 +96,8 @@ std::unique_ptr<const Vocabulary> read_vocabulary(std::shared_ptr<const Text> te
                                               std::vector<int32_t> ids;
                                               try {
                                                 text->encode(wanted, {}, ids);
-                                              } catch (const Error&) {  // it has a special token
+                                              } catch (const Error&) {
+                                                // The text contains a special token.
                                                 return -1;
                                               }
                                               return ids.empty() ? -1 : ids.front();

@@ -1,4 +1,5 @@
-// Compiles the content of a constraint to an automaton over token ids.
+// Compiles a constraint, such as a regular expression or a JSON Schema, to an automaton over token
+// ids. The decoding loop uses the automaton to find the tokens that may come next.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +22,10 @@ struct Constraint {
 
   Kind kind;
   std::string_view content;
-  std::string before, behind;  // fixed text around the output; part of the constrained text
+  std::string before, behind;  // fixed text around the output; the constraint covers it too
   schema::Layout layout;
   std::optional<uint32_t> max_depth;
-  bool any_order = false, more_properties = false;  // for objects, see schema.h
+  bool any_order = false, more_properties = false;  // for JSON objects; see schema.h
   Limits limits;
 };
 

@@ -1,4 +1,5 @@
-// How often what contains itself may do so: schemas, elements and rules.
+// Limits for recursion. `max_depth` limits how often a JSON Schema, an XML element or a grammar
+// rule may contain itself.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@
 namespace dlm::compile {
 
 constexpr uint32_t kMostDepth = 10'000;  // largest max_depth
-constexpr uint32_t kUsualDepth = 3;      // if max_depth is not set
+constexpr uint32_t kUsualDepth = 3;      // the default, if max_depth is not set
 
 inline void check_max_depth(std::optional<uint32_t> max_depth) {
   if (max_depth.value_or(0) > kMostDepth)

@@ -18,19 +18,19 @@ namespace {
 constexpr int kDeepestGroup = 250;
 constexpr uint32_t kMostCount = 1000000;
 
-// The classes of ECMA-262, and further characters that other engines include. In ECMA-262, \d and
-// \w are ASCII, and \s is WhiteSpace and LineTerminator.
+// The sets of \d, \w, \s and the dot in ECMA-262, and characters that other engines add to these
+// sets. In ECMA-262, \d and \w are ASCII only. \s is WhiteSpace and LineTerminator.
 const CodePoints kDigits{{'0', '9'}};
 const CodePoints kWord{{'0', '9'}, {'A', 'Z'}, {'_', '_'}, {'a', 'z'}};
 const CodePoints kSpaces{{9, 13},          {' ', ' '},       {0xA0, 0xA0},     {0x1680, 0x1680},
                          {0x2000, 0x200A}, {0x2028, 0x2029}, {0x202F, 0x202F}, {0x205F, 0x205F},
                          {0x3000, 0x3000}, {0xFEFF, 0xFEFF}};
-const CodePoints kZeroWidthSpace{{0xFEFF, 0xFEFF}};  // only ECMA-262 includes it in \s
+const CodePoints kZeroWidthSpace{{0xFEFF, 0xFEFF}};  // only ECMA-262 includes this character in \s
 const CodePoints kOtherSpaces{{0x1C, 0x1F}, {0x85, 0x85}, {0x180E, 0x180E}};
 const CodePoints kNewline{{'\n', '\n'}};
 const CodePoints kLineEnds{{'\n', '\n'}, {'\r', '\r'}, {0x2028, 0x2029}};
 
-// Characters that at least one engine includes in \d, or in \w.
+// The characters that at least one engine includes in \d. any_word() is the same for \w.
 const CodePoints& any_digits() {
   static const CodePoints points = *unicode_property("Nd", std::nullopt);
   return points;
@@ -53,8 +53,8 @@ struct Flags {
   bool ignores_case = false, is_multiline = false, dot_is_all = false;
 };
 
-// A parsed term. If it is a single character of a set, `set` has the set. If it is ^ or $, is_start
-// or is_end is set. Look-behind and look-ahead can use such terms.
+// A parsed term. If the term matches exactly one character of a set, `set` is that set. If the term
+// is ^ or $, `is_start` or `is_end` is true. Such terms are also allowed inside a look-behind.
 struct Term {
   Looks::Piece piece;
   std::optional<CodePoints> set;
@@ -237,7 +237,7 @@ class Reader {
   Term anchor(bool is_start) {
     Look look;
     // In Python, $ also matches before a \n at the end. This code does not check that the \n is at
-    // the end.
+    // the end. So the language for Found::perhaps may be larger than necessary.
     const bool is_before_newline = is_wide_ && !is_start && !flags_.is_multiline;
     const bool has_set = flags_.is_multiline || is_before_newline;
     CodePoints& set = (is_start ? look.before : look.after)[0];
@@ -310,7 +310,7 @@ class Reader {
       at_ = place;
       refuse("look-behind of more than one character, which is not supported,");
     }
-    // Only the one neighbouring character matters.
+    // The look-around depends only on the neighbouring character.
     Look look;
     if (inner.set) (kind == ahead ? look.after : look.before)[0] = *inner.set;
     for (size_t before = 0; before < 4; ++before)
@@ -405,8 +405,8 @@ class Reader {
     return escape();
   }
 
-  // Returns \d, \w or \s. If is_wide, characters that at least one engine includes; otherwise those
-  // that all engines include.
+  // Returns the set of \d, \w or \s. If `is_wide`, the set has the characters that at least one
+  // engine includes. Otherwise it has the characters that all engines include.
   static CodePoints letter_class(char32_t letter, bool is_wide) {
     if (letter == 'd') return is_wide ? any_digits() : kDigits;
     if (letter == 'w') return is_wide ? any_word() : kWord;
@@ -414,7 +414,7 @@ class Reader {
                    : intersection(kSpaces, complement(kZeroWidthSpace));
   }
 
-  // Parses an escape after its backslash and returns its set of characters.
+  // Parses an escape and returns its set of characters. The backslash has been read already.
   CodePoints escape() {
     const char32_t letter = next();
     const auto of = [](char32_t point) { return CodePoints{{point, point}}; };
@@ -517,8 +517,8 @@ class Reader {
   Looks looks_;
   size_t at_ = 0;
   int depth_ = 0;
-  // If set, classes contain the characters that at least one engine includes; otherwise those that
-  // all engines include.
+  // Selects the sets of \d, \w, \s and so on. If true, they have the characters that at least one
+  // engine includes. Otherwise they have the characters that all engines include.
   bool is_wide_;
   Flags flags_;
 };

@@ -1,13 +1,16 @@
-// Compiles patterns of JSON Schema: regular expressions of ECMA-262 with the flag u.
+// Compiles the values of the keyword `pattern` of JSON Schema to regular languages. A pattern is a
+// regular expression in the syntax of ECMA-262 with the flag u. See
+// https://tc39.es/ecma262/#sec-patterns.
 //
-// See https://tc39.es/ecma262/#sec-patterns. The flag u forbids escapes such as \- and \_. Browsers
-// accept them without the flag, and so does this reader: they match the escaped character.
+// The flag u forbids escapes such as \- and \_. Browsers accept these escapes without the flag.
+// This compiler accepts them too, and matches the escaped character.
 //
-// Validators use the regex engine of their language, and engines differ. In Python, \d and \w match
-// more than ASCII, . matches everything but \n, and $ also matches before a \n at the end. So each
-// pattern has two languages: strings that match in all engines, and strings that match in at least
-// one. Strings on which engines disagree are never written, whether the pattern must match or must
-// not match.
+// Validators use the regex engine of their programming language, and these engines differ. In
+// Python, for example, \d and \w match more than ASCII, the dot matches every character except \n,
+// and $ also matches before a \n at the end. So the compiler can return two languages for a
+// pattern: the strings in which every engine finds a match, and the strings in which at least one
+// engine does. The first language is used where a string must match, and the second one is excluded
+// where a string must not match. So the output never contains a string on which engines disagree.
 #pragma once
 
 #include <cstdint>
@@ -17,15 +20,16 @@
 
 namespace dlm::compile {
 
-// surely: a match is found by ECMA-262 and every other engine. perhaps: at least one engine finds a
-// match.
+// Selects the strings of a pattern. surely: strings in which every engine finds a match. perhaps:
+// strings in which at least one engine finds a match.
 enum class Found : uint8_t { surely, perhaps };
 
-// Returns the JSON strings, without their quotes (json_text.h), in which `pattern` is found. Throws
-// if the pattern is not valid or not supported: "pattern '...' has ... at character N".
+// Returns the JSON strings in which `pattern` is found somewhere. The strings have no quotes and
+// are escaped as in json_text.h. For example, the pattern ^a$ returns only the string a. Throws if
+// the pattern is not valid or not supported. The message is "pattern '...' has ... at character N".
 Node pattern_in_string(Expressions& expressions, std::string_view pattern, Found found);
 
-// Like pattern_in_string(), but for plain text instead of JSON strings.
+// Like pattern_in_string(), but returns plain UTF-8 text instead of escaped JSON strings.
 Node pattern_in_text(Expressions& expressions, std::string_view pattern, Found found);
 
 }  // namespace dlm::compile

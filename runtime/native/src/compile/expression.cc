@@ -9,7 +9,7 @@ namespace dlm::compile {
 namespace {
 
 constexpr char32_t kBeforeSurrogates = 0xD7FF, kBehindSurrogates = 0xE000, kLastPoint = 0x10FFFF;
-constexpr size_t kNodeBytes = 160;  // memory of a node and its index entry
+constexpr size_t kNodeBytes = 160;  // estimated memory of a node and its entry in numbers_
 
 template <class Number>
 void append(std::string& out, Number number) {
@@ -57,8 +57,8 @@ Expressions::Expressions(Budget& budget) : budget_(budget) {
   add({Kind::empty, true, 0, 0, 0, 0}, {});
 }
 
-// Returns the number of an item and adds it if it is new. `content` must identify the item among
-// those of its kind.
+// Returns the node of an item. Adds the item if it is new. Two items of the same kind are the same
+// node if and only if their `content` is equal.
 Node Expressions::add(const Item& item, const std::string& content) {
   std::string key(1, static_cast<char>(item.kind));
   key += content;
@@ -172,10 +172,11 @@ Node Expressions::repeat(Node part, uint32_t low, uint32_t high) {
   if (part == nothing()) return low == 0 ? empty() : nothing();
   if (is_nullable(part)) low = 0;
   if (kind(part) == Kind::repeat) {
-    // (x{a,b}){c,d} equals x{a*c,b*d} if it can repeat x any number of times in that range. k parts
-    // have at most b*k, and k + 1 parts at least a*(k + 1), so there must be no gap between them.
-    // Checking the smallest k is enough. Without this rewrite, the copies of (x{1,100}){1,100}
-    // would overlap in thousands of ways.
+    // (x{a,b}){c,d} equals x{a*c,b*d} if it matches every number of x in that range. k copies of
+    // the inner repetition match at most b*k times x, and k + 1 copies match at least a*(k + 1)
+    // times x. So no number is missing if a*(k + 1) <= b*k + 1. If this holds for the smallest k,
+    // it holds for every larger k. Without this rewrite, an automaton of (x{1,100}){1,100} would
+    // have to follow thousands of ways to split the same text.
     const uint64_t a = this->low(part), b = this->high(part), fewest = low > 0 ? low : 1;
     const bool has_gap = (high > fewest && b != kUnbounded && fewest * b + 1 < (fewest + 1) * a) ||
                          (low == 0 && a > 1);

@@ -1,9 +1,11 @@
-// Represents regular languages of byte strings as a graph of nodes. Front ends build the graph;
-// automata.h compiles it.
+// Represents regular languages (sets of byte strings) as a graph of nodes. The front ends, such as
+// regex.h and schema/schema.h, build the graph. automata.h compiles a node of the graph to an
+// automaton.
 //
-// Equal nodes share one number. So a shared part is stored once, and is compiled once for each
-// different continuation. To share as much as possible, build sequences from right to left: for
-// example, the rest of a list of optional members is then one node, however often it is used.
+// Two nodes with the same content are the same node. So the graph stores a shared part once. The
+// compiler also compiles a part once for all places where the same text follows. Build sequences
+// from right to left to share as much as possible. For example, the members [b][c] at the end of
+// [a][b][c] and of [b][c] are then the same node.
 #pragma once
 
 #include <bitset>
@@ -28,9 +30,10 @@ struct CodePointRange {
 };
 using CodePoints = std::vector<CodePointRange>;  // ascending; no two overlap or touch
 
-// Sorts ranges and joins those that overlap or touch.
+// Sorts ranges, and merges ranges that overlap or touch.
 CodePoints normalised(CodePoints ranges);
-// Returns all code points outside `points`, except surrogates. `points` must be normalised.
+// Returns all code points that are not in `points`. The result has no surrogates. `points` must be
+// normalised.
 CodePoints complement(const CodePoints& points);
 
 using Node = uint32_t;
@@ -38,7 +41,9 @@ constexpr uint32_t kUnbounded = UINT32_MAX;
 
 class Expressions {
  public:
-  // The memory of the nodes counts against the budget, which must outlive this object.
+  // Stores the graph and creates its nodes. For example, the regular expression a|b* is
+  // `either(bytes("a"), repeat(bytes("b"), 0, kUnbounded))`. Each function returns the existing
+  // node if there is one with the same content.
   explicit Expressions(Budget& budget);
   Expressions(const Expressions&) = delete;
   Expressions& operator=(const Expressions&) = delete;
@@ -46,28 +51,28 @@ class Expressions {
   enum class Kind : uint8_t {
     nothing,     // matches no text
     empty,       // matches the empty text
-    bytes,       // matches one text
+    bytes,       // one fixed text
     set,         // one byte of a set
-    characters,  // one code point of a set of ranges, as UTF-8
-    machine,     // the texts that an automaton accepts
-    sequence,    // first, then second
-    either,      // any of several nodes, in ascending order
-    repeat,      // first, repeated low to high times
-    both,        // texts that match first and second
-    without      // texts that match first and not second
+    characters,  // one code point of a set, in UTF-8
+    machine,     // every text that an automaton accepts
+    sequence,    // a text of `first`, followed by a text of `second`
+    either,      // the texts of several nodes; the list of nodes is ascending
+    repeat,      // `low` to `high` texts of `first`, one after the other
+    both,        // texts that are in `first` and in `second`
+    without      // texts that are in `first` and not in `second`
   };
 
   Node nothing() const { return 0; }
   Node empty() const { return 1; }
   Node bytes(std::string_view text);
   Node set(const ByteSet& bytes);
-  Node characters(const CodePoints& points);     // must be normalised; drops surrogates
-  Node machine(const ByteAutomaton& automaton);  // need not be minimal
+  Node characters(const CodePoints& points);  // `points` must be normalised; leaves out surrogates
+  Node machine(const ByteAutomaton& automaton);  // minimises `automaton`
   Node sequence(Node first, Node second);
-  Node sequence(const std::vector<Node>& parts);  // built from right to left
+  Node sequence(const std::vector<Node>& parts);  // in the order of `parts`
   Node either(Node first, Node second);
   Node either(std::vector<Node> choices);
-  Node repeat(Node part, uint32_t low, uint32_t high);  // high may be kUnbounded
+  Node repeat(Node part, uint32_t low, uint32_t high);  // `high` may be kUnbounded
   Node optional(Node part) { return repeat(part, 0, 1); }
   Node both(Node first, Node second);
   Node without(Node first, Node second);
@@ -75,7 +80,7 @@ class Expressions {
   Budget& budget() const { return budget_; }
   size_t size() const { return nodes_.size(); }
 
-  // Used by the compiler to read the nodes.
+  // Read the content of a node. Which functions are valid depends on the kind of the node.
   Kind kind(Node node) const { return nodes_[node].kind; }
   Node first(Node node) const { return nodes_[node].first; }
   Node second(Node node) const { return nodes_[node].second; }

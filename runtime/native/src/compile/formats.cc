@@ -18,7 +18,7 @@ string many(const string& item, int low, int high) {
 
 // ---- Dates (RFC 3339) ----
 
-// Years 0001 to 9999, because Python's dates have no year 0.
+// Covers the years 0001 to 9999. Year 0 is left out, because Python's dates do not have it.
 string date() {
   const string year = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)";
   const string fours = "(?:0[48]|[2468][048]|[13579][26])";
@@ -28,13 +28,13 @@ string date() {
          fours + "|" + fours + "00)-02-29)";
 }
 
-// Without leap seconds, because few readers support them.
+// Leap seconds are left out, because few readers support them.
 string time() {
   return "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,9})?"
          "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])";
 }
 
-// Appendix A of RFC 3339.
+// The syntax is in appendix A of RFC 3339.
 string duration() {
   const string n = "[0-9]+", second = n + "S", minute = n + "M(?:" + second + ")?",
                hour = n + "H(?:" + minute + ")?",
@@ -46,8 +46,8 @@ string duration() {
 
 // ---- Hosts ----
 
-// A label of a host name with up to `most` characters. The third and fourth characters must not be
-// "--": that marks Punycode, which readers decode and check.
+// Returns a label of a host name, with up to `most` characters. The third and the fourth character
+// must not both be "-". Labels with "--" there can be Punycode, which readers decode and check.
 string label(int most) {
   const string end = "[A-Za-z0-9]", any = "[A-Za-z0-9-]";
   const string rest = end + "(?:" + any + "{0," + std::to_string(most - 4) + "}" + end + ")?|-" +
@@ -55,19 +55,22 @@ string label(int most) {
   return end + "(?:" + end + "|" + any + "(?:" + rest + "))?";
 }
 
-// A host name of at least `fewest` labels and at most 253 characters (RFC 1123, RFC 5890).
+// Returns host names of at least `fewest` labels and at most 253 characters (RFC 1123, RFC 5890).
 //
-// Counting the characters of all labels would take too many states. So a host name has one of three
-// forms: up to three labels of at most 63 characters, three such labels and a fourth of at most 61,
-// or up to eight labels of at most 30.
+// An automaton that counts the characters of all labels would have too many states. So a host name
+// has one of three forms:
+//
+//   - up to three labels of at most 63 characters
+//   - three labels of at most 63 characters, and a fourth label of at most 61 characters
+//   - up to eight labels of at most 30 characters
 string host(int fewest) {
   const string long_label = label(63) + "\\.";
   return "(?:" + many(long_label, fewest - 1, 2) + label(63) + "|" + many(long_label, 3, 3) +
          label(61) + "|" + many(label(30) + "\\.", fewest - 1, 7) + label(30) + ")";
 }
 
-// Letters of common left-to-right scripts that IDNA 2008 allows unchanged. Twelve of them take less
-// than 63 characters in Punycode.
+// Letters of common left-to-right scripts that IDNA 2008 allows unchanged. A label of twelve of
+// these letters takes less than 63 characters in Punycode.
 const char kLetters[] =
     "a-z0-9\\u{DF}-\\u{F6}\\u{F8}-\\u{FF}\\u{3B1}-\\u{3C9}\\u{430}-\\u{45F}\\u{3041}-\\u{3096}"
     "\\u{30A1}-\\u{30FA}\\u{4E00}-\\u{9FA5}\\u{AC00}-\\u{D7A3}";
@@ -81,7 +84,7 @@ const char kByte[] = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])";
 
 string ipv4() { return string(kByte) + "(?:\\." + kByte + "){3}"; }
 
-// IPv6 addresses of RFC 3986, without zones.
+// IPv6 addresses of RFC 3986. Zone identifiers are left out.
 string ipv6() {
   const string group = "[0-9A-Fa-f]{1,4}", part = "(?:" + group + ":)";
   const string last = "(?:" + group + ":" + group + "|" + ipv4() + ")";
@@ -98,8 +101,8 @@ string ipv6() {
 
 // ---- Mail ----
 
-// RFC 5321 without quoted names: words separated by points, with up to `most` characters before the
-// @.
+// Returns mail addresses of RFC 5321 without quoted names. Before the @, they have words that are
+// separated by points, with up to `most` characters in total.
 Node mail(Expressions& e, const string& letters, int most, const string& host_name) {
   const string word = "[" + letters + "!#$%\\&'*+/=?\\^_`{|}\\~-]+";
   const Node words = regex(e, word + "(?:\\." + word + ")*");
@@ -113,7 +116,7 @@ Node email(Expressions& e) { return mail(e, "A-Za-z0-9", 64, host(2)); }
 struct Uri {
   string character, segment, tail, authority;
 
-  // `letters` has the letters outside ASCII.
+  // `letters` has the allowed letters outside ASCII.
   explicit Uri(const string& letters) {
     const string escape = "%[0-9A-Fa-f]{2}";
     const string plain = "A-Za-z0-9._\\~!$\\&'()*+,;=\\-" + letters;
@@ -126,7 +129,7 @@ struct Uri {
         "(?:[A-Za-z0-9._\\~-]+@)?(?:" + (letters.empty() ? host(1) : international_host(1)) +
         "|\\[" + ipv6() + "\\])(?:" + port + ")?";
   }
-  // The rest of a URI after the scheme: a path, with or without an authority.
+  // Returns the rest of a URI after the scheme: a path that may follow an authority.
   string hierarchy() const {
     return "(?://" + authority + "(?:/" + segment + ")*|/(?:" + character + "+(?:/" + segment +
            ")*)?";
@@ -135,8 +138,8 @@ struct Uri {
     return "[A-Za-z][A-Za-z0-9+.-]*:" + hierarchy() + "|" + character + "+(?:/" + segment + ")*)" +
            tail;
   }
-  // A reference may be empty. Its first segment must not contain a colon, because a colon would end
-  // a scheme.
+  // A reference may be empty. Its first segment must not contain a colon, because readers would
+  // take the text before the colon as a scheme.
   string reference() const {
     string first = character;
     first.erase(first.find(":@]"), 1);
@@ -148,7 +151,7 @@ struct Uri {
 const char kBeyondAscii[] =
     "\\u{A1}-\\u{1FFF}\\u{2070}-\\u{D7FF}\\u{F900}-\\u{FDCF}\\u{FDF0}-\\u{FEFE}";
 
-// RFC 6570, without escapes in names.
+// The syntax is in RFC 6570. Escapes in names are left out.
 string uri_template() {
   const string name = "[A-Za-z0-9_]+(?:\\.[A-Za-z0-9_]+)*";
   const string variable = name + "(?::[1-9][0-9]{0,2}|\\*)?";
@@ -156,10 +159,10 @@ string uri_template() {
          variable + ")*\\})*";
 }
 
-// Simple regular expressions that all engines accept: groups nest at most twice, and the only
-// ranges are those of letters and digits.
+// Returns simple regular expressions that all engines accept. Their groups nest at most twice, and
+// their only ranges are those of letters and digits.
 string expression() {
-  // JSON escapes each backslash as two.
+  // JSON writes each backslash as two backslashes.
   const string plain = "(?:[A-Za-z0-9 _:;,<>@%=!'/`.-]|\\\\\\\\[dDwWsS.*+?()\\[\\]{}|^$/])";
   const string set = "\\[\\^?(?:[a-z0-9A-Z_ ,:;.@/]|a-z|A-Z|0-9|\\\\\\\\[dws])+\\]";
   const string counts = "(?:[*+?]|\\{[1-9][0-9]?,?\\})?";
@@ -171,7 +174,7 @@ string expression() {
   return "\\^?" + all + "(?:\\|" + all + ")*\\$?";
 }
 
-// RFC 6901: any characters; ~ and / are escaped.
+// Returns JSON pointers (RFC 6901). They may contain any characters. ~ and / are escaped.
 Node pointer(Expressions& e) {
   const Node escape = e.sequence(e.bytes("~"), e.either(e.bytes("0"), e.bytes("1")));
   const Node letter = spelled(e, complement({{'/', '/'}, {'~', '~'}}));
@@ -216,11 +219,12 @@ bool is_format(std::string_view name) {
 
 Node format_in_string(Expressions& e, std::string_view name) {
   if (name == "email") return email(e);
-  if (name == "idn-email")  // 64 bytes before the @, at three bytes per letter
+  if (name == "idn-email")  // 21 letters of three bytes: at most 64 bytes before the @
     return e.either(email(e), mail(e, "A-Z" + string(kLetters), 21, international_host(2)));
   if (name == "json-pointer") return pointer(e);
   if (name == "relative-json-pointer")
-    // The validator jsonschema accepts no digit after a zero.
+    // A 0 that is not the whole number comes last, because the validator jsonschema accepts no
+    // digit after a 0.
     return e.sequence(regex(e, "0|[1-9]{1,8}0?"), e.either(e.bytes("#"), pointer(e)));
   return regex(e, written(name));
 }

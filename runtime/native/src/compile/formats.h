@@ -1,4 +1,4 @@
-// The formats of JSON Schema as regular languages
+// Builds regular languages for the keyword `format` of JSON Schema, such as "date" and "email"
 // (https://json-schema.org/draft/2020-12/json-schema-validation#section-7).
 #pragma once
 
@@ -8,11 +8,13 @@
 
 namespace dlm::compile {
 
-// Returns whether the specification defines the format `name`. Other formats are annotations.
+// Returns whether the specification defines the format `name`. Formats with other names do not
+// constrain the value.
 bool is_format(std::string_view name);
 
-// Returns the JSON strings of a format, without their quotes (json_text.h). Every validator accepts
-// these strings. Strings that only some validators accept are left out. Requires is_format(name).
+// Returns the JSON strings that every validator accepts for a format. Leaves out strings that only
+// some validators accept. The strings have no quotes and are escaped as in json_text.h. Requires
+// is_format(name).
 Node format_in_string(Expressions& expressions, std::string_view name);
 
 }  // namespace dlm::compile

@@ -14,10 +14,11 @@
 namespace dlm::compile {
 namespace {
 
-using Graph = std::vector<std::vector<uint32_t>>;  // by rule: the rules that it refers to
+using Graph = std::vector<std::vector<uint32_t>>;  // [rule]: the rules to which it refers
 
-// The strongly connected components of a graph, found with Tarjan's algorithm. `numbers` has the
-// component of each vertex. If one component leads to another, the other has the lower number.
+// The strongly connected components of a graph, found with Tarjan's algorithm. numbers[v] is the
+// component of vertex v. If there is an edge from one component to another, the target has the
+// lower number.
 struct Components {
   std::vector<uint32_t> numbers;
   uint32_t count = 0;
@@ -51,10 +52,14 @@ struct Components {
   uint32_t visited_ = 0;
 };
 
-// Compiles rules to regular languages. Rules that refer to each other only at their ends are a
-// system of linear equations, and its solution is regular. All other references are calls. A call
-// that leads back to its caller goes one level deeper. At the deepest level, such calls match no
-// text.
+// Compiles the rules of a grammar to regular languages.
+//
+// Some rules refer to each other only at their ends, like `root ::= "a" root | "b"`. Such rules
+// form a set. They are a system of linear equations, and the solution of the system is a regular
+// language.
+//
+// Any other reference is a call. A call that leads back to its own caller goes one level deeper. At
+// the deepest level, such calls match no text.
 class Compiler {
  public:
   Compiler(Expressions& expressions, std::string_view text)
@@ -78,7 +83,7 @@ class Compiler {
     for (uint32_t level = is_recursive() ? max_depth + 1 : 1; level-- > 0;) {
       std::vector<Node> made(grammar_.rules.size(), expressions_.nothing());
       for (const uint32_t set : order_) solve(set, made, below);
-      if (made == below) break;  // deeper levels add no text
+      if (made == below) break;  // further levels add no text
       below = std::move(made);
     }
     return below[grammar_.root];
@@ -87,8 +92,9 @@ class Compiler {
  private:
   enum class State : uint8_t { unknown, open, done };
 
-  // The texts of a part at the end of a rule. `whole` has the complete texts. `before` has, for
-  // each rule, the texts that come before a reference to that rule.
+  // The texts of a part at the end of a rule, as one side of a linear equation. `whole` has the
+  // texts that contain no reference to a rule of the same set. `before` has one entry for each rule
+  // of the set to which the part refers at its end: the texts before that reference.
   struct Linear {
     Node whole;
     std::map<uint32_t, Node> before;
@@ -96,7 +102,7 @@ class Compiler {
 
   static bool is_once(const GrammarPart& part) { return part.high == 1; }
 
-  // ---- Which rules lead where ----
+  // ---- References between rules ----
 
   void tails_of(const GrammarChoices& choices, std::vector<uint32_t>& out) {
     for (const GrammarSequence& each : choices) {
@@ -122,7 +128,7 @@ class Compiler {
     });
   }
 
-  // Collects the rules that can start a text of `choices`.
+  // Collects the references with which a text of `choices` can start.
   void starts_of(const GrammarChoices& choices, const std::vector<uint8_t>& nullable,
                  std::vector<const GrammarPart*>& out) {
     for (const GrammarSequence& each : choices)
@@ -159,8 +165,8 @@ class Compiler {
                   "' starts with itself. Write a repetition, such as item (\",\" item)*");
   }
 
-  // Adds the set to order_ after the sets that it calls. Also finds calls that lead back to their
-  // caller.
+  // Adds a set to order_, after all sets that it calls. Also fills deeper_ with the calls that lead
+  // back to their caller.
   void order_calls(uint32_t set) {
     states_[set] = State::open;
     std::vector<Call> calls;
@@ -190,13 +196,14 @@ class Compiler {
 
   // ---- Texts ----
 
-  // Computes the texts of all rules of a set. `made` has the texts of the called sets at the same
-  // level, `below` those at the next level.
+  // Fills `made` with the texts of all rules of a set. `made` already has the texts of the sets
+  // that this set calls. `below` has the texts one level deeper.
   void solve(uint32_t set, std::vector<Node>& made, const std::vector<Node>& below) {
     std::map<uint32_t, Linear> equations;
     for (const uint32_t rule : members_[set])
       equations.emplace(rule, choices(grammar_.rules[rule].choices, set, true, made, below));
-    // The solution of x = a x + b is a* b (Arden's rule). Substitute it into all other equations.
+    // The solution of x = a x + b is x = a* b (Arden's rule). Substitute the solution into all
+    // other equations.
     for (const uint32_t rule : members_[set]) {
       Linear solved = equations.at(rule);
       if (const auto own = solved.before.find(rule); own != solved.before.end()) {
@@ -269,14 +276,15 @@ class Compiler {
   Expressions& expressions_;
   const std::string_view text_;
   const GrammarText grammar_;
-  std::vector<uint32_t> sets_;                     // by rule: its set
-  Graph members_;                                  // by set: its rules
-  std::vector<State> states_;                      // by set
-  std::vector<uint32_t> order_;                    // sets reachable from root, called ones first
+  std::vector<uint32_t> sets_;   // [rule]: the set that contains the rule
+  Graph members_;                // [set]: the rules of the set
+  std::vector<State> states_;    // [set]
+  std::vector<uint32_t> order_;  // sets reachable from root; called sets come first
   std::unordered_set<const GrammarPart*> deeper_;  // references that go one level deeper
 };
 
-// Estimates the states that a node needs. Parts count as often as they are used.
+// Estimates the number of states that a node needs. A part that is used several times is counted
+// each time.
 double unfolded_states(const Expressions& expressions, Node root) {
   std::vector<double> sizes(root + 1, 1);  // the parts of a node have lower numbers
   for (Node node = 0; node <= root; ++node) {

@@ -169,7 +169,8 @@ class Reader {
       if (!take("}")) refuse_here("the } of a count");
       if (low > high) refuse("a count ends below its start");
     }
-    if (part.low != 1 || part.high != 1) {  // as in (x{2}){3}: wrap it in a group
+    // A group is needed to repeat a repetition, as in (x{2}){3}.
+    if (part.low != 1 || part.high != 1) {
       GrammarPart group{GrammarPart::group};
       group.at = part.at;
       group.choices.emplace_back().push_back(std::move(part));

@@ -1,4 +1,4 @@
-// Parses the text of a GBNF grammar into rules and their parts.
+// Parses the text of a GBNF grammar into a syntax tree. grammar.h compiles the tree.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +16,10 @@ using GrammarChoices = std::vector<GrammarSequence>;
 
 struct GrammarPart {
   enum Kind : uint8_t { node, rule, group } kind;
-  Node texts = 0;               // for kind `node`
+  Node texts = 0;               // for kind `node`: the texts that this part matches
   uint32_t number = 0;          // for kind `rule`: index of the rule
-  GrammarChoices choices = {};  // for kind `group`
-  uint32_t low = 1, high = 1;   // fewest and most repetitions
+  GrammarChoices choices = {};  // for kind `group`: alternatives in parentheses
+  uint32_t low = 1, high = 1;   // minimum and maximum number of repetitions
   size_t at = 0;                // byte offset in the grammar's text
 };
 
@@ -35,7 +35,7 @@ struct GrammarText {
   uint32_t root;
 };
 
-// Parses a grammar. Reports errors with refuse_grammar().
+// Parses a grammar. Calls refuse_grammar() if the text is not a valid grammar.
 GrammarText read_grammar(Expressions& expressions, std::string_view text);
 
 // Throws Error(DLM_INVALID_ARGUMENT) with the message "grammar: line L, column C: " + `why`. `at`

@@ -13,23 +13,23 @@ namespace dlm::compile {
 namespace {
 
 constexpr int64_t kMostExponent = 100000;
-constexpr size_t kMostWholeDigits = 400;  // digits of a bound before the point
-// A double keeps six digits after the point if at most nine digits are before it.
+constexpr size_t kMostWholeDigits = 400;  // maximum number of digits of a bound before the point
+// If a number has at most nine digits before the point, a double also keeps six digits after it.
 constexpr size_t kFractionDigits = 6;
-constexpr size_t kExactDigits = 15;  // decimal digits that a double always keeps
+constexpr size_t kExactDigits = 15;  // number of decimal digits that a double always keeps
 constexpr uint64_t kMostRemainders = 5000;
-constexpr int64_t kMostListed = 10000;  // listed multiples of a fraction
-constexpr double kMostNearest = 1e6;    // largest value from which these may start
+constexpr int64_t kMostListed = 10000;  // maximum number of multiples that are listed one by one
+constexpr double kMostNearest = 1e6;    // the listed multiples must start below this value
 constexpr int64_t kSixDigits = 1000000;
 
 [[noreturn]] void refuse(const char* reason) { throw Error(DLM_INVALID_ARGUMENT, reason); }
 
 // A bound of a range of non-negative numbers.
 struct Bound {
-  std::string whole = "0";  // without leading zeros
-  std::string fraction;     // padded with zeros to the number of written digits
+  std::string whole = "0";  // digits before the point, without leading zeros
+  std::string fraction;     // digits after the point, padded with zeros
   bool is_excluded = false;
-  bool is_plain = true;  // readers parse it as an integer, not a double
+  bool is_plain = true;  // written as an integer, so readers parse it as one
 };
 
 Bound bound_of(const Decimal& value, bool is_excluded) {
@@ -54,9 +54,9 @@ Bound bound_of(const Decimal& value, bool is_excluded) {
   return bound;
 }
 
-// Moves a bound into the range by one unit of the last digit that a double keeps. Use this function
-// for a bound with more digits than a double keeps: a number close to such a bound may be rounded
-// to a double on the other side of the bound.
+// Moves a bound into the range by one unit of the 15th digit, the last digit that a double keeps.
+// Use this function for a bound with more digits. Otherwise, rounding could move a number that is
+// close to the bound to the other side of it.
 void keep_away(Bound& bound, bool is_low) {
   std::string digits = bound.whole + bound.fraction;
   const size_t places = bound.fraction.size();
@@ -75,17 +75,19 @@ void keep_away(Bound& bound, bool is_low) {
   bound.is_excluded = false;
 }
 
-// The texts of non-negative numbers between two bounds. Numbers are compared to the bounds digit by
-// digit. is_low means that all digits so far equal those of the lower bound; is_high is the same
-// for the upper bound.
+// Builds the texts of the non-negative numbers between two bounds. The functions process a number
+// digit by digit, like an automaton does. Their parameter `is_low` means that all digits so far are
+// equal to the digits of the lower bound, so the next digit must not be smaller than that of the
+// bound. `is_high` is the same for the upper bound.
 class Naturals {
  public:
   Naturals(Expressions& expressions, const Bound& low, const std::optional<Bound>& high,
            size_t fraction_digits)
       : expressions_(expressions), low_(low), has_high_(high.has_value()), most_(fraction_digits) {
     if (high) high_ = *high;
-    // Cut the bounds to `most_` digits after the point. A lower bound that is cut becomes excluded,
-    // and an upper bound that is cut becomes included.
+    // Cut the bounds to `most_` digits after the point, because numbers have no more digits. If the
+    // cut removes a digit other than 0, the lower bound becomes smaller, so the cut bound itself is
+    // excluded. The upper bound also becomes smaller, so the cut bound itself is allowed.
     const auto cut = [&](Bound& bound, bool is_low) {
       const bool is_between = bound.fraction.size() > most_ &&
                               bound.fraction.find_first_not_of('0', most_) != std::string::npos;
@@ -113,7 +115,7 @@ class Naturals {
   }
 
  private:
-  using Tight = std::array<std::array<Node, 2>, 2>;  // [is_low][is_high]: the texts that may follow
+  using Tight = std::array<std::array<Node, 2>, 2>;  // texts that may follow, by [is_low][is_high]
 
   static ByteSet set(char low, char high) {
     ByteSet bytes;
@@ -121,14 +123,15 @@ class Naturals {
     return bytes;
   }
 
-  // Numbers with more than `digits` and at most `most + 1` digits before the point.
+  // Returns the numbers with `digits + 1` to `most + 1` digits before the point.
   Node longer(size_t digits, uint32_t most) {
     return expressions_.sequence({expressions_.set(set('1', '9')),
                                   expressions_.repeat(digit_, static_cast<uint32_t>(digits), most),
                                   fractions_[0][0]});
   }
 
-  // One more digit, followed by `after`.
+  // Returns the texts of the next digit, followed by `after`. `low` and `high` are the digits of
+  // the bounds at this place.
   Node step(bool is_low, bool is_high, char low, char high, bool is_first, const Tight& after) {
     std::vector<Node> choices;
     const char least = is_low ? low : '0', most = is_high ? high : '9';
@@ -154,8 +157,8 @@ class Naturals {
     return expressions_.either(std::move(choices));
   }
 
-  // Returns whether a number may end before digit `from` of the fraction. The missing digits count
-  // as zeros.
+  // Returns whether a number may end before the digit of the fraction at index `from`. The missing
+  // digits count as zeros.
   bool may_end(bool is_low, bool is_high, size_t from) const {
     const auto is_zero = [&](const Bound& bound) {
       return bound.fraction.find_first_not_of('0', from) == std::string::npos;
@@ -165,7 +168,7 @@ class Naturals {
   }
 
   void make_fractions() {
-    Tight after{};  // texts after the last digit
+    Tight after{};  // the texts that may follow a digit
     for (size_t from = most_;; --from) {
       Tight made{};
       for (const bool is_low : {false, true})
@@ -210,7 +213,7 @@ class Naturals {
 
 Node naturals(Expressions& expressions, Bound low, std::optional<Bound> high, size_t most,
               bool integers) {
-  size_t excluded_digits = 0;  // digits before the point
+  size_t excluded_digits = 0;  // most digits before the point in an excluded bound
   const auto prepare = [&](Bound& bound, bool is_low) {
     const size_t whole = bound.whole.size(), digits = whole + bound.fraction.size();
     const bool is_exact = integers && bound.is_plain;
@@ -252,18 +255,19 @@ Node in_range(Expressions& e, const NumberRange& range, size_t fraction_digits) 
 
 // ---- Multiples ----
 
-// Builds texts that are a multiple of `divisor` in units of 10^-places. Missing digits after the
-// point count as zeros. The texts may be malformed numbers: intersect them with a language of
-// numbers.
+// Returns the texts of numbers that are a multiple of `divisor` * 10^-`places`. Digits after the
+// point may be missing, and count as zeros. The language also contains texts that are not valid
+// numbers, so intersect it with a language of numbers.
 Node with_remainder(Expressions& expressions, uint64_t divisor, size_t places) {
   if (divisor > kMostRemainders) refuse("multipleOf with so many digits is not supported");
-  // State 0 is the start state. Every other state is a pair of a phase and a remainder. Phase 0 is
-  // before the point. Phase n means that n characters were read from the point on.
+  // State 0 is the start state. Every other state is a pair of a phase and a remainder. The phase
+  // is 0 before the point. After the point, the phase is the number of characters since the point,
+  // including the point itself.
   const size_t phases = places == 0 ? 1 : places + 2;
   const auto state = [&](size_t phase, uint64_t remainder) {
     return static_cast<int32_t>(1 + phase * divisor + remainder % divisor);
   };
-  std::vector<uint64_t> powers{1 % divisor};  // powers of ten
+  std::vector<uint64_t> powers{1 % divisor};  // remainders of the powers of ten
   for (size_t i = 0; i < places; ++i) powers.push_back(powers.back() * 10 % divisor);
   ByteAutomaton automaton;
   const auto digits = [&](size_t phase, uint64_t remainder) {
@@ -290,7 +294,7 @@ Node with_remainder(Expressions& expressions, uint64_t divisor, size_t places) {
   return expressions.machine(automaton);
 }
 
-// Parses the digits of a small number.
+// Parses at most nine digits. Throws if there are more.
 uint64_t number_of(const std::string& digits) {
   if (digits.size() > 9) refuse("multipleOf with so many digits is not supported");
   return std::strtoull(digits.c_str(), nullptr, 10);
@@ -313,7 +317,8 @@ Node integer_multiples(Expressions& e, const Decimal& divisor) {
       e.sequence(tens, e.bytes(std::string(static_cast<size_t>(divisor.exponent), '0'))));
 }
 
-// Returns numbers with up to `digits` digits before the point and `places` after it.
+// Returns the numbers with up to `digits` digits before the point and up to `places` digits after
+// it.
 Node with_digits(Expressions& e, size_t digits, size_t places) {
   NumberRange range;
   range.integers = places == 0;
@@ -322,13 +327,13 @@ Node with_digits(Expressions& e, size_t digits, size_t places) {
   return in_range(e, range, places);
 }
 
-// Returns whether dividing as doubles gives an integer.
+// Returns whether the quotient, computed in doubles, is an integer.
 bool divides(const std::string& multiple, double divisor) {
   const double quotient = std::strtod(multiple.c_str(), nullptr) / divisor;
   return std::isfinite(quotient) && quotient == std::trunc(quotient);
 }
 
-// Writes `count` * 10^-places as JSON does.
+// Returns `count` * 10^-`places` as JSON text, for example "1.5" for 15 and 1.
 std::string written(int64_t count, size_t places) {
   std::string digits = std::to_string(std::abs(count));
   if (digits.size() <= places) digits.insert(0, places + 1 - digits.size(), '0');
@@ -338,7 +343,8 @@ std::string written(int64_t count, size_t places) {
   return count < 0 ? "-" + digits : digits;
 }
 
-// Multiples of a fraction that has no exact double, limited to those inside `range`.
+// Returns multiples of the fraction `units` * 10^-`places`, which has no exact double. See
+// numbers() for the multiples that are included.
 Node rounded_multiples(Expressions& e, const NumberRange& range, int64_t units, size_t places) {
   const auto tens = static_cast<int64_t>(power(10, places));
   const double divisor = static_cast<double>(units) / static_cast<double>(tens);
@@ -360,7 +366,8 @@ Node rounded_multiples(Expressions& e, const NumberRange& range, int64_t units, 
       if (divides(text, divisor)) choices.push_back(e.bytes(text));
     }
   }
-  // Integers below a million, if dividing all of them as doubles gives exact results.
+  // Add the multiples below a million that are integers, if division in doubles is exact for each
+  // one.
   int64_t step = units;
   for (int64_t other = tens; other != 0;) step = std::exchange(other, step % other);
   step = units / step;
@@ -479,7 +486,7 @@ Node numbers(Expressions& e, const NumberRange& range) {
       continue;
     }
     made = e.both(made, integer_multiples(e, divisor));
-    // Validators use doubles if the divisor is written as a double.
+    // If the divisor is written with a point or an exponent, validators compute in doubles.
     if (!divisor.is_plain) made = e.both(made, with_digits(e, kExactDigits, 0));
   }
   return made;

@@ -1,8 +1,9 @@
-// Builds regular languages of characters and strings, as JSON writes them.
+// Builds regular languages of the characters and strings of JSON text.
 //
-// A character is written as itself where JSON allows that, and otherwise as an escape of two
-// characters, like json.dumps(ensure_ascii=False) does. Strings never contain characters that need
-// \uXXXX, DEL, or the controls U+0080 to U+009F.
+// Characters are written like json.dumps(ensure_ascii=False) writes them. A character is written as
+// itself if JSON allows that. Otherwise it is written as an escape of two characters, such as \n.
+// Characters that need an escape of the form \uXXXX are left out. DEL and the control characters
+// U+0080 to U+009F are left out too.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +14,13 @@
 
 namespace dlm::compile {
 
-// One code point of `points` in a JSON string.
+// Returns the spellings, inside a JSON string, of one code point of `points`.
 Node spelled(Expressions& expressions, const CodePoints& points);
-// Any single code point in a JSON string.
+// Like spelled(), for any code point.
 Node any_character(Expressions& expressions);
-// A string of `low` to `high` code points, including its quotes.
+// Returns all strings of `low` to `high` code points. The strings include their quotes.
 Node any_string(Expressions& expressions, uint32_t low = 0, uint32_t high = kUnbounded);
-// Returns `text` (UTF-8) as a quoted JSON string, like json.dumps(ensure_ascii=False).
+// Returns UTF-8 text as a JSON string with quotes, like json.dumps(ensure_ascii=False).
 std::string json_string(std::string_view text);
 
 }  // namespace dlm::compile

@@ -9,13 +9,13 @@
 namespace dlm::compile {
 namespace {
 
-constexpr size_t kMostClasses = 64;          // most classes on each side of a position
-constexpr size_t kMostBoundaries = 16;       // most states between two repetitions
-constexpr uint32_t kMostRepetitions = 1000;  // most repetitions of a part with conditions
-constexpr int kDeepest = 2000;               // most nested calls
+constexpr size_t kMostClasses = 64;          // maximum of before_.size() and of after_.size()
+constexpr size_t kMostBoundaries = 16;       // maximum number of states in close()
+constexpr uint32_t kMostRepetitions = 1000;  // maximum for a part with conditions
+constexpr int kDeepest = 2000;               // maximum depth of nested calls
 constexpr int kDeepestEdge = 64;
 
-// Counts the depth of nested calls.
+// Increments a depth counter while this object exists.
 struct Deeper {
   explicit Deeper(int& depth) : depth_(++depth) {}
   ~Deeper() { --depth_; }
@@ -74,7 +74,7 @@ Looks::Piece Looks::ahead(Piece piece, bool is_negative) {
 }
 
 Looks::Piece Looks::sequence(std::vector<Piece> parts) {
-  // Join neighbours without conditions into one node, from right to left.
+  // Merge neighbouring parts without conditions into one node, from right to left.
   std::vector<Piece> merged;
   for (auto part = parts.rbegin(); part != parts.rend(); ++part) {
     if (part->item == 0 && !merged.empty() && merged.back().item == 0)
@@ -114,7 +114,7 @@ Looks::Piece Looks::repeat(Piece part, uint32_t low, uint32_t high) {
   return add(std::move(item));
 }
 
-// Splits classes until all characters of a class are of the same kind.
+// Splits classes until each class lies completely inside or completely outside each set.
 void Looks::divide(const std::array<CodePoints, 2>& sets, std::vector<CodePoints>& classes) const {
   for (const CodePoints& set : sets) {
     if (set.empty()) continue;
@@ -187,7 +187,8 @@ Node Looks::edged(Node node, Side side, const CodePoints& points, int depth) {
   if (node == e.nothing() || node == e.empty()) return e.nothing();
   const K kind = e.kind(node);
   if (kind == K::characters) return e.characters(intersection(e.code_points(node), points));
-  // If there is a backslash, it may start an escape. Then use automata, which handle escapes.
+  // A backslash may start an escape. Texts with a backslash are handled by the automata at the end
+  // of this function, because these compare whole escaped characters.
   if (kind == K::bytes && e.text(node).find('\\') == std::string::npos) {
     const std::string& text = e.text(node);
     size_t at = 0;
@@ -225,7 +226,7 @@ Node Looks::edged(Node node, Side side, const CodePoints& points, int depth) {
   return e.both(node, is_start ? e.sequence(edge, any_texts_) : e.sequence(any_texts_, edge));
 }
 
-// ---- All that is from a place on ----
+// ---- Texts from a position to the end ----
 
 Looks::Rest Looks::joined(const Rest& first, const Rest& second) {
   Rest made;
@@ -267,7 +268,7 @@ Looks::Rest Looks::rest_from_node(Node node, const Rest& rest) {
   if (node == e.empty()) return rest;
   if (std::all_of(rest.begin(), rest.end(), [&](Node each) { return each == rest[0]; }))
     return Rest(rest.size(), e.sequence(node, rest[0]));
-  std::map<Node, uint64_t> targets;  // for each continuation: the classes of the last character
+  std::map<Node, uint64_t> targets;  // continuation -> classes of the character before it
   for (size_t before = 1; before < rest.size(); ++before)
     targets[rest[before]] |= uint64_t{1} << (before - 1);
   std::vector<Node> choices;
@@ -325,7 +326,8 @@ Looks::Rest Looks::rest_from_repeat(const Item& item, Piece piece, const Rest& r
   return made;
 }
 
-// Unbounded repetitions, counted from 0, followed by `rest`.
+// Returns the texts of any number of repetitions, followed by `rest`. The caller has already
+// handled the required repetitions.
 Looks::Rest Looks::rest_from_endless(Piece piece, const Rest& rest) {
   Expressions& e = expressions_;
   const Item& item = items_[piece.item];
@@ -355,7 +357,7 @@ Looks::Rest Looks::rest_from_endless(Piece piece, const Rest& rest) {
   return made;
 }
 
-// ---- Texts of one piece, between what is before and after it ----
+// ---- Texts of one piece, for given classes of the characters before and after it ----
 
 Node Looks::texts(Piece piece, size_t before, size_t after) {
   if (piece.item == 0) return piece.node;
@@ -410,7 +412,7 @@ Node Looks::in_turn(const First& first, bool first_looks_after, const Second& se
   return e.either(std::move(choices));
 }
 
-// Returns the texts of the parts of a sequence from index `from` on.
+// Returns the texts that the parts of a sequence match, starting with the part at index `from`.
 Node Looks::tail(const Item& item, Piece piece, size_t from, size_t before, size_t after) {
   const Piece part = item.parts[from];
   if (from + 1 == item.parts.size()) return texts(part, before, after);
@@ -447,8 +449,8 @@ Node Looks::repeated(Piece piece, uint32_t low, uint32_t high, size_t before, si
 }
 
 // Returns the texts of any number of repetitions. A state is a position between two repetitions,
-// with the classes of the characters before and after it. The state determines which texts may
-// follow.
+// together with the classes of the characters before and after it. The state alone determines which
+// texts may follow, so the repetitions form an automaton over these states.
 Node Looks::endless(Piece piece, size_t before, size_t after) {
   Expressions& e = expressions_;
   Item& item = items_[piece.item];
@@ -472,7 +474,9 @@ Node Looks::endless(Piece piece, size_t before, size_t after) {
   return known_[key] = e.either(std::move(choices));
 }
 
-// Finds the texts between each pair of states, over any number of repetitions (Kleene 1956).
+// Fills item.steps. For each pair of states, the result has the texts that lead from the first
+// state to the second one over any number of repetitions. Uses the algorithm of Kleene (1956),
+// which allows one more intermediate state in each round.
 void Looks::close(Item& item) {
   Expressions& e = expressions_;
   const Piece part = item.parts[0];

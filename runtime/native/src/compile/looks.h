@@ -1,6 +1,5 @@
-// Compiles expressions with conditions on neighbouring characters: anchors, word boundaries,
-// look-ahead and look-behind. The parsers of both regex syntaxes build pieces, and node() turns a
-// piece into a language. Parts without conditions are not copied.
+// Compiles regular expressions that contain conditions on neighbouring characters. Such conditions
+// are anchors (^ and $), word boundaries (\b), look-ahead and look-behind.
 #pragma once
 
 #include <array>
@@ -14,9 +13,16 @@
 
 namespace dlm::compile {
 
-// A condition on the characters before and after a position. Each of the two characters is of one
-// of four kinds. 0: no character, because the text ends there. 1: in the first set. 2: in the
-// second set. 3: any other character.
+// A condition on the character before a position and the character after it. For example, ^
+// requires that there is no character before the position. `before` has two sets of characters, and
+// so has `after`. They divide the neighbouring characters into four kinds:
+//
+//   0: no character, because the position is at the start or the end of the text
+//   1: a character of the first set
+//   2: a character of the second set
+//   3: any other character
+//
+// `holds` tells for each pair of kinds whether the condition is true.
 struct Look {
   std::array<CodePoints, 2> before, after;
   std::array<std::array<bool, 4>, 4> holds{};  // [kind before][kind after]
@@ -24,26 +30,30 @@ struct Look {
 
 class Looks {
  public:
-  // Makes a node for one character of a set, in the spelling of the texts.
+  // Returns a node for one character of a set. The function decides how characters are written, for
+  // example in UTF-8 or with the escapes of JSON strings.
   using Spell = Node (*)(Expressions&, const CodePoints&);
 
-  // `subject` is the start of error messages, for example "regex".
+  // `subject` is the start of each error message, for example "regex".
   Looks(Expressions& expressions, Spell spell, std::string subject);
 
-  // A part of an expression. A part without conditions is a plain node.
+  // A part of an expression. If the part contains no conditions, it is just the node `node`.
+  // Otherwise `item` is its index in items_.
   struct Piece {
     Node node = 0;
-    uint32_t item = 0;  // 0: this is a plain node
+    uint32_t item = 0;  // 0: the part is `node`
   };
   Piece plain(Node node) const { return {node, 0}; }
   Piece look(Look look);
-  // Requires that `piece` matches the text that follows, or does not match it if `is_negative`.
+  // Returns a look-ahead: the condition that `piece` matches the text that follows. If
+  // `is_negative`, the condition is that `piece` does not match there.
   Piece ahead(Piece piece, bool is_negative);
   Piece sequence(std::vector<Piece> parts);
   Piece either(std::vector<Piece> choices);
   Piece repeat(Piece part, uint32_t low, uint32_t high);
 
-  // Returns all texts that `piece` matches as a whole. Call it once, after building all pieces.
+  // Returns all texts that `piece` matches from the first character to the last one. Call this
+  // once, after building all pieces.
   Node node(Piece piece);
 
  private:
@@ -54,13 +64,18 @@ class Looks {
     uint32_t low = 0, high = 0;
     std::vector<Piece> parts = {};
     Look look = {};
-    std::vector<Node> steps = {};  // see close()
+    std::vector<Node> steps = {};  // filled by close()
   };
-  // The texts that can follow a position, indexed by the character before it. Index 0: no
-  // character. Index 1 and up: the class of the character, from `before_`.
+  // The texts that may follow a position. They depend on the character before the position, so
+  // there is one node for each class of that character. Index 0 is for the start of the text, where
+  // there is no such character. Index i + 1 is for the class before_[i].
   using Rest = std::vector<Node>;
-  // The item; the index of its part or its fewest repetitions; its most repetitions; the classes of
-  // the characters before and after. Class 0 is the end of the text.
+  // The key of a cached result. Its elements are:
+  //
+  //   - the index of the item
+  //   - the index of the item's part, or its minimum number of repetitions
+  //   - its maximum number of repetitions
+  //   - the classes of the characters before and after it, where class 0 is an end of the text
   using Key = std::tuple<uint32_t, size_t, uint32_t, size_t, size_t>;
 
   Piece add(Item item);
@@ -72,9 +87,10 @@ class Looks {
   bool holds(const Look& look, size_t before, size_t after) const;
 
   enum class Side : uint8_t { start, end };
-  // not_empty() returns the texts of `node` except the empty one. edged() returns those of them
-  // that start with a character of some classes of `after_`, or that end with a character of some
-  // classes of `before_`. Bit i of `classes` selects class i + 1.
+  // not_empty() returns the texts of `node` except the empty text. edged() returns the texts that
+  // start or end with a character of some classes. For Side::start, these are classes of `after_`.
+  // For Side::end, these are classes of `before_`. Bit i of `classes` selects the class with index
+  // i.
   Node not_empty(Node node, int depth = 0);
   Node edged(Node node, Side side, uint64_t classes);
   Node edged(Node node, Side side, const CodePoints& points, int depth);
@@ -101,7 +117,8 @@ class Looks {
   template <class First, class Second>
   Node in_turn(const First& first, bool first_looks_after, const Second& second,
                bool second_looks_before, size_t before, size_t after);
-  // The number of classes to tell apart at a position between two repetitions.
+  // Return how many classes of the neighbouring character must be distinguished at a position
+  // between two repetitions.
   size_t classes_before(const Item& item) const { return item.looks_before ? before_.size() : 1; }
   size_t classes_after(const Item& item) const { return item.looks_after ? after_.size() : 1; }
   [[noreturn]] void refuse(const char* what) const;
@@ -109,9 +126,11 @@ class Looks {
   Expressions& expressions_;
   const Spell spell_;
   const std::string subject_;
-  std::vector<Item> items_{Item{}};         // index 0 is unused
-  std::vector<CodePoints> before_, after_;  // no Look tells characters of one class apart
-  Node any_texts_ = 0;                      // all texts of any length
+  std::vector<Item> items_{Item{}};  // index 0 is unused
+  // The classes of characters before and after a position. All conditions treat the characters of
+  // one class alike.
+  std::vector<CodePoints> before_, after_;
+  Node any_texts_ = 0;  // all texts of any length
   int depth_ = 0;
   std::map<Key, Node> known_;
   std::map<std::tuple<Node, Side, uint64_t>, Node> known_edges_;

@@ -254,7 +254,8 @@ class Reader : RegexText {
     ++at_;
   }
 
-  // Returns ) if the flags apply to the rest of the group, : if they start a new group.
+  // Parses flags such as the i-s in (?i-s) or (?i-s:...). Returns the character after them: ) if
+  // the flags apply to the rest of the group, : if they start a new group.
   char read_flags() {
     RegexFlags flags = flags_;
     bool is_on = true, is_empty = true, has_minus = false;

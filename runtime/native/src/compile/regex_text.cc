@@ -69,7 +69,7 @@ CodePoints RegexText::folded(const CodePoints& points) const {
   return normalised(std::move(all));
 }
 
-// Parses \d, \p{...} and similar sets, starting at the letter.
+// Parses \d, \p{...} and similar sets. The backslash has been read already.
 bool RegexText::escaped_set(CodePoints& set) {
   const char letter = text_[at_];
   if (std::string_view("dDsSwW").find(letter) != std::string_view::npos) {
@@ -96,7 +96,8 @@ bool RegexText::escaped_set(CodePoints& set) {
   return true;
 }
 
-// A name with != inverts `is_negated`.
+// Parses the name in \p{name} or \p{name=value}. If the name has != instead of =, inverts
+// `is_negated`.
 CodePoints RegexText::property(bool& is_negated) {
   skip();
   std::string name;
@@ -238,7 +239,8 @@ void RegexText::open_class(std::vector<OpenClass>& open) {
   if (made.items.empty() && take("]")) made.items.push_back({']', ']'});
 }
 
-// Ends the right operand of the last operator, applies that operator, and starts the next operand.
+// Applies the last operator to the characters read since then. `operation` becomes the new last
+// operator.
 void RegexText::operate(OpenClass& open, char operation) const {
   CodePoints right = normalised(std::move(open.items));
   open.items.clear();
@@ -290,8 +292,8 @@ bool RegexText::ascii_class(CodePoints& items) {
   return false;
 }
 
-// Parses one character or set of a class. Returns whether it is a character, which a range may
-// start with.
+// Parses one character or one set inside a class in brackets. Returns true for a character, because
+// only a character can start a range such as a-z.
 bool RegexText::class_item(CodePoints& set, char32_t& point) {
   if (!take("\\")) {
     point = next("a class");

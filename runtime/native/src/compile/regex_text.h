@@ -27,18 +27,18 @@ class RegexText {
   bool is_at(char letter) const { return !is_end() && text_[at_] == letter; }
   bool is_at_space() const;
   bool take(std::string_view wanted);
-  char32_t next(const char* what);  // `what` describes the context if the text ends here
-  // Skips white space and comments if the flag x is set.
+  char32_t next(const char* what);  // `what` is for the error if the text ends here
+  // If the flag x is set, skips white space and comments.
   void skip();
 
-  // With the flag i, adds the characters that differ from one of the set only in case.
+  // If the flag i is set, adds the characters that differ from a character of the set only in case.
   CodePoints folded(const CodePoints& points) const;
-  // Parses \d, \p{...} and similar sets, starting at the letter. Returns false if there is no such
-  // set here.
+  // Parses \d, \p{...} and similar sets. The backslash has been read already. Returns false if
+  // there is no such set here.
   bool escaped_set(CodePoints& set);
   // Parses the rest of an escaped character, after the backslash.
   char32_t escaped_character();
-  // Parses a class, starting at its [.
+  // Parses a class in brackets, such as [a-z&&[^x]], starting at its opening bracket.
   CodePoints bracketed();
 
   Budget& budget_;
@@ -47,12 +47,12 @@ class RegexText {
   RegexFlags flags_;
 
  private:
-  // A class, or a nested class, that is being parsed.
+  // The state of a class in brackets that is being parsed. A class can contain other classes.
   struct OpenClass {
     bool is_negated = false;
-    CodePoints items = {};  // after the last operator
-    CodePoints left = {};   // before the last operator
-    char operation = 0;     // the last operator: & - or ~; 0: no operator yet
+    CodePoints items = {};  // the characters after the last operator
+    CodePoints left = {};   // the result of everything before the last operator
+    char operation = 0;     // the last operator (& - or ~), or 0 if there is none
   };
 
   CodePoints property(bool& is_negated);

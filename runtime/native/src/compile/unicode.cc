@@ -33,7 +33,8 @@ const std::vector<const uint8_t*>& set_starts() {
   return starts;
 }
 
-// Returns the code points where the set begins or ends, in ascending order.
+// Returns the code points at which the set begins or ends. Even indices are first code points of
+// ranges. Odd indices are the first code points after ranges.
 std::vector<uint32_t> set_edges(size_t set) {
   const uint8_t* at = set_starts()[set];
   std::vector<std::vector<uint32_t>> lists(1);
@@ -69,8 +70,9 @@ std::optional<CodePoints> by_key(const std::string& key) {
   return unicode_set(found->set);
 }
 
-// Normalises a name as regex-syntax does. It keeps the "is" of "isc": that is a name of
-// ISO_Comment, and without "is" it would be the category C.
+// Normalises the name of a property like the Rust crate regex-syntax does. For example, an "is" at
+// the start is removed. The exception is "isc", a name of the property ISO_Comment: without the
+// "is", it would become the category C.
 std::string plain_name(std::string_view name) {
   const bool has_is =
       name.size() >= 2 && (name[0] == 'i' || name[0] == 'I') && (name[1] == 's' || name[1] == 'S');
@@ -118,7 +120,8 @@ std::optional<CodePoints> age(const std::string& value) {
   return points;
 }
 
-// Returns groups of characters that are equal if case is ignored. Each group is ascending.
+// Returns groups of characters that are equal if case is ignored, such as K, k and the Kelvin sign.
+// Each group is ascending.
 const std::vector<std::vector<char32_t>>& case_folds() {
   static const auto folds = [] {
     std::vector<std::vector<char32_t>> made;

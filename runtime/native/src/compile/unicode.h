@@ -1,4 +1,4 @@
-// Sets of code points: Unicode properties by name, case folding, and set operations.
+// Functions on sets of code points: Unicode properties by name, case folding, and set operations.
 #pragma once
 
 #include <optional>
@@ -13,7 +13,8 @@ CodePoints intersection(const CodePoints& first, const CodePoints& second);
 CodePoints joined(const CodePoints& first, const CodePoints& second);
 bool contains(const CodePoints& points, char32_t point);
 
-// Returns the set of \p{name}, or of \p{name=value} if `value` is given. Names are compared without
+// Returns the characters with a Unicode property. unicode_property("Alphabetic") is \p{Alphabetic},
+// and unicode_property("Script", "Greek") is \p{Script=Greek}. The comparison of names ignores
 // case, spaces, - and _ (UAX #44, LM3). Returns nullopt if there is no such property.
 std::optional<CodePoints> unicode_property(std::string_view name,
                                            std::optional<std::string_view> value = std::nullopt);
@@ -23,7 +24,8 @@ const CodePoints& unicode_word();
 const CodePoints& unicode_digits();  // \d: decimal numbers
 const CodePoints& unicode_spaces();  // \s: White_Space
 
-// Adds every character that simple case folding maps to the same character as one of the set.
+// Returns the set together with all characters that differ from one of its characters only in case.
+// Uses the simple case folding of Unicode.
 CodePoints with_all_cases(const CodePoints& points);
 
 }  // namespace dlm::compile

@@ -6,19 +6,22 @@
 
 namespace dlm::compile {
 
-// A number is stored with seven bits per byte, lowest bits first. All bytes but the last have the
-// highest bit set. A list of ascending numbers is stored as its count, followed by the differences
-// between neighbours; the first difference is from 0.
+// The tables have the following encoding. A number is stored with seven bits per byte, lowest bits
+// first. All bytes of a number except the last one have the highest bit set. A list of ascending
+// numbers is stored as its length, followed by the differences between neighbours. The first
+// difference is the first number itself.
 
-// A set is stored as the number of earlier sets that it uses, their indices, and a list of code
-// points. The set begins or ends at each code point that appears an odd number of times in total:
-// in this list, and where the earlier sets begin or end.
+// The sets of code points. A set is stored as the number of earlier sets that it uses, the indices
+// of these sets, and a list of code points. To decode the set, join this list with the boundaries
+// of all the earlier sets. A boundary is a code point at which a set begins or ends. The boundaries
+// of the new set are the code points that appear an odd number of times.
 extern const uint8_t kUnicodeSets[];
 extern const size_t kUnicodeSetCount;
 
-// Groups of characters that are equal if case is ignored. A group is stored as the difference of
-// its lowest character from the lowest of the previous group, followed by a list of its other
-// characters. The first difference in that list is from the group's lowest character.
+// Groups of characters that are equal if case is ignored. A group is stored as its lowest
+// character, followed by a list of its other characters. The lowest character is stored as the
+// difference from the lowest character of the previous group. The first difference in the list is
+// from the lowest character of the group.
 extern const uint8_t kCaseFolds[];
 extern const size_t kCaseFoldCount;
 
@@ -26,7 +29,7 @@ struct UnicodeName {
   const char* name;  // such as "gc=lu", or "=alphabetic" for a property without values
   uint16_t set;
 };
-extern const UnicodeName kUnicodeNames[];  // ascending
+extern const UnicodeName kUnicodeNames[];  // sorted by name
 extern const size_t kUnicodeNameCount;
 
 struct UnicodeAlias {

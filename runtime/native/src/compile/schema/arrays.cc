@@ -1,4 +1,5 @@
-// Writes the arrays of one case: first items that each have a schema, and all other items.
+// Writes the arrays of one case. Some of the first items may have a schema of their own, and all
+// other items share one schema.
 #include <algorithm>
 
 #include "compile/schema/keywords.h"
@@ -7,10 +8,10 @@
 namespace dlm::compile::schema {
 namespace {
 
-constexpr size_t kMostMatches = 3;       // keywords such as contains, per array
-constexpr size_t kMostStates = 20'000;   // states that count items and matching items
-constexpr size_t kMostMixed = 6;         // different items that may come in any order
-constexpr uint64_t kMostIntegers = 100;  // integers of a range that is listed as a set
+constexpr size_t kMostMatches = 3;       // maximum number of keywords such as contains in one array
+constexpr size_t kMostStates = 20'000;   // maximum number of states of array_with_matches()
+constexpr size_t kMostMixed = 6;         // larger sets of different items are written in one order
+constexpr uint64_t kMostIntegers = 100;  // maximum number of integers that finite() lists
 
 }  // namespace
 
@@ -37,8 +38,10 @@ std::pair<Formula, bool> Writer::item(const Case& found, size_t index) {
   return {formulas_.all(parts), is_described};
 }
 
-// Returns how many first items a schema evaluates, including the schemas that it applies to the
-// same array. unevaluatedItems of `by` does not apply to these items.
+// Returns how many of the first items a schema evaluates (a term of the specification: keywords
+// such as `items` apply to them). Also considers the schemas that this schema applies to the same
+// array, such as those of allOf. The keyword unevaluatedItems of `by` does not apply to evaluated
+// items.
 size_t Writer::evaluated_items(const Schema& schema, const Schema& by, const Case& found) {
   expressions_.budget().check();
   if (schema.is_boolean()) return 0;
@@ -153,8 +156,9 @@ Writer::Made Writer::array(const Case& found, const Place& place) {
   return {expressions_.sequence(expressions_.bytes("["), behind), size};
 }
 
-// Writes an array in which a given number of items match given schemas. A state consists of the
-// number of items and the number of matching items of each schema, as far as they matter.
+// Writes an array in which certain numbers of items must match certain schemas, as `contains`
+// requires. The function from() builds an automaton whose states have the number of items so far,
+// and for each schema the number of matching items. Numbers are not counted further than necessary.
 Writer::Made Writer::array_with_matches(const Case& found, const std::vector<const Term*>& matches,
                                         const Place& place, size_t prefix, uint64_t low,
                                         uint32_t high) {
@@ -164,7 +168,7 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
   size_t last = std::max<size_t>({prefix, 1, static_cast<size_t>(low)});
   for (const Term* const term : matches) last = std::max<size_t>(last, term->first + 1);
   if (high != kUnbounded) last = high;
-  std::vector<uint64_t> most;  // matching items to count, per schema
+  std::vector<uint64_t> most;  // [schema]: count matching items up to this number
   double states = static_cast<double>(last + 1);
   for (const Term* const term : matches) {
     most.push_back(term->high == kNoLimit ? term->low : term->high);
@@ -201,8 +205,8 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
         if (is_matching) {
           is_possible = is_possible && is_counted && counts[m] < most[m];
           ++next[m];
-          // Without a lower limit, an item that counts as matching need not match: the upper limit
-          // still holds.
+          // If there is only an upper limit, an item that is counted as matching does not need to
+          // match. There are then even fewer matching items than counted.
           if (term.low > 0) parts.push_back(formulas_.of(*term.schema, term.inner));
         } else if (is_counted && term.high != kNoLimit) {
           parts.push_back(formulas_.of(*term.schema, !term.inner));
@@ -230,7 +234,8 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
   return {expressions_.sequence(expressions_.bytes("["), items), size};
 }
 
-// Collects the distinct values of a formula, by key. Returns false if there are too many.
+// Collects the different values for which a formula is true. `keyed` maps their keys to their
+// texts, and `order` lists the keys. Returns false if the values cannot be listed.
 bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>& keyed,
                     std::vector<std::string>& order) {
   const Term& term = formulas_[formula];
@@ -250,7 +255,7 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
     return std::all_of(ways.begin(), ways.end(),
                        [&](Formula way) { return finite(way, level, keyed, order); });
   }
-  // Only a type, or a range of integers.
+  // The rest of the function handles formulas with a type and bounds of integers only.
   std::optional<Decimal> low, high;
   bool is_low_excluded = false, is_high_excluded = false;
   for (const Formula part : formulas_.conjuncts(formula)) {
@@ -282,7 +287,7 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
     if (to - from >= static_cast<int64_t>(kMostIntegers)) return false;
     for (int64_t number = from; number <= to; ++number) {
       const std::string text = std::to_string(number);
-      // Make the same key that key_of() makes for this number.
+      // Build the same key that key_of() returns for this number.
       const Decimal decimal = Decimal::parse(text);
       add(decimal.is_zero() ? "#0"
                             : (decimal.is_negative ? "#-" : "#") + decimal.digits + "e" +
@@ -295,8 +300,8 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
   return true;
 }
 
-// Writes an array of distinct items from a finite set. A few items may come in any order. More
-// items come in the order of the set.
+// Writes an array of different items from a finite set. If the set is small, the items may come in
+// any order. Otherwise they come in the order of the set.
 std::optional<Writer::Made> Writer::unique_array(Formula item_, uint64_t low, uint64_t high,
                                                  const Place& place) {
   std::map<std::string, Node> keyed;

@@ -1,5 +1,5 @@
-// Reads JSON Schemas for formats other than JSON: the properties of objects, and the plain texts of
-// strings, numbers, booleans and nulls.
+// Reads the JSON Schema of a text that is not JSON, such as CSV or XML. csv.cc and xml.cc use it to
+// get the properties of objects, and the plain texts of strings, numbers, booleans and nulls.
 #pragma once
 
 #include <initializer_list>
@@ -27,30 +27,31 @@ struct Property {
 
 class Described {
  public:
-  // `format` is the name of the format in messages.
+  // `format` is the name of the text format for error messages, such as "csv".
   Described(Expressions& expressions, const json::Value& schema, const Options& options,
             const char* format);
 
   const Schema& root() { return document_.root(); }
-  // Returns the schema, or the target of its $ref.
+  // Returns the target of a schema's $ref, or the schema itself if it has no $ref.
   const Schema& resolved(const Schema& schema);
-  // Returns whether the keyword `type` is exactly this type.
+  // Returns whether the keyword `type` of a schema is exactly this type.
   static bool is_of_type(const Schema& resolved, std::string_view type);
-  // Throws if the schema has a keyword that asserts something and is not in `keywords`.
+  // Throws if the schema has a keyword that constrains values and is not in `keywords`.
   void allow(const Schema& schema, std::initializer_list<Keyword> keywords);
   // Returns the properties of an object in the schema's order.
   std::vector<Property> properties(const Schema& object);
-  // Returns the texts of a schema's values. Strings have no quotes and no escapes, and null is the
-  // empty text. The schema must allow neither arrays nor objects.
+  // Returns the texts of the values that a schema allows. Strings are written without quotes and
+  // escapes, and null is the empty text. The schema must not allow arrays or objects.
   Node scalars(const Schema& schema);
   [[noreturn]] void refuse(const Schema& at, const std::string& why);
-  // Returns whether the schema can contain itself.
+  // Returns whether a schema is recursive, that is, whether its values can contain values of the
+  // same schema.
   bool is_recursive(const Schema& schema) { return !recursion_.below(*schema.value).empty(); }
 
   Expressions& expressions() { return expressions_; }
   Automata& automata() { return automata_; }
   Document& document() { return document_; }
-  // Returns the texts of a node with the warnings. Throws if there is no text.
+  // Returns a node together with the warnings so far. Throws if the node has no texts.
   Texts texts(Node node);
 
  private:
@@ -63,8 +64,9 @@ class Described {
   const char* const format_;
 };
 
-// Returns the texts of a node with some bytes replaced by other spellings. A spelling must not be a
-// prefix of another one. It must not start with a byte that is outside the list.
+// Returns the texts of a node, with some bytes replaced by other spellings. For example, XML writes
+// & as &amp;. No spelling may be a prefix of another one. The first byte of each spelling must be a
+// byte that is itself replaced.
 using Spellings = std::vector<std::pair<uint8_t, std::string_view>>;
 Node respelled(Expressions& expressions, Automata& automata, Node node, const Spellings& spellings);
 

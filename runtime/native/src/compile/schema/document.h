@@ -1,7 +1,9 @@
-// Reads a JSON Schema as a document: its subschemas, their keywords, and the targets of references.
+// Reads the text of a JSON Schema: finds its subschemas and their keywords, and resolves references
+// such as {"$ref": "#/$defs/a"}.
 //
-// References must lead to places inside the document. Other documents are never retrieved.
-// `$schema` selects the draft by which keywords are read; the default is Draft 2020-12.
+// The target of a reference must be inside the same document. Other documents are never retrieved.
+// `$schema` selects the draft of the specification that defines the keywords. The default is Draft
+// 2020-12.
 #pragma once
 
 #include <array>
@@ -75,7 +77,7 @@ enum class Keyword : uint8_t {
 
 constexpr int kDraft4 = 4, kDraft6 = 6, kDraft7 = 7, kDraft2019 = 2019, kDraft2020 = 2020;
 
-// The kinds of values, as a bit mask. A fraction is a number that is not an integer.
+// The kinds of JSON values, as a bit mask. A fraction is a number that is not an integer.
 enum Kinds : uint8_t {
   kNull = 1,
   kBoolean = 2,
@@ -88,21 +90,23 @@ enum Kinds : uint8_t {
   kAllKinds = 127
 };
 
-// A part of the document that has an $id, or the whole document.
+// A resource of the specification: the whole document, or a subschema with its own $id. References
+// are relative to the URI of their resource.
 struct Resource {
   const json::Value* root;
   std::string uri;  // without fragment
   int draft;
-  bool names_draft;  // a $schema selects the draft
+  bool names_draft;  // whether $schema selects the draft
   std::unordered_map<std::string, const json::Value*> anchors, dynamic_anchors;
 };
 
-// A subschema. The values of its keywords have been checked against the specification.
+// A subschema. `keywords` has the values of its keywords, or nullptr for missing ones. The shapes
+// of the values have been checked against the specification.
 struct Schema {
   const json::Value* value;
   const Resource* resource;
   std::array<const json::Value*, static_cast<size_t>(Keyword::count)> keywords{};
-  // The members of "properties", by name.
+  // The members of the keyword "properties", by name.
   std::unordered_map<std::string_view, const json::Value*> properties;
 
   const json::Value* operator[](Keyword keyword) const {
@@ -121,13 +125,14 @@ class Document {
   Document(const json::Value& root, Budget& budget);
 
   const Schema& root() { return schema(*root_); }
-  // Returns the subschema at a value of the document. Each call returns the same object.
+  // Returns the subschema that a JSON value of the document contains. Repeated calls return the
+  // same object.
   const Schema& schema(const json::Value& value);
   // Returns the target of a schema's $ref, $dynamicRef or $recursiveRef. Throws if the target is
   // outside the document.
   const Schema& target(const Schema& from, Keyword keyword);
 
-  // Returns the place of a value in the document, for example "#/properties/a".
+  // Returns the place of a value in the document as a JSON pointer, for example "#/properties/a".
   std::string place(const json::Value& value) const;
   // Throws "schema: #/a: keyword 'x' <why>".
   [[noreturn]] void refuse(const Schema& at, Keyword keyword, const std::string& why) const;
@@ -144,7 +149,7 @@ class Document {
   struct Place {
     const json::Value* parent;
     const Resource* resource;
-    uint32_t first, last;  // the references below it, as a range of references_
+    uint32_t first, last;  // range in references_: the references below this value
   };
   void index(const json::Value& value, const json::Value* parent, Resource* resource,
              bool is_schema);
@@ -162,14 +167,14 @@ class Document {
   std::vector<std::unique_ptr<Resource>> resources_;
   std::unordered_map<std::string, Resource*> by_uri_;
   std::unordered_map<const json::Value*, Place> places_;  // only arrays and objects
-  std::vector<const json::Value*> references_;  // objects with a $ref or the like, in order
+  std::vector<const json::Value*> references_;  // objects with a $ref, $dynamicRef or $recursiveRef
   std::unordered_map<const json::Value*, std::vector<const json::Value*>> destinations_;
   std::unordered_map<const json::Value*, std::unique_ptr<Schema>> schemas_;
   std::vector<std::string> warnings_;
   std::unordered_set<std::string> warned_;
 };
 
-// Returns the start of a value's JSON text, for messages.
+// Returns a value as JSON text for messages. Long texts are cut.
 std::string shown(const json::Value& value);
 
 }  // namespace dlm::compile::schema

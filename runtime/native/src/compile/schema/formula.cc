@@ -1,5 +1,5 @@
-// Builds formulas: atoms, conjunctions and disjunctions. They are simplified and each is stored
-// once. formula_of_schema.cc builds the formulas of a schema's keywords.
+// Builds formulas from atoms with "and" and "or". Simplifies each formula, and stores equal
+// formulas once. formula_of_schema.cc builds the formulas of a schema's keywords.
 #include "compile/schema/formula.h"
 
 #include <algorithm>
@@ -175,7 +175,8 @@ Formula Formulas::values(std::vector<const Value*> found, const Schema* schema, 
   return add(std::move(term));
 }
 
-// Returns a formula for values that differ from an array or object in type, size or content.
+// Returns a formula that is true for values different from `value`, an array or object. Such a
+// value has another type, another size or another content.
 Formula Formulas::differs(const Value& value, const Schema& schema) {
   budget_.check();
   const bool is_array = value.kind() == Value::Kind::array;
@@ -197,14 +198,15 @@ Formula Formulas::differs(const Value& value, const Schema& schema) {
   }
   if (is_array) {
     ways.push_back(range(Atom::item_count, schema, kArray, inner.size(), inner.size(), false));
-  } else {  // all these properties and at least one more
+  } else {  // an object with all these properties and at least one more
     names.push_back(range(Atom::property_count, schema, kObject, 0, inner.size(), false));
     ways.push_back(all(names));
   }
   return any({type(static_cast<uint8_t>(kAllKinds & ~kind)), all({type(kind), any(ways)})});
 }
 
-// Returns a schema for one value, located at the schema whose enum or const has the value.
+// Returns a schema for one value of an enum or const. Error messages give the place of `schema`,
+// which has this keyword.
 const Schema& Formulas::constant(const Value& value, const Schema& schema) {
   const auto [at, is_new] = constants_.try_emplace(&value);
   if (is_new) {
@@ -233,7 +235,8 @@ uint64_t Formulas::count(const Schema& schema, Keyword keyword, uint64_t otherwi
   return found;
 }
 
-// States that a count of values of one type is in low..high, or outside it.
+// Returns the statement that the count of a value of one type, such as its number of items, is in
+// low..high, or is not.
 Formula Formulas::range(Atom kind, const Schema& schema, uint8_t type_, uint64_t low, uint64_t high,
                         bool positive) {
   const auto within = [&](uint64_t from, uint64_t to) {
@@ -358,7 +361,8 @@ Formula Formulas::any(const std::vector<Formula>& parts) {
   return made.parts.size() == 1 ? made.parts[0] : add(std::move(made));
 }
 
-// True if exactly one branch holds. `pairs` has each branch and its negation.
+// Returns a formula that is true if exactly one branch is true. `pairs` has each branch, followed
+// by its negation.
 Formula Formulas::one(const std::vector<Formula>& pairs) {
   Term made;
   made.op = Op::one, made.kinds = 0, made.is_typed = true;
@@ -391,7 +395,7 @@ Formula Formulas::one(const std::vector<Formula>& pairs) {
   return all(others);
 }
 
-// True if at least two of the branches [from, to) hold.
+// Returns a formula that is true if at least two of the branches [from, to) are true.
 Formula Formulas::several(const std::vector<Formula>& branches, size_t from, size_t to) {
   if (to - from < 2) return kNo;
   const size_t middle = from + (to - from) / 2;

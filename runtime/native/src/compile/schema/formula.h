@@ -1,9 +1,12 @@
-// Expresses a schema as a logical formula about one value, in negation normal form.
+// Expresses a JSON Schema as a logical formula about one value. For example, the schema {"type":
+// "string", "minLength": 2} becomes the formula "the value is a string, and if it is a string, it
+// has at least two code points". The parts of a formula are joined by "and" and "or". Negations
+// occur only in the smallest parts (negation normal form).
 //
-// If the formula of a schema is true for a value, the value is valid. The formula may be false for
-// some valid values, because some keywords cannot be expressed exactly. So the negation of the
-// formula does not describe the invalid values. A second formula is built for them: if the second
-// formula is true for a value, the value is invalid.
+// If the formula of a schema is true for a value, the value is certainly valid. The formula may be
+// false for some valid values, because some keywords cannot be expressed exactly. So the invalid
+// values need a second formula. If the second formula is true for a value, the value is certainly
+// invalid. Formulas::of() returns the first formula for `positive`, and the second one otherwise.
 #pragma once
 
 #include <cstdint>
@@ -24,44 +27,48 @@ using Formula = uint32_t;
 
 enum class Op : uint8_t { no, yes, atom, all, any, one };
 
-// The statements that atoms make. Atoms other than `enter`, `type` and `values` apply to values of
-// some kinds, and are true for values of all other kinds. "(or not)" describes an atom whose
-// `positive` is false, or whose `inner` is false if the line says so. Keywords are those of
-// `schema`.
+// The kinds of atoms, which are the smallest parts of a formula. Each atom makes one statement
+// about a value. Most atoms apply only to some types, like their keywords, and are true for values
+// of other types. For example, `length` is true for every number. The atoms `enter`, `type` and
+// `values` apply to all values.
+//
+// "(or not)" marks statements that can be negated. The negated atom has `positive` = false, or
+// `inner` = false if the line says "inner". `schema` means Term::schema, the schema that has the
+// keywords.
 enum class Atom : uint8_t {
-  enter,           // a reference leads to a counted target (low: its number)
-  type,            // is one of `kinds`; low != 0: 1.0 is not an integer (Draft 4)
+  enter,           // always true; records that a recursive reference enters target `low`
+  type,            // is of one of `kinds`; low != 0: 1.0 is not an integer (Draft 4)
   values,          // is in a list of values (or not)
-  integer,         // is an integer (or a fraction); `low` as for type
-  bound,           // high == 0: at least `number`, else at most; low != 0: exclusive
+  integer,         // is an integer (or a fraction); `low` is used as in `type`
+  bound,           // high == 0: minimum `number`, else maximum; low != 0: exclusive
   multiple,        // is a multiple of `number` (or not)
   length,          // has low..high code points
   pattern,         // matches the pattern `text` (or not)
   format,          // has the format `text`
-  item_count,      // low..high
-  items,           // satisfies the item keywords of `schema`
+  item_count,      // has low..high items
+  items,           // satisfies `items` and `prefixItems` of `schema`
   item,            // item `low`, if present, is valid by `schema` (or not: inner)
-  matches,         // low..high items from `first` on are valid by `schema` (or not: inner)
-  unique,          // all items differ
-  property_count,  // low..high
+  matches,         // low..high items from index `first` on are valid by `schema` (or not: inner)
+  unique,          // all items are different
+  property_count,  // has low..high properties
   has,             // has the property `text` (or not)
   members,         // satisfies properties, patternProperties and additionalProperties
   member,          // property `text`, if present, is valid by `schema` (or not: inner)
-  violates,        // a property violates patternProperties or additionalProperties
+  violates,        // some property violates patternProperties or additionalProperties
   names,           // satisfies propertyNames of `schema`
   unevaluated_items,
   unevaluated_properties,
-  rejected  // no formula can express `keyword` of `schema`
+  rejected  // placeholder: no formula can express `keyword` of `schema`
 };
 
 constexpr uint64_t kNoLimit = UINT64_MAX;
 
-// The distinct values of an enum, with their keys.
+// The distinct values of an enum, with their keys from key_of().
 struct ValueSet {
   std::vector<const json::Value*> values;
   std::vector<std::string> keys;
   std::unordered_set<std::string> lookup;
-  uint8_t kinds = 0;  // of the values; both number kinds if written with a fraction
+  uint8_t kinds = 0;  // of the values; both number kinds for a number such as 1.0
 };
 
 struct Term {
@@ -69,16 +76,16 @@ struct Term {
   Atom atom = Atom::enter;
   bool positive = true;
   bool inner = true;
-  uint8_t kinds = kAllKinds;  // a superset of the kinds that the term allows
-  uint8_t speaks_of = 0;      // kinds to which its keywords apply
-  bool is_typed = false;      // itself limits the allowed kinds
+  uint8_t kinds = kAllKinds;  // the term is false for values of other kinds
+  uint8_t speaks_of = 0;      // the kinds to which the keywords of the term apply
+  bool is_typed = false;      // whether the term itself limits the kinds, like "type" does
   Keyword keyword = Keyword::count;
   const Schema* schema = nullptr;
   uint64_t low = 0, high = kNoLimit, first = 0;
   std::string text;
   Decimal number;
   const ValueSet* values = nullptr;
-  std::vector<Formula> parts;  // for all and any; for one: each branch and its negation
+  std::vector<Formula> parts;  // of all and any; for one: each branch, followed by its negation
 };
 
 class Formulas {
@@ -88,38 +95,45 @@ class Formulas {
   static constexpr Formula kNo = 0, kYes = 1;
   const Term& operator[](Formula formula) const { return terms_[formula]; }
 
-  // Returns the formula of a schema, or of its negation.
+  // Returns the formula of a schema for valid values, or the formula for invalid values if
+  // `positive` is false.
   Formula of(const Schema& schema, bool positive);
   Formula all(const std::vector<Formula>& parts);
   Formula any(const std::vector<Formula>& parts);
   Formula has(const std::string& name, bool positive, const Schema* schema);
-  // States that a property, if present, is valid (or invalid) by a schema.
+  // Returns the statement that a property, if present, is valid (or invalid) by a schema.
   Formula member(const std::string& name, const Schema& schema, bool is_valid);
 
-  // Returns the conjuncts of a formula.
+  // Returns the parts of a formula that are joined by "and". A formula of another kind is its only
+  // part.
   std::vector<Formula> conjuncts(Formula formula) const;
-  // Returns the disjuncts of a formula of kind `any` or `one`.
+  // Returns the alternatives of a formula of kind `any` or `one`. The formula is true if and only
+  // if at least one of them is true.
   const std::vector<Formula>& alternatives(Formula formula);
-  // Returns the formula for a value of one type: kNull, kBoolean, kNumber, kString, kArray or
+  // Simplifies a formula for values of one type: kNull, kBoolean, kNumber, kString, kArray or
   // kObject.
   Formula restricted(Formula formula, uint8_t type);
-  // Removes branches that enter a target too deeply. `counts` has how often each target is open.
+  // Removes the branches that enter a target more often than `max_depth` allows. `counts` has pairs
+  // of the number of a target and how often the target already contains the value.
   Formula entered(Formula formula, const std::vector<std::pair<uint32_t, uint32_t>>& counts,
                   uint32_t max_depth);
-  // Returns the numbers of the targets that a formula enters, or can reach below the value.
+  // Returns the numbers of the targets that a formula enters, for the value itself or for values
+  // inside it.
   const std::vector<uint32_t>& numbers(Formula formula);
 
-  // Returns whether each value of `one` certainly satisfies `other`.
+  // Returns whether `other` is certainly true for each value for which `one` is true. The result
+  // may be false although this is the case.
   bool implies(Formula one, Formula other, int depth = 8);
-  // Returns a formula for a property of a value of `formula`. It has the conditions that are simple
-  // to derive.
+  // Returns a formula that is true for the property `name` of every value of `formula`. It contains
+  // only conditions that are simple to derive, so it may allow more values than necessary.
   Formula property(Formula formula, const std::string& name);
 
-  // Returns the values that a conjunct of a formula lists, or nullptr if there is no such list.
+  // Returns a list of values that contains all values of the formula. Returns nullptr if no part of
+  // the formula has such a list.
   const ValueSet* listed(Formula formula) const;
 
   Document& document() { return document_; }
-  // Returns the kinds of one value.
+  // Returns the kinds of one JSON value.
   static uint8_t kinds_of(const json::Value& value);
 
  private:

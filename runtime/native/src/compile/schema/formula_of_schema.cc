@@ -1,4 +1,4 @@
-// Builds the formula of a schema, or of its negation, from its keywords.
+// Builds the formula of a schema, or of its negation, from the keywords of the schema.
 #include <string_view>
 #include <tuple>
 
@@ -28,8 +28,9 @@ Formula Formulas::of(const Schema& schema, bool positive) {
 
 Formula Formulas::written(const Schema& schema, bool positive) {
   std::vector<Formula> out;
-  // Up to Draft 7, the siblings of $ref are ignored, but many schemas and readers use them anyway.
-  // So they are required in valid values, but violating them does not make a value surely invalid.
+  // Up to Draft 7, the specification ignores the keywords beside a $ref. But many schemas use such
+  // keywords, and many readers obey them. So valid values must satisfy these keywords, but a value
+  // that violates them is not certainly invalid.
   const bool hides_siblings = !positive && schema.draft() <= kDraft7 && schema[Keyword::ref];
   if (hides_siblings) return reference(schema, Keyword::ref, false);
   if (const Value* const types = schema[Keyword::type]) {
@@ -109,8 +110,7 @@ void Formulas::strings_of(const Schema& schema, bool positive, std::vector<Formu
     const Formula found = atom(Atom::pattern, schema, kString, std::move(term));
     out.push_back(positive ? found : all({type(kString), found}));
   }
-  // Some readers treat a format as an annotation, so violating it does not make a string surely
-  // invalid.
+  // Some readers ignore formats, so a string that violates a format is not certainly invalid.
   if (const Value* const format = schema[Keyword::format]; format != nullptr && positive) {
     Term term;
     term.text = format->string();

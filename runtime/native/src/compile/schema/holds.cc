@@ -19,8 +19,8 @@ size_t code_points(const std::string& text) {
 
 bool is_within(uint64_t count, const Term& term) { return count >= term.low && count <= term.high; }
 
-// Returns whether a number is a multiple of another. Sets `is_decided` to false if computing it
-// would take long.
+// Returns whether a number is a multiple of `of`. Sets `is_decided` to false, and the result is not
+// valid, if the computation would take long.
 bool is_multiple(const Decimal& number, const Decimal& of, bool* is_decided) {
   if (number.is_zero()) return true;
   const int64_t shift = number.exponent - of.exponent;
@@ -30,9 +30,9 @@ bool is_multiple(const Decimal& number, const Decimal& of, bool* is_decided) {
     *is_decided = false;
     return false;
   }
-  // `number` is a multiple of `of` if its digits * 10^shift are a multiple of the digits of `of`.
-  // That is impossible for shift < 0: the digits of `number` would have to be divisible by
-  // 10^-shift, but they do not end in a zero.
+  // `number` is a multiple of `of` if the digits of `number`, times 10^shift, are a multiple of the
+  // digits of `of`. This is impossible for a negative shift. In that case, the digits of `number`
+  // would have to be divisible by a power of ten, but they do not end in a zero.
   if (shift < 0) return false;
   const uint64_t divisor = std::stoull(of.digits);
   uint64_t rest = 0;
@@ -57,7 +57,7 @@ bool Holds::connected(const Term& term, const Test& test) {
     case Op::any:
       return std::any_of(parts.begin(), parts.end(), test);
     case Op::one: {
-      // The parts are pairs: a branch and its negation.
+      // The parts are each branch, followed by its negation.
       size_t valid = 0, undecided = 0;
       for (size_t i = 0; i < parts.size() && valid < 2; i += 2) {
         if (test(parts[i])) {
@@ -281,7 +281,7 @@ bool Holds::object(const Term& term, const Value& value_) {
                     each.key());
       });
     case Atom::violates: {
-      // True if a property is surely invalid.
+      // The atom is true if at least one property is certainly invalid.
       const Schema& schema = *term.schema;
       return std::any_of(members.begin(), members.end(), [&](const Value& each) {
         bool is_listed = schema.properties.count(each.key()) != 0, is_invalid = false;

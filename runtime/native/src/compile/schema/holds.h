@@ -1,5 +1,5 @@
-// Decides whether a single value satisfies a formula. It is used for the values of enum and const,
-// and for the names of properties.
+// Decides whether a formula is true for one known value. This is used for the values of enum and
+// const, and for the names of properties.
 #pragma once
 
 #include <array>
@@ -18,8 +18,8 @@ class Holds {
       : expressions_(expressions), formulas_(formulas), automata_(expressions) {}
 
   bool value(Formula formula, const json::Value& value);
-  bool text(Formula formula, const std::string& text);  // for a string as the value
-  // Returns whether a pattern is found in the name of a property. Throws if engines disagree.
+  bool text(Formula formula, const std::string& text);  // like value(), for a string
+  // Returns whether a pattern is found in the name of a property. Throws if regex engines disagree.
   bool matches(const std::string& pattern, const std::string& name, const Schema& at);
 
   Automata& automata() { return automata_; }

@@ -17,14 +17,14 @@ namespace {
 using json::Value;
 using Kind = Value::Kind;
 
-constexpr size_t kShortestWord = 4;  // shortest keyword to suggest for a misspelled one
+constexpr size_t kShortestWord = 4;  // shorter keywords are not suggested for a misspelled one
 
 struct Entry {
   const char* name;
   Shape shape;
 };
 
-// In the same order as Keyword.
+// The name and the shape of each keyword, in the order of the enumeration Keyword.
 constexpr Entry kEntries[] = {
     {"type", Shape::types},
     {"enum", Shape::list},
@@ -79,7 +79,8 @@ constexpr Entry kEntries[] = {
     {"definitions", Shape::any},
 };
 static_assert(std::size(kEntries) == static_cast<size_t>(Keyword::count));
-// Annotations of the specification and of OpenAPI. They are not misspelled keywords.
+// The annotations of the specification and of OpenAPI. They do not constrain values, but they are
+// not misspelled keywords either.
 const std::unordered_set<std::string_view>& annotations() {
   static const auto* const made = new std::unordered_set<std::string_view>{"$vocabulary",
                                                                            "$comment",
@@ -115,8 +116,9 @@ bool is_type(const Value& value) {
          std::find(std::begin(kTypes), std::end(kTypes), value.string()) != std::end(kTypes);
 }
 
-// Returns the restricted Damerau-Levenshtein distance of two words, which does not edit a swapped
-// pair again. Differences in case count as one edit in total.
+// Returns the edit distance of two words (restricted Damerau-Levenshtein: a swap of two
+// neighbouring letters is one edit, and these letters are not edited again). All differences in
+// case together count as one edit.
 size_t distance(std::string_view one, std::string_view other) {
   const auto lower = [](std::string_view text) {
     std::string out(text);
@@ -186,7 +188,7 @@ void Document::check_shape(const Schema& schema, Keyword keyword, const Value& v
     return !number.is_negative && number.is_integer();
   };
   const Shape shape = shape_of(keyword);
-  // The schema is Draft 4, or the document selects no draft.
+  // Accept forms of older drafts too, if the document does not select a draft.
   const bool may_be_older = !schema.resource->names_draft;
   switch (shape) {
     case Shape::any:

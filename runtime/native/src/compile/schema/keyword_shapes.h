@@ -1,5 +1,5 @@
-// The shapes that the specification requires for the values of keywords. They also determine where
-// subschemas are.
+// Checks the values of keywords against the shapes that the specification requires, for example a
+// list of names for `required`. The shapes also show where a schema contains subschemas.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ enum class Shape : uint8_t {
   schemas,
   map,
   items,          // a schema, or a list of them before Draft 2020-12
-  names_by_name,  // for dependentRequired
-  dependencies    // for each name: a schema or a list of names
+  names_by_name,  // an object whose values are lists of names, for dependentRequired
+  dependencies    // an object whose values are schemas or lists of names
 };
 
 Shape shape_of(Keyword keyword);

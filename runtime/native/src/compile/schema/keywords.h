@@ -1,13 +1,14 @@
-// Reads keywords of a subschema in the form that several callers need.
+// Helpers that several files use to read the keywords of a subschema.
 #pragma once
 
 #include "compile/schema/document.h"
 
 namespace dlm::compile::schema {
 
-// The schemas of an array's items: a list for the first items, and one schema for all others.
+// The schemas of an array's items. Some of the first items may have a schema of their own, and all
+// other items share one schema.
 struct ItemSchemas {
-  const json::Value* prefix = nullptr;  // a list, or nullptr
+  const json::Value* prefix = nullptr;  // the schemas of the first items as a list, or nullptr
   const json::Value* others = nullptr;
 
   size_t count() const { return prefix == nullptr ? 0 : prefix->elements().size(); }
@@ -24,8 +25,8 @@ inline ItemSchemas item_schemas(const Schema& schema) {
   return {schema[Keyword::prefix_items], items};
 }
 
-// Returns whether a keyword constrains values in the draft of its schema. Some readers treat other
-// keywords as annotations, but schema authors expect values to obey them.
+// Returns whether the draft of a schema defines a keyword. Readers of that draft ignore other
+// keywords. But the author of the schema expects that values obey them.
 inline bool is_of_draft(const Schema& schema, Keyword keyword) {
   const int draft = schema.draft();
   switch (keyword) {

@@ -1,4 +1,4 @@
-// Layouts of JSON text: the white space between its parts.
+// Describes the layout of JSON text, that is, the white space between its parts.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,14 @@ namespace dlm::compile::schema {
 struct Layout {
   std::string item_separator = ",";  // between items of an array and between properties
   std::string key_separator = ":";   // between a property's name and its value
-  // Spaces per level, with each item on its own line. Negative: no line breaks.
+  // Number of spaces of indentation per level. Each item is on its own line. If negative, there are
+  // no line breaks.
   int32_t indent = -1;
   bool has_lines = false;  // each item of a top-level array is on its own line
 
-  // The text after the opening bracket, between two items, and before the closing bracket of a
-  // container that is not empty. `level` is the number of containers around it. Empty containers
-  // are written as [] and {}.
+  // The texts around the items of a container that is not empty: after the opening bracket, between
+  // two items, and before the closing bracket. `level` is the number of containers around this
+  // container. Empty containers are written as [] and {}.
   struct Around {
     std::string start, between, end;
   };
@@ -27,16 +28,16 @@ struct Layout {
   uint32_t kind_of_level(uint32_t level) const;
 };
 
-// Writes a JSON value in a layout. Escapes characters only if JSON requires it. Keeps the spelling
-// of numbers.
+// Writes a JSON value in a layout. Characters are escaped only if JSON requires it. Numbers keep
+// their spelling.
 std::string text_of(const json::Value& value, const Layout& layout, uint32_t level);
 
-// Returns the key of a value. Two values have the same key exactly if they are equal. 1 and 1.0 are
-// equal; true and 1 are not.
+// Returns a text that identifies a value. Equal values have the same key, and different values have
+// different keys. 1 and 1.0 are equal, and true and 1 are different.
 std::string key_of(const json::Value& value);
 
-// Returns the texts of a container that has `item` `low` to `high` times. For an object, `item` is
-// a property with its name.
+// Returns the texts of a container with `low` to `high` times `item`. For an object, `item` is a
+// property together with its name.
 Node container(Expressions& expressions, const Layout::Around& around, bool is_array, Node item,
                uint32_t low, uint32_t high);
 

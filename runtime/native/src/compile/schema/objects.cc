@@ -1,4 +1,4 @@
-// Writes the objects of one case: a row of properties in the schema's order.
+// Writes the objects of one case. An object is a row of properties in the order of the schema.
 #include <algorithm>
 
 #include "compile/ecma_pattern.h"
@@ -9,10 +9,10 @@ namespace {
 
 using json::Value;
 
-constexpr size_t kMostNameClasses = 64;  // classes of names that patternProperties separates
+constexpr size_t kMostNameClasses = 64;  // maximum number of classes in more_properties()
 
-// The fewest states of a property, excluding the characters of its name: quotes, colon, value and
-// comma.
+// The minimum number of states of a property: quotes, colon, value and comma. The characters of its
+// name are not included.
 constexpr size_t kStatesBesideName = 6;
 
 }  // namespace
@@ -29,9 +29,13 @@ bool Writer::is_name_allowed(const Case& found, const std::string& name) {
   });
 }
 
-// Returns whether a schema evaluates a property, including the schemas that it applies to the same
-// object. unevaluatedProperties of `by` does not apply to such a property. If `name` is null, the
-// property is any one that matches exactly `patterns` and is not listed in `properties`.
+// Returns whether a schema evaluates a property (a term of the specification: keywords such as
+// `properties` apply to it). Also considers the schemas that this schema applies to the same
+// object, such as those of allOf. The keyword unevaluatedProperties of `by` does not apply to
+// evaluated properties.
+//
+// If `name` is null, the property is any property that is not listed in `properties`, matches all
+// of `patterns`, and matches no other pattern.
 bool Writer::is_evaluated(const Schema& schema, const Schema& by, const std::string* name,
                           const std::vector<const Value*>& patterns, const Case& found) {
   expressions_.budget().check();
@@ -55,7 +59,8 @@ bool Writer::is_evaluated(const Schema& schema, const Schema& by, const std::str
   return any_applied(schema, found, kObject, is_by);
 }
 
-// Returns whether `test` is true for one of the schemas that certainly apply to the same value.
+// Returns whether `test` is true for at least one of the schemas that `schema` certainly applies to
+// the same value, such as those of allOf.
 bool Writer::any_applied(const Schema& schema, const Case& found, uint8_t type,
                          const std::function<bool(const Value&)>& test) {
   for (const Keyword keyword : {Keyword::ref, Keyword::dynamic_ref, Keyword::recursive_ref}) {
@@ -124,8 +129,9 @@ Writer::Made Writer::property(const Case& found, const std::string& name, const 
   return value(formulas_.all(parts), place, is_described);
 }
 
-// Writes properties that no schema lists. Without `are_all`, only those that match
-// patternProperties.
+// Writes one property that no schema lists in `properties`. If not `are_all`, the name of the
+// property must match patternProperties. The names are divided into classes: all names of a class
+// match the same patterns.
 Writer::Made Writer::more_properties(const Case& found, const std::vector<std::string>& names,
                                      bool are_all, const Place& place) {
   struct Class {
@@ -217,7 +223,8 @@ Writer::Made Writer::more_properties(const Case& found, const std::vector<std::s
   return either(out);
 }
 
-// Excludes the names that the case mentions anywhere from the properties that no schema lists.
+// Calls `exclude` for each name that the case mentions anywhere. Such a name must not be used for a
+// further property.
 void Writer::exclude_names(const Case& found,
                            const std::function<void(const std::string&)>& exclude) {
   std::vector<Formula> todo(found.asserted.begin(), found.asserted.end());
@@ -255,7 +262,7 @@ Writer::Made Writer::object(const Case& found, const std::vector<std::string>& n
     if (term.high != kNoLimit)
       made.high = std::min<uint64_t>(made.high, high_count(term, Keyword::max_properties));
   }
-  if (names.empty() && made.low > 1)  // the same name may be written several times
+  if (names.empty() && made.low > 1)  // further properties may all have the same name
     document_.refuse(*fewest->schema, Keyword::min_properties,
                      "of more than 1 is not supported without properties");
   size_t states = 0;

@@ -1,5 +1,5 @@
-// Reasons about formulas without looking at values: finds the keywords that matter for a type, the
-// branches that exclude each other, and the references that are too deep.
+// Derives facts from formulas without testing values: which parts matter for a type, which branches
+// exclude each other, and which references are nested too deeply.
 #include <algorithm>
 
 #include "compile/schema/formula.h"
@@ -135,7 +135,7 @@ const std::vector<uint32_t>& Formulas::numbers(Formula formula) {
   return numbers_[formula] = std::move(made);
 }
 
-// ---- What excludes what
+// ---- Branches that exclude each other
 
 Formula Formulas::property(Formula formula, const std::string& name) {
   std::vector<Formula> parts;
@@ -226,9 +226,10 @@ bool Formulas::implies(Formula one_, Formula other, int depth) {
   return false;
 }
 
-// Returns a set of values such that every value outside the set satisfies the formula. With a name,
-// every object satisfies the formula if it has this property with a value outside the set.
-// `is_typed` receives whether the formula itself requires the type object.
+// Returns a set of values. The formula is true for every value outside the set. If `within`, the
+// set is about the property `name` instead: the formula is true for every object that has this
+// property with a value outside the set. `is_typed` is set to true if the formula also requires the
+// type object. Returns nullptr if there is no such set.
 const ValueSet* Formulas::unlisted(Formula formula, const std::string& name, bool within,
                                    bool* is_typed) {
   const Term& term = terms_[formula];
@@ -259,9 +260,11 @@ const ValueSet* Formulas::unlisted(Formula formula, const std::string& name, boo
   return found;
 }
 
-// Returns whether constants make the branches mutually exclusive. The constants are those of the
-// value itself, or those of one property that all branches require. Other differences are ignored,
-// so the time grows with the number of branches, not with its square.
+// Returns whether at most one branch can be true because each branch allows different constants.
+// For example, the branches {"const": 1} and {"const": 2} exclude each other. The constants are
+// those of the value itself, or those of one property that all branches require. Other differences
+// between branches are ignored. So the time grows with the number of branches, not with the square
+// of that number.
 bool Formulas::are_told_apart(const std::vector<Formula>& pairs) {
   std::vector<std::string> names;
   bool are_listed = listed(pairs[0]) != nullptr;
@@ -275,7 +278,9 @@ bool Formulas::are_told_apart(const std::vector<Formula>& pairs) {
   for (size_t number = 0; number < names.size(); ++number) {
     const bool within = !(are_listed && number == 0);
     const std::string& name = names[number];
-    std::unordered_map<std::string_view, size_t> owners;  // the branch that excludes each value
+    // For each key of a value: the index of the only branch that excludes the value. SIZE_MAX if
+    // several branches exclude it.
+    std::unordered_map<std::string_view, size_t> owners;
     std::vector<const ValueSet*> sets;
     bool is_decided = true, are_objects = true, is_any_typed = false;
     for (size_t i = 0; i < pairs.size() && is_decided; i += 2) {

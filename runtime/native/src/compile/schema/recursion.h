@@ -1,5 +1,9 @@
-// Finds the recursive references of a document, and chooses the targets to count so that no schema
-// contains itself more often than allowed.
+// Finds the recursive references of a schema, such as {"$ref": "#"}, so that their nesting can be
+// limited.
+//
+// The targets of references form a graph. A schema can contain itself if the graph has a cycle.
+// This class chooses targets to count: the writer counts how often each of them is entered around a
+// value, and stops at `max_depth`. Each counted target has a number.
 #pragma once
 
 #include <cstdint>
@@ -17,15 +21,17 @@ class Recursion {
  public:
   Recursion(Document& document, Budget& budget);
 
-  // Chooses the targets to count. By default, these are all targets in cycles. If a cycle has too
-  // many of them for `max_depth`, only enough targets to break the cycle are counted. If these are
-  // still too many, they share one number.
+  // Chooses the targets to count and numbers them. Usually, these are all targets that are in a
+  // cycle. A value then has one counter for each of them, and the number of combinations of
+  // counters grows quickly. If a group of connected cycles would have too many combinations, only
+  // enough of its targets to break all cycles are counted. If there are still too many
+  // combinations, these targets share one number.
   void count(uint32_t max_depth);
 
-  // Returns the number of a counted target, otherwise kNotCounted.
+  // Returns the number of a target, or kNotCounted if the target is not counted.
   uint32_t number(const json::Value& target) const;
-  // Returns the numbers of the targets that references below a value reach, directly or through
-  // other references. Ascending.
+  // Returns the numbers of the counted targets that the references below a value reach, directly or
+  // through other references. The numbers are ascending.
   const std::vector<uint32_t>& below(const json::Value& value);
 
  private:
@@ -37,12 +43,12 @@ class Recursion {
   std::unordered_map<const json::Value*, uint32_t> vertices_;
   std::vector<const json::Value*> targets_;
   std::vector<std::vector<uint32_t>> edges_;
-  std::vector<uint32_t> component_;  // in reverse topological order
-  std::vector<uint8_t> is_cyclic_;   // the vertex is within a cycle
-  std::vector<uint8_t> is_head_;     // a back edge of the depth-first search leads to it
+  std::vector<uint32_t> component_;  // [vertex]: its component, in reverse topological order
+  std::vector<uint8_t> is_cyclic_;   // [vertex]: whether it is in a cycle
+  std::vector<uint8_t> is_head_;     // [vertex]: whether a back edge of the search leads to it
   uint32_t components_ = 0;
-  std::vector<uint32_t> numbers_;               // by vertex
-  std::vector<std::vector<uint32_t>> reached_;  // by component: the numbers that it reaches
+  std::vector<uint32_t> numbers_;               // [vertex]: its number, or kNotCounted
+  std::vector<std::vector<uint32_t>> reached_;  // [component]: the numbers that it reaches
   std::unordered_map<const json::Value*, std::vector<uint32_t>> below_;
 };
 

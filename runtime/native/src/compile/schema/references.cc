@@ -1,4 +1,4 @@
-// Resolves the references of a document: $ref, $dynamicRef and $recursiveRef.
+// Resolves the references of a schema: $ref, $dynamicRef and $recursiveRef.
 #include <algorithm>
 #include <optional>
 #include <string>
@@ -24,7 +24,7 @@ const std::vector<const Value*>& Document::destinations(const Value& holder) {
     try {
       at->second.push_back(&target_value(from, keyword));
     } catch (const Error&) {
-      // A missing target is an error only if the schema is used.
+      // Ignore a missing target here. The reference may be in a schema that is never used.
     }
   }
   return at->second;
@@ -98,8 +98,9 @@ const Value& Document::target_value(const Schema& from, Keyword keyword) {
   if (found == nullptr) refuse_it("leads nowhere");
   if (keyword == Keyword::ref) return *found;
 
-  // The outermost schema of the dynamic scope that has the same anchor is the target. The root is
-  // always the outermost.
+  // The target is the schema with the same anchor in the outermost resource through which the
+  // validator has come. The root of the document is always the outermost resource. If the root does
+  // not have the anchor and several other resources do, the target is not known here.
   std::vector<const Value*> same;
   if (keyword == Keyword::dynamic_ref) {
     const auto anchor = is_pointer ? resource->second->dynamic_anchors.end()

@@ -1,5 +1,5 @@
-// Writes rows of optional parts between brackets as automata, from left to right. The parts are
-// properties of an object, or items that must all differ.
+// Writes rows of optional parts between brackets. The parts are the properties of an object, or the
+// items of an array whose items must all be different.
 #include <algorithm>
 #include <map>
 
@@ -7,13 +7,15 @@
 
 namespace dlm::compile::schema {
 
-// Returns what follows `count` parts after the last slot: more parts, and the closing bracket.
+// Returns the end of a row, after the last slot: further properties and the closing bracket. The
+// row already has `count` parts.
 Node Writer::end_of_row(const Row& row, bool is_array, const Layout::Around& around,
                         uint64_t count) {
   const Node closing = expressions_.bytes(is_array ? "]" : "}");
   const Node ended = expressions_.sequence(expressions_.bytes(around.end), closing);
   const Node between = expressions_.sequence(expressions_.bytes(around.between), row.more);
-  // Further properties may all have the same name, so together they count as one.
+  // Further properties may all have the same name. Readers then keep only one of them, so together
+  // they count as one towards the minimum.
   const uint64_t missing = row.low > count ? row.low - count : 0;
   const uint64_t most = row.high == kNoLimit ? kUnbounded : row.high - std::min(count, row.high);
   const auto limit = static_cast<uint32_t>(most);
@@ -35,12 +37,16 @@ Node Writer::end_of_row(const Row& row, bool is_array, const Layout::Around& aro
 
 Node Writer::row(const Row& row, bool is_array, uint32_t level) {
   const Layout::Around around = options_.layout.around(level, is_array);
-  // A state has the number of parts, as far as it matters, and the clauses that hold.
+  // The row is built from an automaton that processes one slot after the other. A state consists of
+  // the number of parts so far and a bit mask of the clauses that are already true. Parts are
+  // counted only as far as a minimum or maximum needs it.
   using State = std::pair<uint64_t, uint64_t>;
   const uint64_t most_counted = row.high != kNoLimit ? row.high : std::max<uint64_t>(row.low, 1);
   const size_t slots = row.slots.size();
-  std::vector<std::vector<std::pair<size_t, bool>>> literals(slots);  // by slot: its clauses
-  std::vector<uint64_t> closed(slots, 0);  // by slot: clauses that no later slot can make true
+  // For each slot: the clauses about it, and whether they require that it is present.
+  std::vector<std::vector<std::pair<size_t, bool>>> literals(slots);
+  // For each slot: a mask of the clauses that no later slot can make true.
+  std::vector<uint64_t> closed(slots, 0);
   for (size_t c = 0; c < row.clauses.size(); ++c) {
     size_t last = 0;
     for (const Literal& literal : row.clauses[c]) {
@@ -53,7 +59,7 @@ Node Writer::row(const Row& row, bool is_array, uint32_t level) {
   constexpr uint32_t kNone = UINT32_MAX;
   struct Step {
     State state;
-    uint32_t without = kNone, with = kNone;  // states of the next layer
+    uint32_t without = kNone, with = kNone;  // the next states, as indices into the next layer
   };
   std::vector<std::vector<Step>> layers(slots + 1);
   layers[0].push_back({{0, 0}, kNone, kNone});
@@ -105,7 +111,8 @@ Node Writer::row(const Row& row, bool is_array, uint32_t level) {
   return expressions_.sequence(expressions_.bytes(is_array ? "[" : "{"), behind[0]);
 }
 
-// Like row(), but for a few slots in any order.
+// Like row(), but the slots may come in any order. A state is the set of the slots written so far,
+// so there must be only a few slots.
 Node Writer::row_in_any_order(const Row& row, bool is_array, uint32_t level) {
   const Layout::Around around = options_.layout.around(level, is_array);
   std::vector<Slot> slots;

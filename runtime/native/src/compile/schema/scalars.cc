@@ -1,5 +1,5 @@
-// Writes strings, numbers, booleans and null. Each atom is a language. Conjunctions and
-// disjunctions are intersections and unions.
+// Writes strings, numbers, booleans and null. Each atom of the formula becomes a regular language.
+// "And" becomes an intersection of languages, and "or" becomes a union.
 #include <algorithm>
 
 #include "compile/ecma_pattern.h"
@@ -9,7 +9,7 @@
 namespace dlm::compile::schema {
 namespace {
 
-constexpr uint64_t kMostCount = 10'000;  // largest count of characters, items or properties
+constexpr uint64_t kMostCount = 10'000;  // maximum count of characters, items or properties
 
 Node digits(Expressions& expressions, char low, char high, uint32_t fewest, uint32_t most) {
   ByteSet set;
@@ -17,8 +17,9 @@ Node digits(Expressions& expressions, char low, char high, uint32_t fewest, uint
   return expressions.repeat(expressions.set(set), fewest, most);
 }
 
-// The most digits of a number that is written without an exponent: up to 15 digits for an integer,
-// otherwise up to 9 digits before the point and 6 after it. A double tells such numbers apart.
+// The maximum number of digits of a number that is written without an exponent. Integers have up to
+// 15 digits. Other numbers have up to 9 digits before the point and 6 digits after it. Two
+// different numbers within these limits are also different after they are rounded to doubles.
 constexpr uint32_t kWholeDigits = 9, kFractionDigits = 6, kMostDigits = 15;
 
 Node whole_number(Expressions& expressions, uint32_t most) {
@@ -36,7 +37,7 @@ Node plain_numbers(Expressions& expressions) {
       expressions.sequence(whole_number(expressions, kWholeDigits), fraction));
 }
 
-// Numbers within these bounds that are not integers.
+// Returns the numbers within these limits that are not integers.
 Node plain_fractions(Expressions& expressions) {
   const Node zeros = digits(expressions, '0', '0', 1, kFractionDigits);
   const Node fraction =
@@ -47,7 +48,8 @@ Node plain_fractions(Expressions& expressions) {
 
 }  // namespace
 
-// Returns the lower end of a count. Throws if it is too large, because a lower end must be exact.
+// Returns a minimum count as a 32-bit number. Throws if it is too large, because a minimum cannot
+// be reduced.
 uint32_t Writer::low_count(const Term& term, Keyword keyword) {
   if (term.low > kMostCount)
     document_.refuse(
@@ -56,7 +58,8 @@ uint32_t Writer::low_count(const Term& term, Keyword keyword) {
   return static_cast<uint32_t>(term.low);
 }
 
-// Returns the upper end of a count. If it is too large, warns and leaves out longer values.
+// Returns a maximum count as a 32-bit number. If it is too large, reduces it and warns that longer
+// values are left out.
 uint32_t Writer::high_count(const Term& term, Keyword keyword) {
   if (term.high == kNoLimit) return kUnbounded;
   if (term.high > kMostCount)
@@ -191,18 +194,19 @@ Node Writer::not_multiple(const Term& term) {
   return expressions_.either(others, plain_fractions(expressions_));
 }
 
-// Numbers without an exponent that differ from all given values.
+// Returns the numbers without an exponent that are different from all values of a list.
 Node Writer::other_numbers(const ValueSet& values) {
   std::vector<Node> excluded;
   for (const json::Value* const value : values.values) {
     if (value->kind() != json::Value::Kind::number) continue;
     const Decimal number = Decimal::parse(value->written());
-    // A number with fewer digits may round to the same double.
+    // The automaton compares digits. But a number with fewer digits may round to the same double as
+    // this value. So write no numbers at all.
     if (number.digits.size() > kMostDigits) return expressions_.nothing();
     std::string whole = "0", fraction;
     if (number.exponent >= 0) {
       if (!number.is_zero()) whole = number.digits;
-      constexpr int64_t kMostZeros = 400;  // JSON numbers that fit in a double have fewer zeros
+      constexpr int64_t kMostZeros = 400;  // a finite double has fewer zeros
       for (int64_t i = 0; i < std::min(number.exponent, kMostZeros); ++i) whole += '0';
     } else {
       const auto places = static_cast<size_t>(-number.exponent);
@@ -226,7 +230,7 @@ Node Writer::other_numbers(const ValueSet& values) {
 // ---- Strings
 
 Node Writer::string_that(const Term& term) {
-  // A pattern that must not match excludes strings that match in any engine.
+  // If the pattern must not match, exclude the strings in which at least one engine finds a match.
   const Found found_ = term.positive ? Found::surely : Found::perhaps;
   const char* const kind = term.atom == Atom::format ? "f" : term.positive ? "p" : "n";
   const std::string key = kind + term.text;

@@ -16,19 +16,21 @@ namespace {
 
 using json::Value;
 
-constexpr size_t kMostTree = 16 << 20;  // bytes of a tree's text
-constexpr int kMostNesting = 300;       // nesting of the tree's JSON
+constexpr size_t kMostTree = 16 << 20;  // maximum size of a tree's text, in bytes
+constexpr int kMostNesting = 300;       // maximum nesting depth of a tree's text
 constexpr int64_t kMostLines = 1'000'000;
 
 struct Extent {
   uint32_t recursion, any, characters;
 };
-// The extents to try, in order, until the automaton is estimated to be small enough. Long strings
-// are cut first, because few blocks have room for them.
+// Limits for depths and string lengths, from the largest automaton to the smallest one. The first
+// ones only shorten strings, because a block rarely has room for long strings.
 constexpr Extent kExtents[] = {{3, 3, kUnbounded}, {3, 3, 2048}, {3, 3, 1024}, {2, 3, 1024},
                                {2, 2, 1024},       {1, 2, 1024}, {1, 1, 256},  {0, 1, 256}};
-constexpr double kComfort = 4;       // the first try takes a quarter of the limit of states
-constexpr double kWorthwhile = 0.9;  // smaller extents must reduce the size to this share
+// By default, the estimate should be below this fraction (a quarter) of the limit of states.
+constexpr double kComfort = 4;
+// Smaller extents are used only if they reduce the estimate to this share.
+constexpr double kWorthwhile = 0.9;
 
 WriterOptions writer_options(const Options& options, const Extent& extent) {
   WriterOptions out;
@@ -79,7 +81,7 @@ Texts texts_of(Expressions& expressions, Document& document, const Options& opti
     for (size_t i = 1; i + 1 < extents.size() && out.is_smallest && out.size <= limit; ++i)
       if (Texts larger = make(extents[i]); larger.size <= limit) out = std::move(larger);
   }
-  // Reject only far larger estimates, because an estimate may be too high.
+  // The estimate may be too high. So reject the schema only if the estimate is far above the limit.
   constexpr double kTooMany = 100;
   if (out.size > kTooMany * states)
     throw Error(DLM_INVALID_ARGUMENT,
@@ -171,7 +173,7 @@ class Tree {
     return options;
   }
 
-  // Returns values of a schema, one per line, separated by line breaks.
+  // Returns the texts of several values of a schema. Each value is on its own line.
   Texts lines_of(const Value& schema, std::pair<uint32_t, uint32_t> times) {
     const auto [low, high] = times;
     Options options = options_;

@@ -1,11 +1,14 @@
-// Compiles JSON Schemas, and texts made of several of them, to regular languages. The C API uses
-// it.
+// Compiles JSON Schemas to regular languages. Also compiles trees that combine several schemas with
+// other texts.
 //
-// Every assertion of a schema is either enforced or rejected with an error that names it. So every
-// text of the language is valid. Not every valid text is in the language: objects have only the
-// properties that the schema names, in the schema's order; strings use short escapes; the layout
-// sets the white space. https://json-schema.org/draft/2020-12/json-schema-validation defines the
-// keywords.
+// Every keyword that constrains values is either enforced or rejected with an error that names it.
+// So every text of the language is valid. But the language does not contain every valid text:
+//
+//   - Objects have only the properties that the schema names, in the order of the schema.
+//   - Strings use the shortest escapes.
+//   - The layout determines the white space.
+//
+// https://json-schema.org/draft/2020-12/json-schema-validation defines the keywords.
 #pragma once
 
 #include <cstdint>
@@ -21,46 +24,54 @@ namespace dlm::compile::schema {
 
 struct Options {
   Layout layout;
-  // Limits how often a schema may contain itself, and how deep containers may nest where a schema
-  // allows any value. The default is 3, or less if the automaton would exceed the limits.
+  // Limits how often a schema may contain itself. Also limits how deeply containers may nest in a
+  // value for which the schema allows anything. The default is 3. It is reduced if the automaton
+  // would exceed the limits.
   std::optional<uint32_t> max_depth;
-  // If the estimated number of states is higher than this, depths and the lengths of strings are
-  // reduced. 0 means a quarter of the limit.
+  // Target for the estimated number of states. If the estimate is higher, depths and the lengths of
+  // strings are reduced. 0 means a quarter of the limit of states.
   double most_states = 0;
   uint32_t level = 0;            // number of containers around the value
-  bool any_order = false;        // any order of properties in objects with up to 6
-  bool more_properties = false;  // also those that the schema allows but does not name
+  bool any_order = false;        // objects with up to 6 properties may have them in any order
+  bool more_properties = false;  // objects may have properties that the schema does not name
 };
 
 struct Texts {
   Node node;
-  std::vector<std::string> warnings;  // about misspelled keywords and values that are left out
-  double size = 0;                    // estimated number of states
-  bool is_smallest = true;            // a smaller most_states would not reduce it
+  // About keywords that look misspelled, and about values that are left out.
+  std::vector<std::string> warnings;
+  double size = 0;          // estimated number of states
+  bool is_smallest = true;  // whether a smaller most_states would not reduce `size`
 };
 
-// All functions below throw Error(DLM_INVALID_ARGUMENT) with the place and the keyword.
+// All functions below throw Error(DLM_INVALID_ARGUMENT). The message gives the place in the schema
+// and the keyword.
 
-// Returns the values that are valid by a JSON Schema.
+// Returns the texts of the values that are valid by a JSON Schema.
 Texts schema_texts(Expressions& expressions, std::string_view schema, const Options& options);
 
 // Returns all JSON objects.
 Texts object_texts(Expressions& expressions, const Options& options);
 
-// Returns the strings of a JSON list, unquoted.
+// Returns the strings of a JSON list as plain text, without quotes. For example, ["a","b"] returns
+// the texts a and b.
 Texts listed_texts(Expressions& expressions, std::string_view list);
 
-// A text with JSON inside, as a tree of JSON objects, each with one of these members:
+// Returns the texts that a tree describes. A tree combines constraints with fixed text. It is
+// written as nested JSON objects. Each object has one of these members:
+//
 //   {"text": "..."}                          this text
-//   {"schema": S, "level": 1}                a value of a schema, with containers around it
-//   {"json_object": true, "level": 0}        any JSON object
-//   {"regex": "..."}                         texts that match as a whole
-//   {"grammar": "..."}                       a grammar in GBNF
-//   {"json_lines": S, "low": 1, "high": 9}   values of a schema, each on its own line
-//   {"csv": S, ...}, {"xml": S}              a table, and an element: records.h
-//   {"sequence": [...]}, {"either": [...]}   parts one after the other, or one of them
-//   {"repeat": X, "low": 0, "high": 5}       without "high": any number of times
-// "name" beside what is compiled is put in front of error messages and warnings.
+//   {"schema": S, "level": 1}                a value of schema S, inside `level` containers
+//   {"json_object": true, "level": 0}        any JSON object, inside `level` containers
+//   {"regex": "..."}                         the texts that the expression matches as a whole
+//   {"grammar": "..."}                       the texts of a grammar in GBNF
+//   {"json_lines": S, "low": 1, "high": 9}   1 to 9 values of schema S, each on its own line
+//   {"csv": S, ...}, {"xml": S}              a CSV table or an XML element; see records.h
+//   {"sequence": [...]}, {"either": [...]}   all parts one after the other, or one of the parts
+//   {"repeat": X, "low": 0, "high": 5}       0 to 5 times X; without "high", any number of times
+//
+// An object may also have a "name". Error messages and warnings about the object start with this
+// name.
 Texts tree_texts(Expressions& expressions, std::string_view tree, const Options& options);
 
 }  // namespace dlm::compile::schema

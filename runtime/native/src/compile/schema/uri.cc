@@ -88,8 +88,9 @@ std::string resolved(std::string_view base, std::string_view reference,
   Uri to = split(reference);
   std::string path;
   if (to.has_scheme || to.has_authority || (!to.path.empty() && to.path[0] == '/')) {
+    // The path of a URI such as a URN has no "." and ".." to remove.
     path = to.has_scheme && !to.has_authority && to.path.substr(0, 1) != "/"
-               ? std::string(to.path)  // for example the path of a URN
+               ? std::string(to.path)
                : without_dots(to.path);
   } else if (to.path.empty()) {
     path = from.path;

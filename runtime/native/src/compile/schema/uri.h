@@ -1,5 +1,5 @@
-// Resolves URI references (RFC 3986, section 5.2) and parses JSON pointers (RFC 6901). It only
-// processes text and never retrieves anything.
+// Resolves URI references (RFC 3986, section 5.2) and parses JSON pointers (RFC 6901). The
+// functions only process text. They never retrieve anything.
 #pragma once
 
 #include <optional>
@@ -9,13 +9,14 @@
 
 namespace dlm::compile::schema {
 
-// Returns the URI of `reference` in a document with URI `base`, without its fragment. `fragment`
-// receives the decoded fragment, or nullopt if its percent-encoding is invalid.
+// Returns the absolute URI of `reference` in a document with the URI `base`. The result has no
+// fragment. `fragment` receives the decoded fragment, or nullopt if the percent-encoding of the
+// fragment is not valid.
 std::string resolved(std::string_view base, std::string_view reference,
                      std::optional<std::string>& fragment);
 
-// Returns the steps of a JSON pointer, which is empty or starts with "/". Returns nullopt if it is
-// malformed.
+// Returns the steps of a JSON pointer. For example, "/a/0" has the steps "a" and "0". An empty
+// pointer has no steps. Returns nullopt if the pointer is not valid.
 std::optional<std::vector<std::string>> pointer_steps(std::string_view pointer);
 
 }  // namespace dlm::compile::schema

@@ -1,8 +1,12 @@
-// Writes the values of a formula as a regular language.
+// Writes the values of a formula as a regular language of JSON texts.
 //
-// A conjunction is split into cases until each case is a list of atoms. For each case, an object is
-// a row of properties in the schema's order, and an array is a row of items. A case writes only
-// properties that its schemas name. Equal formulas at places with the same layout share one node.
+// The formula of an array or object is split into cases. A case contains no "or" any more, except
+// "or"s about which properties are present. For example, {"anyOf": [A, B]} has two cases. An object
+// is written as a row: its properties in the order of the schema. An array is written as a row of
+// items. The language is the union of the cases.
+//
+// A case writes only properties that its schemas name, unless the options say otherwise. Places in
+// the text with the same formula and the same layout share one node.
 #pragma once
 
 #include <functional>
@@ -22,19 +26,20 @@ namespace dlm::compile::schema {
 
 struct WriterOptions {
   Layout layout;
-  uint32_t max_depth = 3;  // how often a schema may contain itself
-  uint32_t any_depth = 3;  // nesting depth of unconstrained values
-  // Most characters of strings with a maximum length, unless their minimum is larger.
+  uint32_t max_depth = 3;  // maximum times that a schema may contain itself
+  uint32_t any_depth = 3;  // maximum nesting depth of values that a schema does not constrain
+  // The maximum length of a string that has a maxLength. A string may be longer if its minLength
+  // requires it.
   uint32_t most_characters = kUnbounded;
-  bool any_order = false;        // any order of properties in objects with up to kMostInAnyOrder
-  bool more_properties = false;  // also those that the schema allows but does not name
+  bool any_order = false;        // objects with up to kMostInAnyOrder properties allow any order
+  bool more_properties = false;  // objects may have properties that the schema does not name
 };
 
 constexpr size_t kMostInAnyOrder = 6;
 
 class Writer {
  public:
-  // A node and the estimated number of states that it needs.
+  // A node, and an estimate of the number of states of its automaton.
   struct Made {
     Node node = 0;
     double size = 0;
@@ -42,32 +47,34 @@ class Writer {
 
   Writer(Expressions& expressions, Formulas& formulas, const WriterOptions& options);
 
-  // Returns the values of a formula with `level` containers around them. `root` is the number of
-  // their schema, or kNotCounted.
+  // Returns the values for which a formula is true. There are `level` containers around the values.
+  // `root` is the number of their schema in Recursion, or kNotCounted.
   Made values(Formula formula, uint32_t level, uint32_t root);
-  // Returns all objects.
+  // Returns all JSON objects.
   Made any_object(uint32_t level);
-  // Returns whether most_characters excluded some strings.
+  // Returns whether some strings were left out because of most_characters.
   bool has_cut_strings() const { return has_cut_strings_; }
 
  private:
-  using Counts = std::vector<std::pair<uint32_t, uint32_t>>;  // by number, ascending
+  // Pairs of a number from Recursion and a count. The numbers are ascending.
+  using Counts = std::vector<std::pair<uint32_t, uint32_t>>;
 
-  // The position of a value.
+  // What is around a value.
   struct Place {
     uint32_t level;
-    Counts counts;  // how often each counted schema is open around the value
+    Counts counts;  // for each counted schema: how many of its values are around this value
   };
 
-  // One case of an array or object.
+  // One case of an array or object. The case requires that each of its atoms and each of its
+  // choices is true. A choice is a formula joined by "or".
   struct Case {
     std::vector<Formula> atoms, choices;
-    std::unordered_set<Formula> asserted;  // the atoms and choices that the case requires
+    std::unordered_set<Formula> asserted;  // every formula that the case requires
     std::map<std::string, bool, std::less<>> has;
     bool is_dead = false;
   };
 
-  // A property of an object, or an item of an array whose items differ.
+  // A property of an object. In arrays whose items must all be different, a possible item.
   struct Slot {
     Node node;
     bool is_required;
@@ -80,9 +87,9 @@ class Writer {
   using Clause = std::vector<Literal>;
   struct Row {
     std::vector<Slot> slots;
-    std::vector<Clause> clauses;  // in each clause, at least one literal holds
+    std::vector<Clause> clauses;  // each clause has at least one literal that is true
     uint64_t low = 0, high = kNoLimit;
-    Node more = 0;  // further properties after the slots
+    Node more = 0;  // one further property; these come after the slots
   };
 
   Made value(Formula formula, const Place& place, bool is_described);
@@ -90,7 +97,7 @@ class Writer {
   Made anything(uint32_t level, uint32_t around);
   Made either(const std::vector<Made>& some);
 
-  // Scalars.
+  // Strings, numbers, booleans and null.
   Node scalar(Formula formula, uint8_t type);
   Node scalar_case(const std::vector<Formula>& parts, uint8_t type);
   Node number_case(const std::vector<Formula>& parts);

@@ -21,8 +21,8 @@ constexpr uint32_t kMostNesting = 300;
 const CodePoints kCharacters = {
     {0x9, 0xA}, {0xD, 0xD}, {0x20, 0xD7FF}, {0xE000, 0xFFFD}, {0x10000, 0x10FFFF}};
 
-// Readers normalise line breaks to \n. In attributes, they normalise white space to spaces.
-// Character references are not normalised.
+// Readers change line breaks to \n, and in attributes they change white space to spaces. They do
+// not change character references such as &#13;, so such characters are written as references.
 const Spellings kInElements = {{'&', "&amp;"}, {'<', "&lt;"}, {'>', "&gt;"}, {'\r', "&#13;"}};
 const Spellings kInAttributes = {{'&', "&amp;"},  {'<', "&lt;"},  {'>', "&gt;"},  {'\r', "&#13;"},
                                  {'\n', "&#10;"}, {'\t', "&#9;"}, {'"', "&quot;"}};
@@ -57,7 +57,8 @@ class Elements {
   }
 
  private:
-  // Returns the member `key` of the keyword xml, from a schema or from the target of its $ref.
+  // Returns the member `key` of the keyword `xml` of a schema. If the schema does not have it,
+  // looks in the target of its $ref.
   const Value* xml(const Schema& schema, const char* key) {
     for (const Schema* at : {&schema, &described_.resolved(schema)}) {
       const Value* const found = at->is_boolean() ? nullptr : at->value->find("xml");
@@ -100,7 +101,8 @@ class Elements {
     return node;
   }
 
-  // Writes the attributes, the end of the start tag, and the content.
+  // Writes the rest of an element after its name: the attributes, the end of the start tag, and the
+  // content.
   Node content(const Schema& schema, uint32_t level) {
     const Node closed = expressions_.bytes(">");
     if (is_array(schema))
@@ -164,7 +166,7 @@ class Elements {
   Expressions& expressions_;
   Described described_;
   const uint32_t max_depth_;
-  std::unordered_map<const Schema*, uint32_t> open_;  // how often each schema is open
+  std::unordered_map<const Schema*, uint32_t> open_;  // how many elements of each schema are open
   std::map<std::pair<const Value*, std::string>, Node> kept_;
 };
 
