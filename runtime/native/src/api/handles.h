@@ -1,5 +1,5 @@
-// Code that all files of the C ABI share: handles, argument checks, and the function that turns
-// exceptions into statuses.
+// Code that all files of the C ABI share: the handles, checks of arguments, and the function that
+// turns exceptions into statuses.
 #pragma once
 
 #include <array>
@@ -36,14 +36,16 @@ struct dlm_bundle {
   dlm_denoiser denoiser{};
   dlm_bundle_info info{};
   std::mutex text_mutex;
-  dlm_text text;  // set by the first call that needs it
+  dlm_text text;  // loaded by the first call that needs it
   std::mutex vocabulary_mutex;
-  std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;        // set by the first compile
-  std::shared_ptr<const dlm::compile::Vocabulary> given_vocabulary;  // last one of the program
-  std::array<uint8_t, 32> given_hash{};                              // hash of its source
+  std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;  // made by the first compile
+  // last vocabulary that the program passed
+  std::shared_ptr<const dlm::compile::Vocabulary> given_vocabulary;
+  std::array<uint8_t, 32> given_hash{};  // hash of that vocabulary's source
 };
 
-// A request holds the automaton that it started with.
+// The handle of a compiled constraint. A request keeps the automaton that it started with, even if
+// the handle is destroyed.
 struct dlm_automaton {
   std::shared_ptr<const dlm::Automaton> automaton;
   std::string warnings;
@@ -77,7 +79,7 @@ dlm_status guarded(Body body, Report report) {
   } catch (const ThreadExit&) {
     throw;
   } catch (...) {
-    return DLM_OUT_OF_MEMORY;  // only reached if there was no memory for a message
+    return DLM_OUT_OF_MEMORY;  // only reached if there is no memory for a message
   }
 }
 
@@ -91,7 +93,8 @@ inline void require(const void* pointer, const char* name) {
   if (pointer == nullptr) dlm::fail(DLM_INVALID_ARGUMENT, "%s is NULL", name);
 }
 
-// Wraps a call that creates an object: sets *out to the result of `body`, or to NULL on failure.
+// Runs a call that creates an object. Sets *out to the object that `body` returns, or to NULL on
+// failure.
 template <typename Out, typename Body>
 dlm_status make(Out** out, const char* name, char* message, size_t capacity, Body body) {
   if (out != nullptr) *out = nullptr;
@@ -101,10 +104,10 @@ dlm_status make(Out** out, const char* name, char* message, size_t capacity, Bod
   });
 }
 
-// Returns `given`, or the bundle's default if it is NULL.
+// Returns the policy `given`. If it is NULL, returns the bundle's default policy.
 Policy choose_policy(const dlm_bundle& bundle, const dlm_policy* given);
 
-// Returns the bundle's text tables; the first call reads the file.
+// Returns the bundle's tokenizer. The first call reads the text file.
 const dlm_text& text_of(dlm_bundle& bundle);
 
 // Encodes a chat. If `special_tokens` is true, the text of a special token in a message's content
@@ -112,19 +115,19 @@ const dlm_text& text_of(dlm_bundle& bundle);
 std::vector<int32_t> encode_chat(const dlm_text& text, const dlm_message* messages, size_t count,
                                  bool special_tokens);
 
-// A view of a caller's text. name: the argument's name for messages.
+// Returns a view of a caller's text. `name` is the name of the argument, for messages.
 std::string_view view_of(const char* string, size_t size, const char* name);
 
-// A canvas of the given tokens, followed by mask tokens.
+// Makes a canvas that has the given tokens, followed by `new_tokens` mask tokens.
 std::vector<int32_t> make_canvas(const Denoiser& denoiser, const int32_t* tokens, size_t count,
                                  int32_t new_tokens);
 
-constexpr double kLongestMs = 1e12;  // 31 years, which all clocks can represent
+constexpr double kLongestMs = 1e12;  // 31 years, which every clock can represent
 inline Clock::duration from_ms(double ms) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double, std::milli>(ms));
 }
 
-// A checked dlm_request, ready to submit. Throws Error.
+// A request that was read from a dlm_request and checked. It is ready to submit. Throws Error.
 struct Wanted {
   Request request;
   JobOptions options;

@@ -1,4 +1,5 @@
-// Loads third-party libraries when an engine needs them. They are never linked.
+// Loads third-party libraries at run time, when an engine needs them. The runtime is not linked
+// with them.
 #pragma once
 
 #include <string>
@@ -7,14 +8,15 @@
 namespace dlm {
 
 struct LibrarySearch {
-  const char* what;                // name for messages: "ONNX Runtime"
-  const char* variable;            // environment variable with a path; used if no path is given
-  std::vector<std::string> names;  // names to try, in order
-  const char* advice;              // what to do if it is missing
+  const char* what;      // name for messages: "ONNX Runtime"
+  const char* variable;  // environment variable whose value is used if the caller gives no path
+  std::vector<std::string> names;  // file names to try, in order
+  const char* advice;              // what the user can do if the library is missing
 };
 
-// Opens the path `given`, or the variable's path, or the first of the names that loads. Sets *name
-// to the one opened. Never closes it, because such libraries have threads. Throws
+// Opens the library at the path `given`. If `given` is empty, opens the path in the environment
+// variable, or else the first of the names that loads. Sets *name to the path or name opened. The
+// library is never closed, because such libraries run their own threads. Throws
 // Error(DLM_ENGINE_MISSING).
 void* open_library(const LibrarySearch& search, const std::string& given, std::string* name);
 

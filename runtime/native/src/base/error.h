@@ -1,4 +1,4 @@
-// The exception of the core: a status for the C ABI and a message for people.
+// The exception that the library throws inside: a status for the C ABI, and a message for people.
 #pragma once
 
 #include <cxxabi.h>
@@ -27,13 +27,14 @@ class Error : public std::runtime_error {
 // it, or the process aborts. CPython up to 3.13 calls pthread_exit() at exit.
 using ThreadExit = abi::__forced_unwind;
 
-// The status and message of an exception.
+// The status and the message of a caught exception.
 struct Failure {
   dlm_status status;
   std::string message;
 };
 
-// Describes the current exception. If its message cannot be allocated, reports out of memory.
+// Describes the exception being handled. If there is no memory for its message, the result says
+// that memory ran out.
 inline Failure thrown() noexcept {
   try {
     try {
@@ -48,11 +49,11 @@ inline Failure thrown() noexcept {
     }
   } catch (...) {
   }
-  // Short enough for std::string to store without an allocation.
+  // This text is so short that std::string stores it without an allocation.
   return {DLM_OUT_OF_MEMORY, "out of memory"};
 }
 
-// Throws Error(status, printf-formatted message).
+// Throws an Error with the status and a message formatted like printf.
 [[noreturn]] __attribute__((format(printf, 2, 3))) inline void fail(dlm_status status,
                                                                     const char* format, ...) {
   char message[1024];

@@ -1,10 +1,11 @@
-// A strict JSON reader (RFC 8259), for text that may be damaged or hostile.
+// A strict JSON reader (RFC 8259) for text that may be damaged or hostile.
 //
-// Beyond the RFC it rejects byte order marks, invalid UTF-8, unpaired surrogates, escaped NUL
-// (strings become C strings), numbers that overflow a double, duplicate keys, and nesting
-// (kMaxDepth by default) or text above the caller's limits. Every failure is Error(DLM_BAD_BUNDLE).
-// Syntax errors start with "line N: ". Accessors name the value by its path: `denoiser.layers:
-// expected an integer in 1..65536, found "x"`. Quoted text is escaped and cut to 60 characters.
+// It also rejects byte order marks, invalid UTF-8, unpaired surrogates, numbers that overflow a
+// double, and duplicate keys. It rejects an escaped NUL, because strings become C strings. Text
+// longer, or nested deeper, than the caller's limits is rejected too. Every failure throws
+// Error(DLM_BAD_BUNDLE). Syntax errors start with "line N: ". If a value has the wrong type or
+// range, the message starts with the path of the value, for example `denoiser.layers: expected an
+// integer in 1..65536, found "x"`. Text quoted in messages is escaped and cut to 60 characters.
 //
 // A value takes about 120 bytes, so reading n bytes of text may take 100 n bytes of memory.
 #pragma once
@@ -20,7 +21,8 @@ namespace dlm::json {
 
 constexpr int kMaxDepth = 64;
 
-// `text` for a message: in double quotes, non-ASCII and controls escaped, cut to 60 characters.
+// `text` as messages quote it: in double quotes, with non-ASCII and control characters escaped, cut
+// to 60 characters.
 std::string quoted(std::string_view text);
 
 class Value {
@@ -35,25 +37,28 @@ class Value {
 
   Kind kind() const { return kind_; }
 
-  // key: of an object's member, otherwise "". line: where the value starts, from 1.
+  // key() is the key of an object's member, and "" for all other values. line() is the line where
+  // the value starts, counted from 1.
   const std::string& key() const { return key_; }
   int32_t line() const { return line_; }
 
   // The value's path for messages, such as presets[0].block_length.
   std::string path() const;
-  // Throws "<path>: <reason>", for checks in the caller's code.
+  // Throws an error "<path>: <reason>". For checks in the caller's code.
   [[noreturn]] void refuse(const std::string& reason) const;
 
-  // The value as this type; any other type is an error.
+  // These return the value as the named type. They throw if the value has another type.
   bool boolean() const;
-  double number(double low, double high) const;      // low..high, both included
+  double number(double low, double high) const;      // from low to high, both included
   int64_t integer(int64_t low, int64_t high) const;  // written without fraction and exponent
   const std::string& string() const;
-  const std::string& written() const { return text_; }  // of a number: as in the text
-  const std::vector<Value>& elements() const;           // of an array
-  const std::vector<Value>& members() const;  // of an object, in file order, each with its key()
+  const std::string& written() const { return text_; }  // text of a number, as written in the file
+  const std::vector<Value>& elements() const;           // elements of an array
+  const std::vector<Value>& members() const;  // members of an object, in file order; each knows its
+                                              // key()
 
-  // Members of an object. find returns nullptr if the key is missing; the others throw.
+  // The member of an object with this key. find returns nullptr if the key is missing; the others
+  // throw.
   const Value* find(std::string_view key) const;
   const Value& at(std::string_view key) const;
   bool boolean(std::string_view key) const { return at(key).boolean(); }
@@ -64,12 +69,14 @@ class Value {
   const std::vector<Value>& array(std::string_view key) const { return at(key).elements(); }
   const Value& object(std::string_view key) const;
 
-  // The canonical text: keys sorted, no white space, integers in decimal. `without` names a member
-  // to leave out. Throws for fractions and for text beyond printable ASCII.
-  // Equals Python's json.dumps(value, sort_keys=True, separators=(",", ":")).
+  // The value as canonical text: keys are sorted, there is no white space, and integers are
+  // decimal. The top-level member `without` is left out. Throws for fractions, and for strings with
+  // characters other than printable ASCII. Equals Python's json.dumps(value, sort_keys=True,
+  // separators=(",", ":")).
   std::string canonical(std::string_view without = {}) const;
 
-  // Throws for the first member whose key is not in `known`: skipping it would change the meaning.
+  // Throws for the first member whose key is not in `known`. Unknown keys must not be ignored,
+  // because they could change the meaning of the file.
   void refuse_unknown(const std::vector<std::string_view>& known) const;
 
  private:
@@ -84,13 +91,15 @@ class Value {
   int32_t line_ = 0;
   int64_t integer_ = 0;
   double number_ = 0;
-  const Value* parent_ = nullptr;  // set once the tree no longer moves; the root owns everything
+  const Value* parent_ = nullptr;  // set when the tree is complete and no longer moves; the root
+                                   // owns the tree
   std::string key_;
-  std::string text_;  // of a string; of a number as it was written
+  std::string text_;  // value of a string; text of a number, as written
   std::vector<Value> items_;
 };
 
-// Reads exactly one value. max_bytes limits the text, max_depth its nesting.
+// Reads text that consists of exactly one value. max_bytes limits the length of the text, and
+// max_depth its nesting.
 std::unique_ptr<const Value> parse(std::string_view text, size_t max_bytes,
                                    int max_depth = kMaxDepth);
 

@@ -22,7 +22,8 @@ inline void make_one_line(char* text, size_t size) noexcept {
   }
 }
 
-// A third-party message, which may quote a hostile file, as one UTF-8 line of at most 600 bytes.
+// Makes a third-party message one line of UTF-8, of at most 600 bytes. Such a message may quote a
+// hostile file.
 inline std::string one_line(std::string text) {
   if (text.size() > 600) text.replace(600, std::string::npos, "...");
   make_one_line(text.data(), text.size());

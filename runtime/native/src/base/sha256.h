@@ -1,7 +1,8 @@
-// SHA-256 (FIPS 180-4), for the hashes of a bundle's files in its manifest.
+// Computes SHA-256 hashes (FIPS 180-4). A bundle's manifest has the hashes of the bundle's files.
 //
-// Weights can be gigabytes, so it uses the processor's SHA instructions if there are any (x86-64
-// SHA-NI, ARMv8 SHA2; found at run time). The portable code gives the same result everywhere else.
+// Weights can be gigabytes, so the code uses the processor's SHA instructions if it has any (SHA-NI
+// of x86-64 or SHA2 of ARMv8, detected at run time). Otherwise it uses portable code, with the same
+// results.
 #pragma once
 
 #include <array>
@@ -13,10 +14,10 @@ namespace dlm {
 
 class Sha256 {
  public:
-  // portable: use only the portable code; tests compare it with the fast one.
+  // If `portable` is true, only the portable code is used. Tests compare it with the fast code.
   explicit Sha256(bool portable = false);
   void update(const void* data, size_t bytes);
-  // Ends the message; do not use the object afterwards. hex: lower case.
+  // Return the hash of the data. The object cannot be used afterwards. hex() is in lower case.
   std::array<uint8_t, 32> digest();
   std::string hex();
 
@@ -39,11 +40,12 @@ inline std::string sha256_hex(const std::string& text) {
   return hash.hex();
 }
 
-// The hash of a file. Throws Error(DLM_NOT_FOUND) if it is missing, and Error(DLM_BAD_BUNDLE) if it
-// cannot be read or is not a plain file (reading a pipe or device might never end).
+// The hash of a file. Throws Error(DLM_NOT_FOUND) if the file is missing. Throws
+// Error(DLM_BAD_BUNDLE) if it cannot be read, or if it is not a plain file, because reading a pipe
+// or device might never end.
 std::string sha256_file_hex(const std::string& path);
 
-// The same for an open file, from its current position. `path` is for messages.
+// The hash of an open file, from its current position to the end. `path` is used in messages.
 std::string sha256_file_hex(int descriptor, const std::string& path);
 
 }  // namespace dlm

@@ -1,4 +1,5 @@
-// Reads UTF-8 by characters, both checked text and bytes that may be invalid.
+// Reads UTF-8 text character by character. Some functions require valid UTF-8; the others accept
+// any bytes.
 #pragma once
 
 #include <cstddef>
@@ -9,15 +10,15 @@
 namespace dlm {
 
 constexpr char32_t kCodePoints = 0x110000;
-constexpr std::string_view kReplacement = "\xEF\xBF\xBD";  // U+FFFD, for invalid bytes
+constexpr std::string_view kReplacement = "\xEF\xBF\xBD";  // U+FFFD, which replaces invalid bytes
 
-// The length in bytes of the character that starts with `lead`, in checked text.
+// The length in bytes of the character that starts with `lead`. For valid UTF-8 only.
 inline size_t char_bytes(char lead) {
   const auto byte = static_cast<uint8_t>(lead);
   return byte < 0x80 ? 1 : byte < 0xE0 ? 2 : byte < 0xF0 ? 3 : 4;
 }
 
-// Reads the character at `at` of checked text, and moves `at` after it.
+// Returns the character at offset `at`, and moves `at` to the next one. For valid UTF-8 only.
 inline char32_t next_char(std::string_view text, size_t& at) {
   const auto byte = [&](size_t i) {
     return static_cast<char32_t>(static_cast<uint8_t>(text[at + i]));
@@ -54,14 +55,15 @@ inline bool is_scalar(int32_t point) {
   return point >= 0 && point < 0x110000 && (point < 0xD800 || point > 0xDFFF);
 }
 
-// The start of some bytes: a whole character, an invalid one, or a truncated one.
+// What some bytes start with: a whole character, an invalid character, or a truncated character.
 struct Utf8Start {
   enum Kind : uint8_t { whole, broken, cut } kind;
   size_t bytes;
 };
 
-// `bytes` is not empty. An invalid character's valid start counts as one, as Unicode advises, so
-// one U+FFFD replaces it. Overlong forms and surrogates are invalid (Unicode 15, table 3-7).
+// Examines the start of `bytes`, which must not be empty. For an invalid character, the size is
+// that of its longest valid start, as Unicode recommends. So one U+FFFD replaces the whole start.
+// Overlong forms and surrogates are invalid (Unicode 15, table 3-7).
 inline Utf8Start utf8_start(std::string_view bytes) {
   const auto lead = static_cast<uint8_t>(bytes[0]);
   if (lead < 0x80) return {Utf8Start::whole, 1};
@@ -87,7 +89,7 @@ inline bool is_utf8(std::string_view text) {
   return true;
 }
 
-// Unicode's white space.
+// True for the characters that Unicode defines as white space.
 inline bool is_space(char32_t point) {
   return (point >= 9 && point <= 13) || point == ' ' || point == 0x85 || point == 0xA0 ||
          point == 0x1680 || (point >= 0x2000 && point <= 0x200A) || point == 0x2028 ||

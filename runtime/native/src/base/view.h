@@ -1,4 +1,4 @@
-// A range of elements that somebody else owns.
+// A pointer and a length: elements that another object owns.
 #pragma once
 
 #include <cstddef>

@@ -1,18 +1,21 @@
 // Remembers which files had the right SHA-256, so that opening a bundle need not hash them again.
 //
-// A record is a small file in $XDG_CACHE_HOME/dlm-runtime or ~/.cache/dlm-runtime. It has the
-// file's device, inode, size, modification time, change time and hash. The kernel sets the change
-// time on every change, and programs cannot choose it, so a file with the recorded change time
-// still has the recorded hash. Records do not detect disk damage, nor changes by root to the clock
-// or to the disk's blocks; hash the file to detect those.
+// For each file, a small record is written to $XDG_CACHE_HOME/dlm-runtime or ~/.cache/dlm-runtime.
+// It has the file's device, inode, size, modification time, change time and hash. The kernel
+// updates the change time at every change, and programs cannot set it. So a file that still has the
+// recorded change time also has the recorded hash. A record does not detect disk damage. It also
+// does not detect root changing the clock or the blocks of the disk. To detect these, hash the
+// file.
 //
-// A record is not written if a later change of the file could go unnoticed:
-//   - the file changed less than two seconds ago: its time stamp may be too coarse to tell two
-//     changes apart (the "racy" entries of git's index, gitformat-index and racy-git in git's
-//     documentation);
-//   - its file system is not known to update time stamps on every write: for network file systems
-//     and FUSE this depends on others, and tmpfs misses writes through mmap.
-// Without a cache directory that belongs to the user, every open hashes the files.
+// In these cases, a later change could go unnoticed, so no record is written:
+//   - The file changed less than two seconds ago. Its time stamp may be too coarse to tell two
+//   changes
+//     apart. (Git calls such index entries "racy", see gitformat-index and racy-git in its
+//     documentation.)
+//   - The file system is not known to update time stamps at every write. Network file systems and
+//   FUSE
+//     depend on other programs for this, and tmpfs misses writes through mmap.
+// If the user has no cache directory of their own, files are hashed at every open.
 #pragma once
 
 #include <string>
@@ -20,17 +23,18 @@
 namespace dlm {
 
 enum class Records {
-  none,   // hash the file
-  write,  // hash the file, and record that its hash was right
-  use,    // do not hash the file if a record says that its hash was right; otherwise as `write`
+  none,   // always hash the file
+  write,  // hash the file, and record it if its hash was right
+  use,    // if a record says that the hash was right, do not hash the file; otherwise like `write`
 };
 
 // True if the file at `path` has the SHA-256 `sha256`, in lower-case hex. Throws like
-// sha256_file_hex. Failing to read or write a record is not an error.
+// sha256_file_hex. If a record cannot be read or written, that is not an error.
 bool has_sha256(const std::string& path, const std::string& sha256, Records records);
 
-// The user's choice in $DLM_HASH_FILES: "changed" (also if unset or empty) is Records::use,
-// "always" is Records::none. Throws Error(DLM_INVALID_ARGUMENT) for any other value.
+// What the user chose with $DLM_HASH_FILES. "changed" means Records::use, and is also the default
+// if the variable is unset or empty. "always" means Records::none. Throws
+// Error(DLM_INVALID_ARGUMENT) for any other value.
 Records chosen_records();
 
 }  // namespace dlm

@@ -1,4 +1,5 @@
-// The layout of a key or value tensor whose cached rows come first.
+// Keeps track of where each row of a key or value tensor is stored. The rows that passes read are
+// stored first.
 #pragma once
 
 #include <algorithm>
@@ -10,21 +11,24 @@
 
 namespace dlm {
 
-// Maps rows of a key or value tensor to slots: heads * L of them, one for each stored position and
-// head of all requests in a batch. A pass reads [heads, S] at the start and writes [heads, T] after
-// them. S + T is L, which is the canvas length, or grows as rows are appended.
+// Maps the rows of a key or value tensor to slots. A row belongs to one position and one head. The
+// heads of all requests in a batch are counted together, so there are heads * L slots. A pass reads
+// [heads, S] at the start of the tensor, and writes [heads, T] after that. L is S + T. It is the
+// length of the canvas or, with appended rows, grows with them.
 //
-// Cached rows may be in any order. So a change of S or of the positions moves only the rows outside
-// their head's new part: a few blocks per preceding head, whatever the canvas length.
+// The cached rows of a head may be in any order. So when S or the positions change, only rows
+// outside their head's new part move. These are a few blocks of rows for each preceding head,
+// whatever the length of the canvas.
 class Slots {
  public:
-  // Rows [from, from + rows) of a tensor move to `to`, or swap with it. They do not overlap.
+  // Moves the rows [from, from + rows) of a tensor to `to`, or swaps them with the rows there. The
+  // two ranges do not overlap.
   struct Move {
     size_t from, to, rows;
     bool is_swap;
   };
 
-  // Sets room for `capacity` rows per head. Kept rows stay if the number of heads is unchanged.
+  // Makes room for `capacity` rows per head. The kept rows stay if the number of heads is the same.
   void lay_out(size_t heads, int32_t capacity) {
     const std::vector<size_t> before(
         row_at_.begin(),
@@ -41,7 +45,8 @@ class Slots {
   int32_t kept() const { return static_cast<int32_t>(kept_); }
   int32_t length() const { return static_cast<int32_t>(length_); }
 
-  // Records that a pass over `cached` rows wrote the positions from `first` on.
+  // Records that a pass that read `cached` rows has written the rows of `tokens` positions from
+  // `first` on.
   void note_written(int32_t first, int32_t tokens, int32_t cached) {
     const size_t from = first, written = tokens;
     kept_ = cached;
@@ -52,13 +57,15 @@ class Slots {
       for (size_t i = from; i < hole_.last; ++i) put(head * stride_ + i, slot++);
   }
 
-  // Moves each head's rows outside positions [first, last) to the head's part at the start.
+  // Collects the rows outside the positions [first, last) of each head in the head's part at the
+  // start. Returns the moves that the caller must apply.
   std::vector<Move> keep_outside(int32_t first, int32_t last) {
     const Range hole{std::min(static_cast<size_t>(first), length_),
                      std::min(static_cast<size_t>(last), length_)};
     const size_t kept = length_ - (hole.last - hole.first);
-    // Per head: slots of its new part that may hold a row that must leave, and rows that may be
-    // outside the part. All other slots of the part hold a row that stays.
+    // These lists exist per head. `slots` has the slots of the head's new part whose rows may have
+    // to leave. `rows` has the head's rows that may be outside the part. All other slots of the
+    // part hold rows that stay.
     std::vector<std::vector<size_t>> slots(heads_), rows(heads_);
     for (size_t head = 0; head < heads_; ++head) {
       const Range part{head * kept, (head + 1) * kept}, before{head * kept_, (head + 1) * kept_};
@@ -70,7 +77,8 @@ class Slots {
     }
     std::vector<Move> moves;
     for (size_t n = 0; n < heads_; ++n) {
-      // Go in the direction in which the parts shift, so few slots are occupied.
+      // The heads are processed in the direction in which the parts shift. So the target slots are
+      // rarely occupied.
       const size_t head = kept < kept_ ? n : heads_ - 1 - n;
       const Range part{head * kept, (head + 1) * kept},
           own{head * stride_, head * stride_ + length_};
@@ -81,13 +89,15 @@ class Slots {
       auto row = rows[head].begin();
       for (const size_t slot : slots[head]) {
         if (!part.holds(slot) || belongs(row_at_[slot])) continue;
-        while (!belongs(*row) || part.holds(slot_of_[*row])) ++row;  // one per such slot
+        // there is one such row for each such slot
+        while (!belongs(*row) || part.holds(slot_of_[*row])) ++row;
         const size_t from = slot_of_[*row];
         const bool is_swap = !hole.holds(row_at_[slot] % stride_);
         put(row_at_[slot], from);
         put(*row, slot);
-        // Merges moves only within a head: its rows come from outside its part, so source and
-        // target cannot overlap. The next head's source may start at this head's target.
+        // Moves are merged only within a head. A head's rows come from outside its part, so source
+        // and target of a merged move cannot overlap. But the next head's source may start where
+        // this head's target is.
         const Move before = moves.size() == begun ? Move{} : moves.back();
         if (before.rows > 0 && before.is_swap == is_swap && before.from + before.rows == from &&
             before.to + before.rows == slot)
@@ -107,7 +117,7 @@ class Slots {
     bool holds(size_t i) const { return i >= first && i < last; }
   };
 
-  // Visits the elements of `one` that are not in `other`.
+  // Visits the elements of the range `one` that are not in the range `other`.
   template <class Visit>
   static void each_in_one(const Range& one, const Range& other, const Visit& visit) {
     for (size_t i = one.first; i < std::min(one.last, other.first); ++i) visit(i);
@@ -121,7 +131,7 @@ class Slots {
 
   size_t heads_ = 0, length_ = 0;  // L
   size_t stride_ = 1;              // allocated rows per head
-  size_t kept_ = 0;  // S: rows of each head at the start, for all positions outside hole_
+  size_t kept_ = 0;  // S: rows per head at the start; they are the positions outside hole_
   Range hole_{0, 0};
   // Both [heads * stride]. The row of head h and position i has index h * stride + i.
   std::vector<size_t> row_at_, slot_of_;

@@ -1,12 +1,16 @@
-// A compiled constraint: an automaton over token ids that accepts the texts a request may produce.
+// A compiled constraint. It is an automaton over token ids, and accepts exactly the texts that a
+// request may produce.
 //
-// compile/token_automaton.cc builds it. A class holds the tokens that behave alike in every state.
-// A group holds the classes that lead from one state to another. So the work of a pass grows with
-// the classes and groups, not with the tokens.
+// compile/token_automaton.cc builds it. Tokens that lead to the same next state in every state form
+// a class. Classes that lead from one state to the same next state form a group. So the work per
+// pass depends on the numbers of classes and groups, not on the number of tokens.
 //
-// The file is little-endian: the magic "DLMAUTO"; version 1; six int32 sizes (vocabulary, states,
-// classes, groups, members of all groups, edges); 32 bytes that identify the source; the first
-// seven arrays of the struct, in order; and the SHA-256 of everything before it.
+// An automaton can be stored in a file. All its numbers are little-endian. It has:
+//   - the magic "DLMAUTO" and the version 1
+//   - six int32 sizes: vocabulary, states, classes, groups, members of all groups, edges
+//   - 32 bytes that identify the source of the constraint
+//   - the first seven arrays of the struct, in order
+//   - the SHA-256 of everything before it
 #pragma once
 
 #include <array>
@@ -21,19 +25,22 @@ namespace dlm {
 
 struct Automaton {
   int32_t vocab_size, states, classes, groups;
-  std::vector<int32_t> token_class;  // [V]; -1: leads nowhere
-  // Starts of lists: list i has the elements [starts[i], starts[i + 1]) of the array after it.
+  std::vector<int32_t> token_class;  // [V]: class of each token; -1: no state accepts the token
+  // Several arrays hold one list after another. An array named ..._starts says where the lists
+  // start: list i has the elements [starts[i], starts[i + 1]) of the arrays after it.
   std::vector<int32_t> group_starts, group_classes;
   std::vector<int32_t> edge_starts;
-  std::vector<int32_t> edge_states, edge_groups;  // the next state, the group that leads to it
-  std::vector<int32_t> distances;  // by state: fewest tokens to the end of a text; 0: may end here
+  std::vector<int32_t> edge_states, edge_groups;  // per edge: the next state, and the group that
+                                                  // leads to it
+  // By state: the fewest tokens that lead to the end of a text. 0: the text may end here.
+  std::vector<int32_t> distances;
   std::vector<int32_t> class_starts, class_tokens;
-  std::array<uint8_t, 32> made_of{};  // identifies the source
+  std::array<uint8_t, 32> made_of{};  // identifies the source of the constraint
 
   struct Edge {
     int32_t state, group;
   };
-  // The edges of a state, for loops.
+  // The edges of a state, for range-based for loops.
   struct Edges {
     struct Iterator {
       const int32_t *state, *group;
@@ -51,7 +58,7 @@ struct Automaton {
             {edge_states.data() + last, edge_groups.data() + last}};
   }
 
-  // The classes of a group and the tokens of a class, ascending.
+  // The classes of a group and the tokens of a class, in ascending order.
   View<int32_t> classes_of(int32_t group) const {
     const auto first = static_cast<size_t>(group_starts[group]);
     return {group_classes.data() + first, static_cast<size_t>(group_starts[group + 1]) - first};
@@ -61,26 +68,27 @@ struct Automaton {
     return {class_tokens.data() + first, static_cast<size_t>(class_starts[number + 1]) - first};
   }
 
-  // The state after `token`, or -1. State 0 is the start state.
+  // The state that `token` leads to from `state`, or -1. A text starts in state 0.
   int32_t next(int32_t state, int32_t token) const;
   bool has_class(int32_t group, int32_t number) const;
-  bool has_token(int32_t group, int32_t token) const;  // false for -1
+  bool has_token(int32_t group, int32_t token) const;  // false if token is -1
 };
 
-// Fills class_starts and class_tokens from the other fields.
+// Computes class_starts and class_tokens from the other fields.
 void list_tokens(Automaton& automaton);
 
 // Returns the size of the file in bytes.
 size_t file_size(const Automaton& automaton);
 
-// Returns the bytes of the file.
+// Returns the content of the automaton's file.
 std::vector<uint8_t> write_automaton(const Automaton& automaton);
 
-// Checks everything in the file, so that later code can rely on every number. `where` starts
-// messages. Throws Error(DLM_BAD_BUNDLE), or Error(DLM_UNSUPPORTED) for a file of another version.
+// Reads a file's content and checks all of it, so that later code can rely on every number.
+// Messages start with `where`. Throws Error(DLM_BAD_BUNDLE), or Error(DLM_UNSUPPORTED) if the file
+// has another version.
 Automaton read_automaton(const void* data, size_t size, const std::string& where);
 
-// Reads and checks the file at `path`. Also throws Error(DLM_NOT_FOUND).
+// Reads and checks the file at `path`. Throws like read_automaton, and Error(DLM_NOT_FOUND).
 Automaton open_automaton(const std::string& path);
 
 }  // namespace dlm

@@ -1,10 +1,12 @@
-// The proposer of a constrained request. All its proposals come from one text that the automaton
-// accepts, the most likely one or a sample, so any of them may commit together. If a request ends
-// early, its text is completed with the fewest tokens that fit the proposals.
+// The proposer of a constrained request. After each pass it finds one text that the automaton
+// accepts: the most likely text, or a sample. All its proposals come from this text, so any of them
+// may commit together. If a request ends early, its text is completed with as few tokens as
+// possible that agree with the proposals.
 //
-// The constraint covers the positions from the request's first undecided one to the last, and
-// `given` tokens before them. Given tokens in that range belong to the text. After each block, a
-// full text must still be possible with the decided tokens in the remaining room.
+// The constraint covers a range of the canvas. The range goes from the request's first undecided
+// position to its last, and also includes the `given` tokens before the first. Given tokens inside
+// the range belong to the text. After each block, the decided tokens must still allow a complete
+// text in the remaining room.
 #pragma once
 
 #include <memory>
@@ -19,9 +21,9 @@ namespace dlm {
 
 class Constrained final : public Proposer {
  public:
-  // given: the number of tokens before the first undecided position that belong to the text. Throws
-  // Error(DLM_INVALID_ARGUMENT) if no text fits into the canvas, and Error(DLM_UNSUPPORTED) if the
-  // automaton has another vocabulary. denoiser must outlive it.
+  // `given` is the number of tokens before the first undecided position that belong to the text.
+  // Throws Error(DLM_INVALID_ARGUMENT) if no text fits into the canvas, and Error(DLM_UNSUPPORTED)
+  // if the automaton was made for another vocabulary. denoiser must outlive the proposer.
   Constrained(const Denoiser& denoiser, const Policy& policy,
               std::shared_ptr<const Automaton> automaton, int32_t given,
               const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided);
@@ -40,9 +42,10 @@ class Constrained final : public Proposer {
   bool is_drawn(const Turn& turn) const {
     return policy_.select == Select::sample && !turn.is_editing;
   }
-  bool scores_texts(const Turn& turn) const;  // instead of the denoiser's own predictions
+  bool scores_texts(const Turn& turn) const;  // true: scores come from the texts, not from the
+                                              // denoiser's predictions
   double score_of_texts(const Marginal& found) const;
-  // The first undecided position, or the end of the range.
+  // The first undecided position of the range, or the end of the range.
   int32_t first_open(const std::vector<uint8_t>& undecided) const;
   int32_t state_before(int32_t position, const std::vector<int32_t>& canvas);
   std::vector<uint8_t> ends_behind(int32_t position, const std::vector<int32_t>& canvas,
@@ -53,8 +56,9 @@ class Constrained final : public Proposer {
   const Denoiser& denoiser_;
   const Policy policy_;
   const std::shared_ptr<const Automaton> automaton_;
-  Range range_;                  // the positions of the canvas that the constraint covers
-  std::vector<int32_t> states_;  // states before range_'s positions, as far as they are known
+  Range range_;                  // positions of the canvas that the constraint covers
+  std::vector<int32_t> states_;  // by position of range_: the state before it, as far as it is
+                                 // known
   Viterbi viterbi_;
   Texts texts_;
   std::vector<Place> places_;

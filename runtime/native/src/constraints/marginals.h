@@ -1,17 +1,20 @@
-// The distribution over all texts of a constraint at some positions of a canvas: samples, and the
-// marginals of tokens. A text's probability is proportional to the product of its tokens'.
+// The distribution over all texts that a constraint accepts at some positions of a canvas. `Texts`
+// draws samples from it, and computes the marginal probabilities of tokens. The probability of a
+// text is proportional to the product of the probabilities of its tokens.
 //
-// Sums over the rest of the text run from the last position back, and sampling runs forward
-// (forward filtering, backward sampling; Carter and Kohn, 1994, with directions swapped). So a
-// sample has exactly the distribution of the product of the tempered rows, restricted to the
-// constraint. Only texts with the fewest ruled-out tokens (logit -inf) are drawn, and among those
-// only texts with the fewest tokens that top_k and top_p cut. A row uses the same noise as without
-// a constraint (decode/sampling.h).
+// The algorithm is forward filtering, backward sampling (Carter and Kohn, 1994), with the
+// directions swapped: sums over the rest of the text are computed from the last position back, and
+// then samples are drawn from the first position on. So samples have exactly the distribution of
+// the product of the rows at the temperature, restricted to the constraint. Only texts with the
+// fewest ruled-out tokens (logit -inf) are drawn. Among these, only texts with the fewest tokens
+// that top_k and top_p cut are drawn. A row uses the same noise as without a constraint
+// (decode/sampling.h).
 //
-// Sums are logarithms in double. If every text has a ruled-out or cut token, or the logarithms are
-// large (temperatures near 0, huge logits), they are computed again from exact sums of logits
-// (decode/exact_sum.h). So some legal token always has a share of its position.
-// tests/constrained_reference.py implements the same in exact arithmetic.
+// The sums are stored as logarithms in double. In some cases they are computed again from exact
+// sums of logits (decode/exact_sum.h): if every text has a ruled-out or cut token, or if the
+// logarithms are large (temperatures near 0, huge logits). So at every position, some legal token
+// has a probability above 0. tests/constrained_reference.py implements the same in exact
+// arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -25,12 +28,14 @@
 
 namespace dlm {
 
-// The probability of a position's token over all texts, and p1 - p2 and sum p ln p of the position.
+// The probability of one position's token over all texts. margin (p1 - p2) and entropy (sum p ln p)
+// describe the distribution of the position.
 struct Marginal {
   double prob, margin, entropy;
 };
 
-// The log weight of a set of texts, in double. Texts with a ruled-out or cut token weigh 0.
+// The logarithm of the weight of a set of texts, in double. A text with a ruled-out or cut token
+// weighs 0.
 struct RoundedWeight {
   double log = -std::numeric_limits<double>::infinity();
 
@@ -42,14 +47,15 @@ struct RoundedWeight {
   bool is_never() const { return !(log > -std::numeric_limits<double>::infinity()); }
   RoundedWeight times(const RoundedWeight& other) const { return {log + other.log}; }
   RoundedWeight times(double factor_log) const { return {log + factor_log}; }
-  // The logarithm of this divided by `other`. slope: 1 / temperature.
+  // The logarithm of this weight divided by `other`. The second argument is 1 / temperature.
   double ratio(const RoundedWeight& other, double) const { return log - other.log; }
 };
 
-// The same, exactly: exp(sum * slope + rest), over the texts with the fewest avoided tokens.
+// The exact weight of a set of texts: exp(sum * slope + rest), where slope is 1 / temperature. Only
+// the texts of the set with the fewest avoided tokens count.
 struct ExactTexts {
   ExactWeight logits = ExactWeight::never();
-  double rest = 0;  // stays small: the logarithm of a number of about equally likely texts
+  double rest = 0;  // small: logarithm of a number of about equally likely texts
 
   static ExactTexts of(float logit, float base, bool is_cut, double) {
     if (is_ruled_out(logit)) return {{ExactWeight::kRuledOut, {}}, 0};
@@ -70,7 +76,7 @@ struct ExactTexts {
   }
 };
 
-// The implementation of `Texts` for one kind of weights.
+// Implements `Texts` for one type of weights.
 template <class Weight>
 class TextSums {
  public:
@@ -85,19 +91,19 @@ class TextSums {
                       std::vector<Marginal>& marginals);
 
  private:
-  // The sum of the token weights of a class or group at a place.
+  // The sum of the token weights of a class or group at the current place.
   struct Sum {
     Weight weight;
-    int32_t number;  // of the place's weighing, see weighing_
+    int32_t number;  // value of weighing_ when it was computed
   };
   struct Weighed {
     int32_t group;
     Weight weight;
   };
-  // The results at a place.
+  // The results for one place.
   struct Layer {
     std::vector<Weight> ahead;    // by visited state: the sum over all paths to the end
-    std::vector<Weighed> groups;  // used by these paths
+    std::vector<Weighed> groups;  // the groups that these paths use
     Cut cut;
   };
   class Total;
@@ -120,36 +126,41 @@ class TextSums {
   Sampling sampling_{};
   int32_t state_ = 0;
   std::vector<Place> places_;
-  std::vector<Layer> layers_;     // by place, plus one after the last
-  const Place* place_ = nullptr;  // the place being weighed; layer_ is its layer
+  std::vector<Layer> layers_;  // by place, plus one after the last
+  // The current place. layer_ is its layer.
+  const Place* place_ = nullptr;
   Layer* layer_ = nullptr;
-  float base_ = 0;    // subtracted from its logits
-  double slope_ = 1;  // the factor for differences of logits
+  float base_ = 0;    // subtracted from the logits of the current place
+  double slope_ = 1;  // 1 / temperature
   int32_t weighing_ = 0;
   std::vector<Sum> classes_, groups_;
-  std::vector<float> spare_;                // scratch of a draw's Winner
-  std::vector<Weight> terms_;               // by edge of a state
-  std::vector<double> shares_;              // by edge of a state
-  std::vector<Weight> ahead_;               // by state, after the place
-  std::vector<double> mass_, mass_behind_;  // by state: its probability before, after the place
-  std::vector<double> group_mass_, class_mass_;  // the probability of each at the place
+  std::vector<float> spare_;    // scratch memory of a draw's Winner
+  std::vector<Weight> terms_;   // by edge of the current state
+  std::vector<double> shares_;  // by edge of the current state
+  std::vector<Weight> ahead_;   // by state after the current place
+  // By state: the probability of being in it before the current place, and after.
+  std::vector<double> mass_, mass_behind_;
+  // The probability of each group and class at the current place.
+  std::vector<double> group_mass_, class_mass_;
 };
 
 class Texts {
  public:
-  // left_out: the mask token, which no text contains.
+  // `left_out` is the mask token, which no text contains.
   Texts(const Automaton& automaton, int32_t left_out)
       : ways_(automaton), rounded_(automaton, left_out), exact_(automaton, left_out) {}
 
-  // Sums over all paths from `state` to a state of `ends` (1 or 0 per state); false if there is no
-  // path. Call it before the functions below. Without logits, tokens are equally likely.
+  // Computes the sums over all paths from `state` to the states in `ends`, which has a 1 or 0 for
+  // each state. Returns false if there is no path. Call it before the functions below. At a place
+  // without logits, all tokens are equally likely.
   bool sum(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
            const Sampling& sampling);
 
-  // Draws one text, one token per place. The first place is at key's position.
+  // Draws one text, with one token per place. The first place is at the canvas position in `key`.
   void draw(const DrawKey& key, std::vector<int32_t>& tokens);
 
-  // The probability of each place's token. Fills margins and entropies only if `with_all`.
+  // Computes the marginal of the token at each place. Fills margins and entropies only if
+  // `with_all` is set.
   void find_marginals(const std::vector<int32_t>& tokens, bool with_all,
                       std::vector<Marginal>& marginals);
 

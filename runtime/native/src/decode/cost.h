@@ -1,12 +1,13 @@
-// A linear cost model of passes. `dlm-export bench --cost` fits it to measured passes.
+// A linear model of the time that a pass takes. `dlm-export bench --cost` fits its coefficients to
+// measured passes.
 #pragma once
 
 namespace dlm {
 
-// The work of a pass, or one request's share of it.
+// The amount of work in a pass, or in one request's share of the pass.
 struct PassLoad {
-  double tokens = 0, rows = 0;  // rows: scored rows
-  double pairs = 0;             // (token, visible position) pairs, within each request
+  double tokens = 0, rows = 0;  // rows: the rows to score
+  double pairs = 0;             // (token, position that it sees) pairs, within each request
 
   PassLoad& operator+=(const PassLoad& other) {
     tokens += other.tokens;
@@ -16,7 +17,8 @@ struct PassLoad {
   }
 };
 
-// Milliseconds: a fixed cost per pass, plus a cost per token, row and pair.
+// The coefficients, in milliseconds: a fixed cost per pass, and the costs of a token, a row and a
+// pair.
 struct PassCost {
   double pass = 0, token = 0, row = 0, pair = 0;
 

@@ -1,6 +1,6 @@
-// Defines the exact weight of a text. The weight is the number of the text's tokens that are ruled
-// out or cut, together with the exact sum of the other tokens' logits. A sum in double would lose
-// small logits next to large ones.
+// The exact weight of a text. It consists of the number of the text's tokens that are ruled out or
+// cut, and the exact sum of the logits of the other tokens. If the sum were computed in double,
+// small logits would be lost next to large ones.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ class ExactSum {
  public:
   ExactSum() = default;
 
-  // logit must be finite.
+  // `logit` must be finite.
   explicit ExactSum(float logit) {
     uint32_t bits;
     std::memcpy(&bits, &logit, sizeof bits);
@@ -50,7 +50,7 @@ class ExactSum {
  private:
   static constexpr size_t kWords = 5;
 
-  // Returns this + (b ^ flip) + carry. flip = ~0 and carry = 1 subtract b.
+  // Returns this + (b ^ flip) + carry. With flip = ~0 and carry = 1, this is a subtraction of b.
   ExactSum combine(const ExactSum& b, uint64_t flip, uint64_t carry) const {
     ExactSum sum;
     for (size_t i = 0; i < kWords; ++i) {
@@ -62,13 +62,16 @@ class ExactSum {
   }
   bool is_negative() const { return words_[kWords - 1] >> 63 != 0; }
 
-  std::array<uint64_t, kWords> words_{};  // two's complement, the lowest word first
+  std::array<uint64_t, kWords> words_{};  // two's complement, lowest word first
 };
 
-// Fewer ruled-out tokens win; then fewer cut tokens; then the larger sum.
+// Compares texts. The text with fewer ruled-out tokens wins. If they have equally many, the text
+// with fewer cut tokens wins, and then the text with the larger sum.
 struct ExactWeight {
-  int64_t avoided = 0;  // kRuledOut per token of logit -inf, kCut per token that top_k or top_p cut
-  ExactSum sum;         // of the other tokens' logits, each minus the best logit of its row
+  // kRuledOut for each token whose logit is -inf, plus kCut for each token that top_k or top_p cut.
+  int64_t avoided = 0;
+  // The sum of the other tokens' logits, each minus the best logit of its row.
+  ExactSum sum;
 
   static constexpr int64_t kCut = 1, kRuledOut = int64_t{1} << 31, kNever = INT64_MAX / 2;
 
@@ -85,8 +88,8 @@ struct ExactWeight {
   }
 };
 
-// Above this best sum (in double), sums are computed again exactly. Below it, the rounding errors
-// of thousands of positions add up to less than 1e-6.
+// If the best sum (in double) is above this limit, sums are computed again exactly. Below the
+// limit, the rounding errors of thousands of positions add up to less than 1e-6.
 constexpr double kLargestRounded = 0x1p20;
 
 }  // namespace dlm

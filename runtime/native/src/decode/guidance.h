@@ -1,7 +1,9 @@
-// Classifier-free guidance: compares predictions with and without the prompt.
+// Classifier-free guidance. It compares the predictions with the prompt to the predictions without
+// it.
 //
-// l = l_u + (w + 1)(l_c - l_u), where l_u are the logits of a canvas with all given tokens masked
-// (LLaDA's loop, arXiv:2502.09992). One pass runs both canvases.
+// The guided logits are l = l_u + (w + 1)(l_c - l_u), as in LLaDA's loop (arXiv:2502.09992). l_c
+// are the logits with the prompt, l_u are the logits of a canvas in which all given tokens are
+// masked, and w is the scale. One pass runs both canvases.
 #pragma once
 
 #include <cstddef>
@@ -13,12 +15,13 @@
 
 namespace dlm {
 
-// Computes guided logits, and the candidates and entropies that an engine would return for them.
+// Computes guided logits. Also computes the candidates and entropies that an engine would return
+// for such logits.
 class Guided {
  public:
-  // Guides `rows` rows. conditional: predictions with the prompt. The other array holds logits
-  // [rows, V] without it. A row with a NaN or +inf logit, or with only -inf, gets NaN
-  // probabilities.
+  // Computes the guided predictions of `rows` rows. `conditional` has the predictions with the
+  // prompt, and `unconditional` the logits [rows, V] without it. If a row has a NaN or +inf logit,
+  // or if all its logits are -inf, its probabilities are NaN.
   Predictions guide(const Denoiser& denoiser, double scale, const Predictions& conditional,
                     const float* unconditional, size_t rows);
 

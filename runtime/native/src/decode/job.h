@@ -1,4 +1,4 @@
-// A job: one submitted request with its options, result, statistics and error.
+// A job is a request that was submitted, with its options, result, statistics and error.
 #pragma once
 
 #include <atomic>
@@ -18,16 +18,18 @@ namespace dlm {
 
 using Clock = std::chrono::steady_clock;
 
-// When a request ends early, and the callback after its steps.
+// A request's limits, the writer of its text, and the callback that is called after its steps.
 struct JobOptions {
-  int32_t max_steps = 0;  // most passes; 0: no limit
+  int32_t max_steps = 0;  // most passes of the request; 0: no limit
   std::optional<Clock::time_point> deadline;
-  std::unique_ptr<TextWriter> writer;  // NULL: no text is made
+  std::unique_ptr<TextWriter> writer;  // NULL: the request makes no text
   dlm_step_fn on_step = nullptr;
   void* user = nullptr;
 };
 
-// Shared by the threads that wait for jobs and the thread that runs them. Outlives both.
+// The mutex of all jobs of a runner, and the condition that is signalled when a job ends. The
+// threads that wait for jobs and the thread that runs them share it. It outlives the jobs and the
+// runner.
 struct Board {
   std::mutex mutex;
   std::condition_variable changed;
@@ -42,10 +44,12 @@ class Job {
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  // Ends the job within one pass; it keeps the tokens decided so far. Any thread may call it.
+  // Ends the job after at most one more pass. The tokens decided so far are kept. Any thread may
+  // call it.
   void cancel() { is_cancelled_ = true; }
 
-  // Waits until the job has ended, at most `time` (without one: forever). Returns whether it has.
+  // Waits until the job has ended, but at most `time`. Without a time, waits forever. Returns
+  // whether the job has ended.
   bool wait(std::optional<Clock::duration> time) const {
     std::unique_lock<std::mutex> lock(board_->mutex);
     const auto is_done = [&] { return is_done_; };
@@ -54,10 +58,11 @@ class Job {
     return true;
   }
 
-  // Only after the job has ended. Its pointers live as long as the job.
+  // The result. Call it only after the job has ended. Pointers in the result live as long as the
+  // job.
   const dlm_result& result() const { return result_; }
 
-  // The last step. Only for the thread that runs the job.
+  // The last step. Only the thread that runs the job may call it.
   const dlm_step& step() const { return step_; }
   const Request& request() const { return request_; }
 
@@ -67,13 +72,13 @@ class Job {
   const std::shared_ptr<Board> board_;
   JobOptions options_;
   Request request_;
-  std::unique_ptr<Member> member_;  // while it runs
-  double usual_ms_ = 0;             // expected share of a pass, in ms
-  uint64_t served_ = 0;             // number of the last pass that it took part in
+  std::unique_ptr<Member> member_;  // set while the job runs
+  double usual_ms_ = 0;             // expected time of its share of a pass, in ms
+  uint64_t served_ = 0;             // number of the last pass that the job took part in
   dlm_step step_{};
-  bool was_told_done_ = false;  // whether its last step was reported
+  bool was_told_done_ = false;  // true if the step with which it ended was reported
   std::atomic<bool> is_cancelled_{false};
-  bool is_done_ = false;  // under the board's mutex
+  bool is_done_ = false;  // guarded by the board's mutex
   dlm_status status_ = DLM_OK;
   std::string message_;
   dlm_stats stats_{};

@@ -1,15 +1,22 @@
-// For engines that take one shape per pass: equal requests run in lockstep, others take turns.
+// The PassMaker for engines that accept only one shape per pass. Requests of the same shape run in
+// lockstep, in one pass. Requests of different shapes take turns.
 //
-// A lane is an engine context and the requests in it. With a cache, a lane's requests go through
-// the stages together: one that is early waits for the slowest, and its rows are computed but
-// ignored. An ended request leaves the lane before the next pass that reads no cache. With cache
-// `block`, only the first block has one. Without a cache, each request has its own pace.
+// A lane is an engine context and the requests that use it. With a cache, the requests of a lane go
+// through the stages of their plans together. A request that finishes a stage early waits for the
+// slowest one. Until then, its rows are still computed, and ignored. A request that has ended
+// leaves the lane before the next pass that reads no cache. With cache `block`, only the first
+// block has such a pass. Without a cache, the requests of a lane need not be at the same stage.
 //
-// Invariants. A lane has a context while it has a member; the context returns to spare_ with the
-// last member. No request joins a lane after its first pass, because the cache lacks its rows.
-// Lane::rows maps the batch of the last pass to members. While passes read the cache, that order
-// stays; the rows of a member that has left run another member's tokens, and are ignored. leave()
-// runs in a destructor, so start() reserves its memory.
+// Invariants:
+//   - A lane has a context as long as it has a member. When the last member leaves, the context
+//   moves
+//     to spare_.
+//   - No request joins a lane after the lane's first pass, because the cache lacks the request's
+//   rows.
+//   - Lane::rows maps the batch of the last pass to members. The order does not change while passes
+//     read the cache. If a member has left, its rows of the batch run another member's tokens, and
+//     the results are ignored.
+//   - leave() must not throw, because a destructor calls it. So start() reserves the memory for it.
 #pragma once
 
 #include <cstdint>
@@ -23,14 +30,16 @@ namespace dlm {
 
 class LockstepPasses final : public PassMaker {
  public:
-  // rows, lanes: limits for all requests together. denoiser and engine must outlive it.
+  // `rows` and `lanes` are limits for all requests together. denoiser and engine must outlive this
+  // object.
   LockstepPasses(const Denoiser& denoiser, Engine& engine, int64_t rows, size_t lanes);
   ~LockstepPasses() override;
 
-  // The most requests of one shape in a lane (default 1). They join before its first pass.
+  // Sets the most requests of one shape that may share a lane (default 1). Requests join a lane
+  // before its first pass.
   void set_together(size_t requests) { together_ = requests; }
 
-  // A context that no request is using, for passes outside any request.
+  // A context that no request uses, for passes that do not belong to a request.
   Context& spare_context();
 
   bool has_room(const Request& request) const override;
@@ -54,7 +63,7 @@ class LockstepPasses final : public PassMaker {
   size_t together_ = 1;
   int64_t rows_taken_ = 0;
   std::list<Lane> lanes_;
-  std::vector<std::unique_ptr<Context>> spare_;  // contexts without a lane
+  std::vector<std::unique_ptr<Context>> spare_;  // contexts that no lane uses
 };
 
 }  // namespace dlm

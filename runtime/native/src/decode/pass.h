@@ -1,11 +1,13 @@
-// The inputs and outputs of one pass, and each request's part of the outputs.
+// The arrays of one pass: its inputs, its outputs, and each request's part of the outputs.
 //
-// Order of calls: prepare_pass sets the inputs; the pass maker fills buffers.score_rows;
-// prepare_scores allocates the outputs; the engine runs; predictions_of returns each request's
-// part. A dlm_pass points into its Buffers and is valid until they are prepared again.
+// A pass is prepared and run in this order. prepare_pass sets the inputs. The pass maker fills
+// buffers.score_rows. prepare_scores allocates the outputs. The engine runs the pass.
+// predictions_of returns each request's part of the outputs. A dlm_pass points into its Buffers. It
+// is valid until the Buffers are used for another pass.
 //
-// Scored rows form one array, [B, R]. A request's rows are contiguous from Member::first_row on, in
-// the order of its positions. The rows of its second canvas start Member::apart rows later.
+// All scored rows form one array, [B, R]. The rows of a request are contiguous, in the order of its
+// positions, and start at Member::first_row. With guidance, the rows of its second canvas start
+// Member::apart rows later.
 #pragma once
 
 #include <chrono>
@@ -19,7 +21,7 @@
 
 namespace dlm {
 
-// The arrays of a pass. They are reused, so that passes of the same size allocate nothing.
+// The arrays of a pass. They are reused, so that a pass of the same size allocates nothing.
 struct Buffers {
   std::vector<int64_t> input_ids, position_ids, score_rows;
   std::vector<int32_t> top_tokens;
@@ -28,10 +30,10 @@ struct Buffers {
   Guided guided;
 };
 
-// The most canvases in one pass. Keeps array sizes far from overflow.
+// The most canvases in one pass. The limit keeps array sizes far from overflow.
 constexpr int32_t kMostRequests = 4096;
 
-// Adds its lifetime to `seconds`.
+// Measures the time until the object is destroyed, and adds it to `seconds`.
 class Stopwatch {
  public:
   explicit Stopwatch(double& seconds) : seconds_(seconds) {}
@@ -46,28 +48,31 @@ class Stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// The positions of one canvas that a pass runs over.
+// Some positions of one canvas, which a pass runs over.
 struct Piece {
   const std::vector<int32_t>* canvas;
   Range rows;
 };
 
-// Returns a pass of `batch` requests over the pieces, with only its inputs set.
+// Prepares a pass of `batch` requests over the pieces. Only the inputs of the pass are set.
 dlm_pass prepare_pass(const std::vector<Piece>& pieces, int32_t batch, Buffers& buffers);
 
-// Makes the pass score buffers.score_rows, [B, R]; allocates candidates and the outputs in `needs`.
+// Prepares the pass to score the rows in buffers.score_rows, [B, R]. Allocates the candidates, and
+// the outputs that `needs` lists.
 void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs, Buffers& buffers);
 
-// One request's part of the outputs. first and apart: the Member's first_row and apart.
+// Returns one request's part of the outputs. `first` and `apart` are first_row and apart of its
+// Member.
 Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,
                            size_t first, size_t apart, Buffers& buffers);
 
 // Throws Error(DLM_UNSUPPORTED) if the engine cannot take `batch` requests in one pass.
 void check_batch(const Engine& engine, int32_t batch);
 
-// Times `repeats` passes over made-up tokens, in seconds. Each runs B = `batch` requests, `tokens`
-// tokens over `cached` ones, and scores `rows` rows. A full pass fills the cache first. Calls
-// before_pass before each pass, untimed. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
+// Measures passes over made-up tokens. Writes the time of each of `repeats` passes to `seconds`.
+// Each pass runs `batch` requests, with `tokens` tokens over `cached` cached ones, and scores
+// `rows` rows. If tokens are cached, a full pass fills the cache first. Calls before_pass before
+// each pass; that time is not measured. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
 void time_passes(const Denoiser& denoiser, const Engine& engine, Context& context, Buffers& buffers,
                  int32_t batch, int32_t tokens, int32_t cached, int32_t rows, double* seconds,
                  size_t repeats, const std::function<void()>& before_pass);

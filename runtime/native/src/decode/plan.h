@@ -1,20 +1,29 @@
-// The plan of a request's passes: which rows each computes, reads from the cache, and stores.
+// Plans a request's passes. The plan says which rows each pass computes, which rows it reads from
+// the cache, and which rows it stores.
 //
-// Caches. `none` runs the whole canvas in every pass. `prefix` and `dual` (Fast-dLLM,
-// arXiv:2505.22618) run it once per block. The block's other passes run [block start, end of
-// canvas) or the block alone, and read the keys and values of all other positions. With `refresh`,
-// only the first block's opening pass runs the whole canvas. A later one also runs the block before
-// (or `refresh` tokens, if that is more), so no kept row is of a mask token filled since. `block`
-// (SDAR, arXiv:2510.06303) is exact for block-causal attention: passes run one block over the
-// finished blocks, which one pass each stores. `block-dual` (Fast-dLLM v2, arXiv:2509.26328) is
-// `dual` within a block: a pass over the block opens each sub-block, and the other passes run the
-// sub-block alone. exporter/dlm_export/network/passes.py implements the same plan.
+// The plan depends on the policy's cache:
+//   - `none`: every pass runs the whole canvas.
+//   - `prefix` and `dual` (Fast-dLLM, arXiv:2505.22618): one pass per block runs the whole canvas.
+//     The block's other passes run less and read the keys and values of all other positions. They
+//     run from the block's start to the end of the canvas (`prefix`), or the block alone (`dual`).
+//   - `prefix` and `dual` with `refresh`: only the first block's opening pass runs the whole
+//   canvas.
+//     The opening pass of a later block runs that block and the block before it, or `refresh`
+//     tokens before it if that is more. So the cache never keeps a mask token's row after the
+//     position was filled.
+//   - `block` (SDAR, arXiv:2510.06303): exact for block-causal attention. Each pass runs one block
+//     and reads the finished blocks. One more pass stores each finished block.
+//   - `block-dual` (Fast-dLLM v2, arXiv:2509.26328): like `dual`, but within a block. A pass over
+//     the block opens each sub-block. The other passes run the sub-block alone.
+// exporter/dlm_export/network/passes.py implements the same plan.
 //
-// Invariants that requests and pass makers rely on. Blocks come in order, and the stages of a block
-// are contiguous. A request goes through the stages once, skips those without work, and never goes
-// back. An earlier stage has kept all that a stage reads: `append` reads the positions before
-// `rows`; `read` and `refresh` read all but `rows` (up to the block's end, for block-causal
-// attention). Each undecided position of a block is in `decided` of one of its repeated stages.
+// Requests and pass makers rely on these invariants:
+//   - Blocks come in order, and the stages of a block are contiguous.
+//   - A request goes through the stages once, in order. It skips stages without work.
+//   - Every row that a stage reads was stored by an earlier stage. With `append`, a stage reads the
+//     positions before `rows`. With `read` and `refresh`, it reads all positions except `rows`;
+//     with block-causal attention, only those up to the block's end.
+//   - Each undecided position of a block is in `decided` of one of the block's repeated stages.
 #pragma once
 
 #include <cstdint>
@@ -31,30 +40,33 @@ struct Range {
   bool operator==(const Range& other) const { return first == other.first && last == other.last; }
 };
 
-// For dlm_stats. prefill: fills or refreshes the cache for a block. store: stores a finished one.
+// The kinds of passes that dlm_stats counts. prefill: fills or refreshes the cache for a block.
+// denoise: predicts tokens. store: stores the rows of a finished block.
 enum class PassKind { prefill, denoise, store };
 
-// Passes of one kind over one range.
+// One or more passes of the same kind over the same range of positions.
 struct Stage {
-  Range rows;      // positions that they compute
-  int32_t cached;  // number of other positions that they read
-  CacheUse use;    // whether they keep their own rows
+  Range rows;      // positions that the passes compute
+  int32_t cached;  // number of other positions whose cached rows they read
+  CacheUse use;    // whether and how they store rows
   PassKind kind;
-  bool is_repeated;  // until all of `decided` is decided; otherwise one pass
-  Range decided;     // positions that they score and commit; may be empty if rows are stored
-  int32_t steps;     // number of passes planned for `decided`
-  Range block;       // the block of these positions; `is_last` marks its last stage
+  bool is_repeated;  // true: repeat until all of `decided` is decided; false: one pass
+  Range decided;     // positions to score and commit; empty if the stage only stores rows
+  int32_t steps;     // number of passes planned to decide `decided`
+  Range block;       // block that the stage belongs to; is_last: it is the block's last stage
   bool is_last;
 };
 
-// Sets the policy's block length for a denoiser with this visible_block (see dlm_denoiser) and
-// shift. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED) if the policy does not suit it.
+// Returns the policy with the block length that the denoiser requires. visible_block is described
+// at dlm_denoiser. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED) if the policy does not suit
+// the denoiser.
 Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift);
 
 // Plans the passes that decide a canvas's undecided positions, block by block. `policy` comes from
-// suit_policy. Blocks count from the first undecided position, or from position 0 if attention is
-// block-causal. steps > 0 sets the number of passes for the whole generation. Given tokens are
-// stored in as few passes as the engine allows. Throws Error(DLM_INVALID_ARGUMENT).
+// suit_policy. The first block starts at the first undecided position, or at position 0 if
+// attention is block-causal. If `steps` is above 0, it is the number of passes for the whole
+// generation. The given tokens before the first block are stored in as few passes as the engine
+// allows. Throws Error(DLM_INVALID_ARGUMENT).
 std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Policy& policy,
                                int32_t visible_block, int32_t shift, int32_t steps,
                                const Engine& engine);

@@ -1,12 +1,13 @@
-// Decides which positions commit after a pass: a policy's fields, its checks, and its rules.
+// Policies: the fields of a policy, their checks, and the rules that choose which positions commit
+// after a pass.
 //
-// Definitions: LLaDA (arXiv:2502.09992), Fast-dLLM (arXiv:2505.22618), Dream (arXiv:2508.15487),
-// SDAR (arXiv:2510.06303), entropy-bounded sampling (arXiv:2505.24857).
+// The rules come from LLaDA (arXiv:2502.09992), Fast-dLLM (arXiv:2505.22618), Dream
+// (arXiv:2508.15487), SDAR (arXiv:2510.06303) and entropy-bounded sampling (arXiv:2505.24857).
 // exporter/dlm_export/network/reference.py implements the same rules in plain torch.
 //
-// A policy is checked twice: check_policy checks its fields and their combinations, and suit_policy
-// (decode/plan.h) checks that it suits the denoiser. Rules rank scores and see nothing else.
-// Proposers compute the scores, so argmax, sampling and constraints share the rules.
+// A policy is checked twice. check_policy checks its fields and their combinations. suit_policy
+// (decode/plan.h) checks that the policy suits the denoiser. The rules only see scores, and
+// proposers compute the scores. So argmax, sampling and constraints share the rules.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +22,8 @@
 
 namespace dlm {
 
-// Each enum is followed by the names of its values, in the same order: default first, NULL last.
+// Each enum is followed by an array with the names of its values, in the same order. The default
+// value comes first. The array ends with NULL.
 enum class Select { argmax, sample };
 inline constexpr const char* kSelectNames[] = {"argmax", "sample", nullptr};
 enum class Score { confidence, margin, entropy, random };
@@ -43,12 +45,13 @@ inline constexpr const char* kStoreNames[] = {"pass", "reuse", "open", nullptr};
 enum class ScoreOf { prediction, draw, marginal };
 inline constexpr const char* kScoreOfNames[] = {"prediction", "draw", "marginal", nullptr};
 
-// Caches for full attention, approximate: FULL_CACHES of exporter/dlm_export/network/passes.py.
+// True for the caches that work with full attention, which are approximate. passes.py calls them
+// FULL_CACHES (exporter/dlm_export/network).
 constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == Cache::dual; }
 
-// Every field of a policy, in the order of dlm_policy (decode/policy.cc asserts that all are
-// there). The defaults, the checks, a manifest's presets and dlm_policy_field_at derive from this
-// table.
+// All fields of a policy, in the order of dlm_policy. decode/policy.cc asserts that no field is
+// missing. The defaults, the checks, the presets of manifests and dlm_policy_field_at are generated
+// from this table.
 //   CHOICE(name, enum)   NUMBER(name, type, default, lowest, highest)
 #define DLM_POLICY_FIELDS(CHOICE, NUMBER)          \
   CHOICE(select, Select)                           \
@@ -76,7 +79,7 @@ constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == 
   CHOICE(score_of, ScoreOf)                        \
   NUMBER(cfg_scale, double, 0, 0, 1000)
 
-// A policy whose values and combinations passed the checks. dlm_runtime.h documents the fields.
+// A policy whose fields and combinations were checked. dlm_runtime.h documents the fields.
 struct Policy {
 #define DLM_CHOICE(field, type) type field;
 #define DLM_NUMBER(field, type, ...) type field;
@@ -116,27 +119,32 @@ constexpr size_t field_bytes(int32_t kind) {
 // LLaDA's policy: static, confidence, blocks of 32, no cache. Its strings are static.
 dlm_policy default_policy();
 
-// The static string that equals `value`, or nullptr if it is not one of the field's choices.
+// Returns the static string that equals `value`. Returns nullptr if `value` is not one of the
+// field's choices.
 const char* canonical_choice(const dlm_policy_field& field, const std::string& value);
 
-// Sets a field; Value must be the type of the field's kind.
+// Sets a field of a dlm_policy. Value must be the type that the field's kind requires.
 template <class Value>
 void set_field(dlm_policy& policy, const dlm_policy_field& field, Value value) {
   std::memcpy(reinterpret_cast<char*>(&policy) + field.offset, &value, sizeof value);
 }
 
-// Checks a caller's policy, of any known size: its fields and their combinations. Throws
-// Error(DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED) and lists the valid choices.
+// Checks the fields of a caller's policy and their combinations. The struct may have any size known
+// to this library. Throws Error(DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED), and lists the valid
+// choices.
 Policy check_policy(const dlm_policy& policy);
 
-// Planned commits of `step` if `masked` positions are split evenly over `steps`, larger ones first.
+// The number of commits planned for step `step` if `masked` positions are split evenly over `steps`
+// steps. Earlier steps get the larger shares.
 int32_t even_count(int32_t masked, int32_t step, int32_t steps);
 
-// Dream's commits of a step, in fp32 as published: at least 1; all at the last step.
+// The number of commits that Dream's schedule plans for a step, computed in fp32 as published. It
+// is at least 1. The last step commits all remaining positions.
 int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps);
 
-// Orders indices into `scores`, which are in order of position: by score descending, then by
-// position (`sequential`: by position alone). Returns how many of them commit, at least 1.
+// Chooses the rows that commit. `scores` is in order of position. Fills the order with indices into
+// `scores`, sorted by descending score and then by position (with `sequential`, by position only).
+// Returns how many of the first indices commit, at least 1.
 int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t planned,
                std::vector<int32_t>& order);
 

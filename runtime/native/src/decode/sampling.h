@@ -1,9 +1,10 @@
-// Draws a token from a row of logits.
+// Draws a token from a row of logits, that is, from the distribution softmax(l / T).
 //
-// A draw from softmax(l/T) is the token with the largest l/T - ln(-ln u), computed in fp64 (Gumbel,
-// 1954; LLaDA's loop, arXiv:2502.09992). u is a pure function of seed, step, position and token. So
-// a draw is the same on any engine, with any number of threads and in any batch, and a small
-// change of the logits changes few draws.
+// The Gumbel method draws the token with the largest l/T - ln(-ln u), where u is a uniform random
+// number for each token (Gumbel, 1954; also in LLaDA's loop, arXiv:2502.09992). It is computed in
+// fp64. u is a pure function of seed, step, position and token. So a draw has the same result on
+// any engine, with any number of threads, and in any batch. A small change of the logits changes
+// few draws.
 #pragma once
 
 #include <array>
@@ -13,8 +14,9 @@
 
 namespace dlm {
 
-// The distribution at a temperature above 0: the `top_k` most likely tokens (0: all), cut to the
-// shortest list with a probability of more than top_p. Both use the tempered softmax.
+// How to draw at a temperature above 0. Only the `top_k` most likely tokens can be drawn (0: all).
+// Then only the most likely of these can be drawn, as few as have a total probability of more than
+// top_p. The probabilities are those at the temperature.
 struct Sampling {
   double temperature, top_p;
   int32_t top_k;
@@ -27,19 +29,22 @@ struct DrawKey {
   uint32_t step, position;
 };
 
-// A token this far below the best tempered logit cannot win: noise is in -ln(53 ln 2)..53 ln 2.
+// A token whose logit, divided by the temperature, is this far below the best one cannot win. The
+// noise is always between -ln(53 ln 2) and 53 ln 2.
 constexpr double kFarthest = 42;
 
-// Finds the token with the largest sum of noise and log weight, among the tokens passed to `see`.
-// Pass at least one token.
+// Finds the token with the largest sum of noise and log weight. The caller passes all tokens to
+// `see` or `see_row`, and at least one token.
 class Winner {
  public:
   explicit Winner(const DrawKey& key) : key_(key) {}
 
   void see(int32_t token, double log_weight);
-  // Speeds up `see` for tokens below vocab_size, if it sees many. `spare` must outlive it.
+  // Prepares for many calls of `see` with tokens below vocab_size, which makes them faster. `spare`
+  // is scratch memory that must outlive this object.
   void prepare(int32_t vocab_size, std::vector<float>& spare);
-  // Sees tokens [first, last) with log weights (logits[token] - best) / temperature, all at most 0.
+  // Calls `see` for the tokens [first, last), with the log weights (logits[token] - best) /
+  // temperature. `best` must be at least as large as all these logits.
   void see_row(const float* logits, int32_t first, int32_t last, float best, double temperature);
   int32_t token() const { return token_; }
 
@@ -51,12 +56,13 @@ class Winner {
   const DrawKey key_;
   std::array<uint32_t, 4> words_{};
   int32_t pair_ = -1, token_ = 0;
-  const float* spare_ = nullptr;  // by token, at most 1 - u; NULL: unknown
+  const float* spare_ = nullptr;  // by token: a number of at most 1 - u; NULL: not prepared
   double best_ = -std::numeric_limits<double>::infinity(),
          scale_ = std::numeric_limits<double>::infinity();
 };
 
-// The last token that may be drawn, ordered by descending logit, then id. The default keeps all.
+// Where top_k and top_p cut a row. The tokens are ordered by descending logit, then by id. This is
+// the last token that may be drawn. By default, no token is cut.
 struct Cut {
   float logit = -std::numeric_limits<float>::infinity();
   int32_t token = std::numeric_limits<int32_t>::max();
@@ -68,30 +74,31 @@ struct Cut {
   }
 };
 
-// A draw and its distribution. All numbers are NaN if a logit is NaN or +inf.
+// A drawn token, and measures of its distribution. All numbers are NaN if a logit is NaN or +inf.
 struct Draw {
   int32_t token;
-  double prob;             // of the token
-  double margin, entropy;  // of the distribution: p1 - p2, sum p ln p
+  double prob;             // probability of the token
+  double margin, entropy;  // p1 - p2 and sum p ln p of the distribution
 };
 
-// The fields that a draw computes. `token`: only the token. `distribution`: also prob and
-// margin. `entropy`: also the entropy. All of them report bad logits by NaN.
+// Which fields a draw computes. `token`: only the token. `distribution`: the token, prob and
+// margin. `entropy`: all fields. With each of them, the numbers are NaN if a logit is NaN or +inf.
 enum class Told { token, distribution, entropy };
 
-// Draws tokens other than `left_out` from logits [vocab_size]. Owns its scratch memory.
+// Draws tokens from logits [vocab_size]. It never draws the token `left_out`. The object owns the
+// scratch memory that it needs.
 class Sampler {
  public:
-  // If a logit is NaN or +inf, or if all are -inf, all fields but the token are NaN. Otherwise,
-  // fields that `told` does not request are undefined.
+  // Draws a token. If a logit is NaN or +inf, or if all are -inf, all fields except the token are
+  // NaN. Otherwise, the fields that `told` does not ask for are undefined.
   Draw draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling,
             const DrawKey& key, Told told);
 
-  // Where top_k and top_p cut a row. A row with a NaN or without finite logits is not cut.
+  // Finds where top_k and top_p cut a row. A row that has a NaN, or no finite logit, is not cut.
   Cut find_cut(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling);
 
  private:
-  // A row's logits minus the best one, divided by the temperature.
+  // A row's logits minus its best logit, divided by the temperature.
   struct Tempered {
     const float* logits;
     int32_t best;
@@ -107,8 +114,8 @@ class Sampler {
   void keep_best(const float* logits, int32_t top_k);
 
   std::vector<double> weights_;  // [V], exp((l - best) / T)
-  double total_ = 0;             // their sum
-  std::vector<int32_t> kept_;    // the tokens that may be drawn; unused if nothing is cut
+  double total_ = 0;             // sum of weights_
+  std::vector<int32_t> kept_;    // tokens that may be drawn; unused if no token is cut
 };
 
 }  // namespace dlm

@@ -1,4 +1,4 @@
-// Attention over a cache.
+// The attention kernel: attention of new tokens over cached and new rows.
 #pragma once
 
 #include "kernels/cache_rows.h"
@@ -7,10 +7,11 @@
 namespace {
 
 constexpr float kLowest = -3.4028235e38f;
-constexpr int64_t kWidened = 4096;  // floats of rows at a time, which fit the first-level cache
+// The number of floats converted at a time. They fit the first-level cache.
+constexpr int64_t kWidened = 4096;
 
-// Normalises x [D] of a head if there is a weight, then rotates its first rotary_size numbers by a
-// position's row of the tables (rotate-half).
+// Prepares one head's x [D]. If there is a weight, normalises x (RMSNorm). Then rotates the first
+// rotary_size numbers (rotate-half) by the position's row of the cos and sin tables.
 inline void norm_and_turn(const dlm::CachedAttention& a, const float* x, const float* weight,
                           int64_t position, float* out) {
   alignas(64) float normed[dlm::kLargestHeadSize];
@@ -35,17 +36,17 @@ inline void norm_and_turn(const dlm::CachedAttention& a, const float* x, const f
   for (d = 2 * half; d < a.head_size; ++d) out[d] = x[d];
 }
 
-// Attention of kQueries queries over the same keys, one query per lane of kVectors vectors. The
-// softmax is computed online, key by key (Milakov and Gimelshein, arXiv:1805.02867), so no full row
-// of scores is stored.
+// Computes the attention of kQueries queries over the same keys. There is one query per lane of
+// kVectors vectors. The softmax is computed online, key by key (Milakov and Gimelshein,
+// arXiv:1805.02867), so no full row of scores is stored.
 template <int kVectors>
 class Softmax {
  public:
   static constexpr int kQueries = kVectors * kLanes;
-  // Independent sums, enough to hide the latency of multiply-adds.
+  // The number of keys whose sums are computed in parallel, to hide the latency of multiply-adds.
   static constexpr int kBlock = kVectors == 1 ? 8 : simd::kKeyBlock;
-  // Keys whose scores are held at a time. With few queries, memory limits the speed; then these
-  // keys and values, and the prefetched ones, must fit the first-level cache.
+  // The number of keys whose scores are stored at a time. With few queries, memory limits the
+  // speed. Then these keys and values, and the prefetched ones, must fit the first-level cache.
   static constexpr int kKeys = kVectors == 1 ? 16 : 32;
 
   explicit Softmax(int64_t head_size) : head_size_(head_size) {
@@ -54,12 +55,12 @@ class Softmax {
       largest_[v] = simd::set(-__builtin_inff()), total_[v] = simd::zero();
   }
 
-  // Stores one query [D], times `scale`, in its lane.
+  // Stores one query [D] in its lane, multiplied by `scale`.
   void set_query(int64_t lane, const float* query, float scale) {
     for (int64_t d = 0; d < head_size_; ++d) queries_[d * kQueries + lane] = query[d] * scale;
   }
 
-  // Limits each lane's query to keys at positions up to its `last_seen`, in add_seen.
+  // Sets the last position that each lane's query sees. add_seen hides the keys after it.
   void set_last_seen(const int32_t* last_seen) {
     first_limit_ = last_limit_ = last_seen[0];
     for (int lane = 1; lane < kQueries; ++lane) {
@@ -68,12 +69,12 @@ class Softmax {
     }
     for (int v = 0; v < kVectors; ++v) {
       last_seen_[v] = simd::iload(last_seen + v * kLanes);
-      // Finite, because all of the first keys may be hidden from a lane.
+      // A finite number, because a lane may see none of the first keys.
       largest_[v] = simd::set(kLowest);
     }
   }
 
-  // Adds `rows` keys and values [rows, D].
+  // Adds `rows` keys and values, each [rows, D].
   void add(const float* keys, const float* values, int64_t rows) {
     for (int64_t from = 0; from < rows; from += kKeys) {
       const int64_t count = least(kKeys, rows - from);
@@ -82,7 +83,8 @@ class Softmax {
     }
   }
 
-  // Adds keys and values at `positions` [rows], in any order. Skips runs of keys that no lane sees.
+  // Adds keys and values at `positions` [rows], which may be in any order. Runs of keys that no
+  // lane sees are skipped.
   void add_seen(const float* keys, const float* values, const int64_t* positions, int64_t rows) {
     for (int64_t from = 0, end; from < rows; from = end) {
       end = from + 1;
@@ -100,7 +102,7 @@ class Softmax {
     }
   }
 
-  // Adds `rows` keys and values in the cache's format.
+  // Adds `rows` keys and values that are stored in the cache's format.
   template <class Rows>
   void add_stored(const uint8_t* keys, const uint8_t* values, int64_t rows) {
     const int64_t together = least(kKeys, kWidened / head_size_), bytes = Rows::bytes(head_size_);
@@ -116,7 +118,7 @@ class Softmax {
     }
   }
 
-  // Writes one query's result [D].
+  // Writes the result [D] of the query in a lane.
   void get_result(int64_t lane, float* out) const {
     float total[kQueries];
     for (int v = 0; v < kVectors; ++v) simd::store(total + v * kLanes, total_[v]);
@@ -124,9 +126,9 @@ class Softmax {
   }
 
  private:
-  // Scores `count` keys. For each d it prefetches part of the rows at `next`, which are read after
-  // these; they come from memory, because the weights have replaced them in the caches. With
-  // kHides, keys have a score and weight only in the lanes that see their position.
+  // Computes the scores of `count` keys. Meanwhile it prefetches the rows at `next`, which are read
+  // after these. They must come from memory, because the weights have displaced them from the
+  // caches. With kHides, a lane ignores the keys at positions that its query does not see.
   template <bool kHides>
   void score(const float* keys, const void* next, const int64_t* positions, int64_t count) {
     F largest[kVectors];
@@ -137,7 +139,7 @@ class Softmax {
       F sums[kSums];
       const float* rows[kBlock];
       unroll<kBlock>([&](auto j) __attribute__((always_inline)) {
-        // Missing rows repeat the last one.
+        // If there are fewer rows, the last one is repeated.
         rows[j] = keys + (from + least(j, there - 1)) * head_size_;
       });
       unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::zero(); });
@@ -164,7 +166,7 @@ class Softmax {
           sums[i] =
               simd::select_greater(behind, simd::zero(), simd::set(-__builtin_inff()), sums[i]);
         }
-        // Ignores a NaN; the exponential brings it back.
+        // This maximum ignores NaN. The exponential below makes the result NaN again.
         largest[v] = simd::max(sums[i], largest[v]);
         simd::store(out + i * kLanes, sums[i]);
       });
@@ -186,12 +188,12 @@ class Softmax {
     }
   }
 
-  // Prefetches the float `number` after the start of `rows`; it may be past their end.
+  // Prefetches float `number` of `rows`. It may be past the end of the rows.
   [[gnu::always_inline]] static void fetch(const void* rows, int64_t number) {
     fetch_ahead(rows, static_cast<uintptr_t>(number) * sizeof(float));
   }
 
-  // Adds `count` values times their weights. Prefetches the rows at `next`.
+  // Adds `count` values, multiplied by their weights. Prefetches the rows at `next`.
   void weigh(const float* values, const void* next, int64_t count) {
     constexpr int kTogether = kBlock;
     int64_t d = 0;
@@ -229,7 +231,7 @@ class Softmax {
   const int64_t head_size_;
   F largest_[kVectors], total_[kVectors], shrink_[kVectors];
   I last_seen_[kVectors];
-  int32_t first_limit_, last_limit_;  // the smallest and largest of these
+  int32_t first_limit_, last_limit_;  // smallest and largest element of last_seen_
   alignas(64) float scores_[kKeys * kQueries];
   alignas(64) float queries_[dlm::kLargestHeadSize * kQueries];
   alignas(64) float sums_[dlm::kLargestHeadSize * kQueries];
@@ -245,7 +247,7 @@ void store_rows(const float* keys, const float* values, int64_t count, int64_t D
   }
 }
 
-// One request's tokens, and its rows for one key/value head.
+// The tokens of one request, and the request's rows for one key/value head.
 struct Part {
   dlm::Segment segment;
   int64_t batch, kv_head;
@@ -256,7 +258,7 @@ struct Part {
   int64_t token(const dlm::CachedAttention& a, int64_t t) const {
     return batch * a.tokens + segment.first + t;
   }
-  // The first new and first cached row, in [B, Hkv, rows].
+  // The index of the request's first new row, and of its first cached row, in [B, Hkv, rows].
   int64_t first_new(const dlm::CachedAttention& a) const {
     return (batch * a.kv_heads + kv_head) * a.tokens + segment.first;
   }
@@ -265,7 +267,7 @@ struct Part {
   }
 };
 
-// Writes the new keys and values of one head, as computed and in the cache's format.
+// Writes the new keys and values of one head twice: as floats, and in the cache's format.
 inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
   const int64_t D = a.head_size, T = part.segment.tokens, row = part.first_new(a);
   float *const keys = a.new_keys + row * D, *const values = a.new_values + row * D;
@@ -284,7 +286,7 @@ inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
     store_rows<Int8Rows>(keys, values, T, D, stored_keys, stored_values);
 }
 
-// Attends to the cached keys and values of one head.
+// Adds the cached keys and values of one head to the softmax.
 template <class Attending>
 void add_past(const dlm::CachedAttention& a, const Part& part, Attending& softmax) {
   const int64_t S = part.segment.cached, offset = part.first_past(a) * a.row_bytes();
@@ -301,7 +303,8 @@ void add_past(const dlm::CachedAttention& a, const Part& part, Attending& softma
   }
 }
 
-// Processes the queries of all heads that share keys together, in order of token and head.
+// Runs attention for all requests. Queries of heads that share keys are processed together, ordered
+// by token and then by head.
 template <int kVectors>
 void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   constexpr int64_t kQueries = Softmax<kVectors>::kQueries;
@@ -314,16 +317,17 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     tiles += tiles_of(number);
     most = tiles_of(number) > most ? tiles_of(number) : most;
   }
-  if (most > 1) {  // all its tasks read the new rows
+  // Several tasks will read the new rows, so the rows must be written first.
+  if (most > 1) {
     parallel.each(parts * a.kv_heads, [&](int64_t i) {
       const int64_t number = i / a.kv_heads;
       if (tiles_of(number) > 1) keep_new_rows(a, Part(a, number, i % a.kv_heads));
     });
   }
-  // Scores are exponents of 2: the scale goes into the queries.
+  // Scores are exponents of 2. The factor for this is multiplied into the queries.
   const float scale = kLog2e / __builtin_sqrtf(static_cast<float>(D));
   parallel.each(tiles * a.kv_heads, [&](int64_t i) {
-    // The tiles of a request's head are contiguous.
+    // The tiles of one request and head are contiguous.
     int64_t number = 0, at = i;
     for (; at >= tiles_of(number) * a.kv_heads; ++number) at -= tiles_of(number) * a.kv_heads;
     const int64_t own = tiles_of(number);
@@ -331,14 +335,14 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     const int64_t queries = part.segment.tokens * group;
     const int64_t first = at % own * kQueries, last = least(first + kQueries, queries);
     if (own == 1) keep_new_rows(a, part);
-    const auto offset = [&](int64_t query) {  // of its row in q and y
+    const auto offset = [&](int64_t query) {  // offset of the query's row in q and y
       return (part.token(a, query / group) * a.heads + part.kv_head * group + query % group) * D;
     };
     Softmax<kVectors> softmax(D);
     alignas(64) float row[dlm::kLargestHeadSize];
     int32_t last_seen[kQueries];
     for (int64_t lane = 0; lane < kQueries; ++lane) {
-      // lanes without a query repeat the last one
+      // A lane without a query repeats the last one.
       const int64_t query = least(first + lane, last - 1);
       const int64_t position = a.positions[part.token(a, query / group)];
       norm_and_turn(a, a.q + offset(query), a.q_norm, position, row);
@@ -358,7 +362,7 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   });
 }
 
-// The largest number of a request's queries that see the same keys.
+// The largest number of queries of one request that see the same keys.
 inline int64_t largest_tile(const dlm::CachedAttention& a) {
   int64_t most = 0;
   for (int64_t number = 0; number < a.parts(); ++number)
@@ -367,7 +371,7 @@ inline int64_t largest_tile(const dlm::CachedAttention& a) {
 }
 
 void attention(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
-  // A few queries do not fill the lanes, so one vector of them is enough.
+  // A few queries would not fill all lanes, so one vector is enough for them.
   if (largest_tile(a) <= kLanes)
     attend<1>(a, parallel);
   else

@@ -1,8 +1,8 @@
-// The kernels of kernels/kernels.h, written once over `simd`. Each instruction set's file defines
-// its vectors and then includes this file.
+// All kernels of kernels/kernels.h. They are written once, with the vector operations of namespace
+// `simd`. The file of each instruction set defines these operations and then includes this file.
 //
-// Everything here has internal linkage. It calls nothing from the standard library that could be
-// shared with files compiled for older processors.
+// Everything here has internal linkage. It does not call any function of the standard library that
+// the linker could share with files compiled for older processors.
 #pragma once
 
 #include "kernels/attention.h"

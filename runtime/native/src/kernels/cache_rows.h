@@ -10,7 +10,8 @@
 
 namespace {
 
-// Calls one_vector(in, out) for every kLanes numbers. A partial last vector is copied first.
+// Calls one_vector(in, out) for every kLanes numbers. If the last vector is incomplete, it works on
+// a copy of it.
 template <class In, class Out, class OneVector>
 [[gnu::always_inline]] inline void each_vector(const In* in, int64_t count, Out* out,
                                                OneVector one_vector) {
@@ -39,8 +40,8 @@ struct Fp16Rows {
   }
 };
 
-// A row has its codes, then m and e. The row's scale is (128 + m) * 2 ^ (e + 1). If e is 127, the
-// scale is infinite, so that codes of 0 become NaN. m and e are stored as signed bytes.
+// Each row has its codes, followed by two signed bytes m and e. The scale of the row is (128 + m) *
+// 2 ^ (e + 1). If e is 127, the scale is infinite, so that even codes of 0 become NaN.
 struct Int8Rows {
   static int64_t bytes(int64_t size) { return size + dlm::kRowScaleBytes; }
 
@@ -64,8 +65,8 @@ struct Int8Rows {
     float wanted;
     __builtin_memcpy(&wanted, &bits, sizeof wanted);
     wanted = (wanted < kSmallestRow ? kSmallestRow : wanted) / 127.0f;
-    // Rounds `wanted` up to a scale that a row can store: a mantissa of 128 to 255, times a power
-    // of two. If the mantissa would exceed 255, the next power of two is used.
+    // Rounds `wanted` up to a scale that can be stored: a mantissa of 128 to 255, times a power of
+    // two. If the mantissa would exceed 255, the next power of two is used.
     int32_t wanted_bits;
     __builtin_memcpy(&wanted_bits, &wanted, sizeof wanted_bits);
     const int32_t exponent = ((wanted_bits + 0xffff) >> 23) - 7;
@@ -81,7 +82,7 @@ struct Int8Rows {
   }
 
  private:
-  // The float with this exponent field, 0 to 255.
+  // The float whose exponent field is `field`, 0 to 255.
   static float power_of_two(int32_t field) {
     const uint32_t bits = static_cast<uint32_t>(field) << 23;
     float power;

@@ -1,11 +1,11 @@
-// The candidates of a row.
+// The kernel that finds the two most likely tokens of each row, and the row's entropy.
 #pragma once
 
 #include "kernels/common.h"
 
 namespace {
 
-// The two largest values seen; the lower id comes first if they are equal.
+// The two largest values so far. If they are equal, the lower id comes first.
 struct Best {
   float logits[2] = {-__builtin_inff(), -__builtin_inff()};
   int32_t ids[2] = {0, 0};
@@ -64,8 +64,8 @@ void candidates(const dlm::Candidates& c, dlm::Parallel& parallel) {
     F total = simd::zero(), weighed = simd::zero();
     int64_t i = 0;
     while (i + kLanes <= c.vocab_size) {
-      // Adds partial sums, because adding small numbers to one large sum loses low bits: a relative
-      // error of 3e-5 for 150000 tokens.
+      // The sums are added in parts, because adding small numbers to one large sum loses low bits.
+      // The relative error would be 3e-5 for 150000 tokens.
       F part = simd::zero(), part_weighed = simd::zero();
       for (const int64_t end = least(i + 64 * kLanes, c.vocab_size - kLanes + 1); i < end;
            i += kLanes) {

@@ -1,4 +1,5 @@
-// Shared by all kernels; written over `simd`, which must be included before.
+// Helpers that several kernels use. They need the vector operations of `simd`, so a header that
+// defines `simd` must be included first.
 #pragma once
 
 #include <utility>
@@ -16,9 +17,9 @@ using simd::kLanes;
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// 2 ^ x for x <= 0 or slightly above, and NaN for NaN. Below -126 it is 2 ^ -126, which is
-// negligible next to the 1 of a softmax. Uses a polynomial of degree 6 for the fraction in [-0.5,
-// 0.5]; relative error 1e-7.
+// Computes 2 ^ x for x <= 0 or slightly above. For x below -126, the result is 2 ^ -126, which is
+// negligible next to the 1 in a softmax. For NaN, it is NaN. A polynomial of degree 6 computes the
+// power of the fraction in [-0.5, 0.5]. The relative error is 1e-7.
 inline F exp2(F x) {
   x = simd::max(simd::set(-126.0f), x);
   const F whole = simd::round(x);
@@ -35,11 +36,11 @@ inline F exp2(F x) {
 
 constexpr float kLog2e = 1.44269504088896340736f;
 
-// Processing fewer numbers takes less time than waking a second thread.
+// If there are fewer numbers, one thread processes them faster than a second thread wakes up.
 constexpr int64_t kFewNumbers = 100'000;
 
-// Calls body(0) to body(kCount - 1), each with a constant, so that arrays it indexes stay in
-// registers.
+// Calls body(0) to body(kCount - 1). Each argument is a constant, so that arrays indexed with it
+// stay in registers.
 template <int... kNumbers, class Body>
 [[gnu::always_inline]] inline void unroll(std::integer_sequence<int, kNumbers...>, Body body) {
   (body(std::integral_constant<int, kNumbers>{}), ...);
@@ -49,10 +50,9 @@ template <int kCount, class Body>
   unroll(std::make_integer_sequence<int, kCount>{}, body);
 }
 
-constexpr float kSmallestRow = 1e-30f;  // the smallest magnitude that a row is quantised by
+constexpr float kSmallestRow = 1e-30f;  // smallest magnitude used for the scale of a row
 
-// The largest magnitude in a row, as the bits of its float; NaN and infinity are 0x7f800000 and
-// above.
+// The bits of the largest magnitude in a row. For NaN and infinity, they are 0x7f800000 or more.
 inline int32_t largest_bits(const float* x, int64_t count) {
   I largest = simd::izero();
   const I sign = simd::iset(0x7fffffff);
@@ -72,9 +72,9 @@ inline int32_t largest_bits(const float* x, int64_t count) {
   return bits;
 }
 
-// Cuts rows into tiles of at most `most`, whose sizes differ by at most one row.
+// Splits rows into tiles of at most `most` rows. The sizes of the tiles differ by at most one row.
 struct Tiles {
-  int64_t count, small, larger;  // the first `larger` tiles have small + 1 rows
+  int64_t count, small, larger;  // the first `larger` tiles have small + 1 rows, the others `small`
 
   Tiles(int64_t rows, int64_t most)
       : count((rows + most - 1) / most), small(rows / count), larger(rows % count) {}
@@ -82,17 +82,17 @@ struct Tiles {
   int64_t rows(int64_t tile) const { return small + (tile < larger ? 1 : 0); }
 };
 
-// Prefetches the line `bytes` after `at`. It may be past the end of the data; that is harmless.
-// Inlined early, because GCC deletes a call as having no effects.
+// Prefetches the cache line that is `bytes` after `at`. The address may be past the end of the
+// data. The function is inlined early, because GCC would delete a call to it as having no effects.
 [[gnu::always_inline]] inline void fetch_ahead(const void* at, uintptr_t bytes) {
   __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes));
 }
-// The same, into the second-level cache.
+// Like fetch_ahead, but prefetches into the second-level cache.
 [[gnu::always_inline]] inline void fetch_far_ahead(const void* at, uintptr_t bytes) {
   __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes), 0, 2);
 }
 
-// Calls body with `number`, 1 to kMost, as a constant.
+// Calls body with `number` (1 to kMost) as a constant.
 template <int kMost, class Body>
 inline void with_constant(int64_t number, Body body) {
   if constexpr (kMost > 1) {
@@ -101,7 +101,8 @@ inline void with_constant(int64_t number, Body body) {
   body(std::integral_constant<int, kMost>{});
 }
 
-// Copies results [rows, 32] of panel `number` to its columns of an output with `all` columns.
+// Copies the results [rows, 32] of panel `number` to the panel's columns in an output with `all`
+// columns.
 inline void copy_panel(const float* results, int64_t rows, int64_t number, int64_t all,
                        float* out) {
   const int64_t column = number * kPanel;
@@ -110,7 +111,8 @@ inline void copy_panel(const float* results, int64_t rows, int64_t number, int64
     __builtin_memcpy(out + r * all + column, results + r * kPanel, bytes);
 }
 
-// Tiles whose codes stay in the second-level cache while panels stream by.
+// The number of tiles that are multiplied by each panel together. Their codes stay in the
+// second-level cache while panels are read from memory.
 constexpr int64_t kTilesTogether = 20;
 
 }  // namespace

@@ -1,9 +1,9 @@
-// Mixtures of experts: groups rows by the expert they are routed to, runs two linear layers per
-// group, and adds the weighted results.
+// The kernel for mixtures of experts. It groups rows by the expert that they are routed to, runs
+// two linear layers for each group, and adds the weighted results.
 //
-// An expert's products are those of a quantised layer (kernels/linear.h) or of floats
-// (kernels/nvfp4.h). All experts share one list of tasks, so threads wait for each other four times
-// per mixture, not for every expert.
+// The linear layers use the code of quantised layers (kernels/linear.h) or of floats
+// (kernels/nvfp4.h). All experts share one list of tasks. So threads wait for each other only four
+// times per mixture, not for every expert.
 #pragma once
 
 #include "kernels/linear.h"
@@ -11,7 +11,7 @@
 
 namespace {
 
-// An fp32 layer with the interface of run_product's Product; it quantises nothing.
+// An fp32 layer with the functions that run_product's Product must have. It does not quantise.
 struct FloatProduct {
   static constexpr int64_t kTogether = kTilesTogether;
 
@@ -21,7 +21,7 @@ struct FloatProduct {
   FloatProduct(const dlm::Linear& of, void*) : layer(of), tiles(of.rows, simd::kFloatRows) {}
   void quantise(int64_t) const {}
 
-  // Multiplies panel `number` of a weight, [K, 32] floats, by the rows of tiles [first, last).
+  // Multiplies panel `number` of a weight, [K, 32] floats, by the rows in tiles [first, last).
   void multiply(size_t weight, int64_t number, int64_t first, int64_t last) const {
     float results[2][kTogether * simd::kFloatRows * kPanel];
     const int64_t K = layer.inputs, top = tiles.start(first), rows = tiles.start(last) - top;
@@ -37,16 +37,17 @@ struct FloatProduct {
   }
 };
 
-// The memory of a mixture: rows grouped by expert, intermediate results, and the grouping.
+// The scratch memory of a mixture. It has the rows grouped by expert, the intermediate results, and
+// the grouping. A slot is one of the choices of a row.
 struct Routed {
   const dlm::Experts& mixture;
-  int64_t slots;             // rows times active
+  int64_t slots;             // number of slots: rows * active
   float *inputs, *hidden;    // [slots, K], [slots, M]
   float* results;            // [slots, K], before weighting
-  int64_t* place;            // [slots]: the index of a token's choice among the grouped rows
-  dlm::ExpertGroup* groups;  // [number of experts reached]
+  int64_t* place;            // [slots]: index of each slot among the grouped rows
+  dlm::ExpertGroup* groups;  // one group for each expert that was chosen
   int64_t count;
-  char* codes;  // of a layer's quantised rows
+  char* codes;  // for the quantised rows of a layer
 
   Routed(const dlm::Experts& of, void* scratch)
       : mixture(of), slots(of.rows * of.active), count(0) {
@@ -63,7 +64,8 @@ struct Routed {
       groups[expert].start = next;
       next += groups[expert].rows;
     }
-    // Places an expert's rows in the order of tokens: `start` advances here and is reset below.
+    // Puts the rows of each expert in the order of tokens. This loop advances `start`, and the next
+    // loop resets it.
     for (int64_t slot = 0; slot < slots; ++slot) place[slot] = groups[of.chosen[slot]].start++;
     for (int64_t expert = 0; expert < of.count; ++expert) {
       if (groups[expert].rows == 0) continue;
@@ -73,7 +75,7 @@ struct Routed {
     }
   }
 
-  // The layer of a group: gate and up, or down.
+  // One layer of a group: either gate and up, or down.
   struct Layer {
     dlm::LinearWeight weights[2];
     float* outputs[2];

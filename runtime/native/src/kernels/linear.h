@@ -1,13 +1,14 @@
-// INT8 and INT4 linear layers, written over `Codes` (simd::Int8 or simd::Int4), which defines how
-// weights and rows are read and multiplied:
+// The kernel for INT8 and INT4 linear layers. It is written for a class `Codes` (simd::Int8 or
+// simd::Int4), which says how weights and rows are read and multiplied. `Codes` has:
 //
-// - Code, kCodeOrder, store_codes: the type of a row's code, and the order of four stored codes.
-// - Weights, load<kPart>: the weights of one step, of which a byte of a panel holds kParts.
-// - Activations, spread, dot: four codes of a row, and their products with weights.
-// - kWeightOffset: the constant added to the weights that `dot` sees.
-// - kMostInputs, widen: the most inputs that `dot` may add before its sums must be widened to 32
-//   bits; 0: no limit.
-// - kTileRows, kVectors: the rows and vectors of weights whose sums fit the registers.
+// - Code, kCodeOrder, store_codes: the type of a row's code, and the order in which four codes are
+//   stored.
+// - Weights, load<kPart>: the weights of one step. Each byte of a panel holds kParts weights. -
+// Activations, spread, dot: four codes of a row, and their products with weights. - kWeightOffset:
+// the constant that was added to the weights that `dot` multiplies. - kMostInputs, widen: the most
+// inputs that `dot` can add before its sums must be widened to 32 bits.
+//   0 means that there is no limit.
+// - kTileRows, kVectors: the numbers of rows and of weight vectors whose sums fit the registers.
 #pragma once
 
 #include <type_traits>
@@ -16,15 +17,16 @@
 
 namespace {
 
-// One tile of rows, quantised.
+// The quantised rows of one tile.
 template <class Codes>
 struct Tile {
-  const typename Codes::Code* codes;  // [K / 4, rows, 4], each four in kCodeOrder
-  const int32_t* offsets;             // [groups, rows]: the initial values of the sums over a group
+  const typename Codes::Code* codes;  // [K / 4, rows, 4], each four codes in kCodeOrder
+  const int32_t* offsets;             // [groups, rows]: initial values of the sums over each group
   const float* scales;                // [rows]
 };
 
-// The scales of columns: for INT8 one per column in fp32, for INT4 one per group in fp16.
+// The type of the scales of columns. INT8 has one scale per column in fp32. INT4 has one per group
+// in fp16.
 template <class Codes>
 using Scale = std::conditional_t<Codes::kParts == 1, float, uint16_t>;
 
@@ -32,19 +34,19 @@ inline F load_scales(const float* from) { return simd::load(from); }
 inline F load_scales(const uint16_t* from) { return simd::load_half(from); }
 
 // Weights are prefetched this many bytes before they are read, because hardware prefetchers stop at
-// 4 KiB pages. Measured on Zen 4: 2 to 8 KiB are equally good. They go to the second-level cache;
-// with the first, passes of 4 tokens took 2 to 5% longer.
+// 4 KiB pages. On Zen 4, all distances from 2 to 8 KiB were equally fast. Weights are prefetched
+// into the second-level cache. With the first-level cache, passes of 4 tokens took 2 to 5% longer.
 constexpr uintptr_t kFetchedAhead = 4096;
 
 template <class Codes>
 struct Panel {
   const uint8_t* codes;
   const Scale<Codes>* scales;  // [groups, 32]
-  uintptr_t ahead;             // kFetchedAhead for the first tile that reads it, 0 for later ones
+  uintptr_t ahead;             // kFetchedAhead for the first tile that reads the panel, otherwise 0
 };
 
-// Quantises some rows of a tile of `stride` rows. kTogether codes of a row, a power of two, are
-// contiguous.
+// Quantises some rows of a tile whose rows are `stride` apart. kTogether codes of a row are
+// contiguous in memory; it must be a power of two.
 template <class Codes, int64_t kTogether = kDot>
 void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_size, int64_t stride,
                    typename Codes::Code* codes, int32_t* offsets, float* scales) {
@@ -52,14 +54,14 @@ void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_s
   constexpr int kPiece = kTogether < kLanes ? kTogether : kLanes;
   const int64_t groups = dlm::groups_of(inputs, group_size);
   for (int64_t row = 0; row < rows; ++row, x += inputs) {
-    const auto at = [&](int64_t k) {  // for a multiple of 4
+    const auto at = [&](int64_t k) {  // offset of the codes from input k on, a multiple of 4
       const int64_t inside = k & (kTogether - kDot);
       return codes + (k - inside) * stride + row * kTogether + inside;
     };
     const int32_t bits = largest_bits(x, inputs);
     float amax;
     __builtin_memcpy(&amax, &bits, sizeof amax);
-    if (bits >= 0x7f800000) {  // every output of the row becomes NaN, so the error shows
+    if (bits >= 0x7f800000) {  // every output of the row becomes NaN, so that the error is noticed
       scales[row] = __builtin_nanf("");
       for (int64_t k = 0; k < inputs; k += kDot) __builtin_memset(at(k), 0, kDot * sizeof(Code));
       for (int64_t group = 0; group < groups; ++group) offsets[group * stride + row] = 0;
@@ -94,8 +96,8 @@ void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_s
   }
 }
 
-// Adds the products of kRows rows and kVectors vectors of columns over this many inputs to sums.
-// Advances its pointers.
+// Multiplies kRows rows by kVectors vectors of columns over this many inputs, and adds the products
+// to `sums`. Advances its pointers.
 template <class Codes, int kRows>
 [[gnu::always_inline]] inline void sum_products(const typename Codes::Code*& code,
                                                 const uint8_t*& weight, int64_t inputs,
@@ -124,7 +126,7 @@ template <class Codes, int kRows>
   }
 }
 
-// Multiplies kRows rows by one panel and scales the results to out [kRows, 32].
+// Multiplies kRows rows by one panel. Writes the scaled results to out [kRows, 32].
 template <class Codes, int kRows>
 [[gnu::noinline]] void multiply_tile(const Tile<Codes>& tile, const Panel<Codes>& panel,
                                      int64_t inputs, int64_t group_size, float* out,
@@ -140,7 +142,7 @@ template <class Codes, int kRows>
         sums[i] = simd::iset(offset[i / kVectors]);
       });
     };
-    if constexpr (Codes::kParts == 1) {  // one group
+    if constexpr (Codes::kParts == 1) {  // INT8, which has one group
       I sums[kSums];
       start(sums);
       sum_products<Codes, kRows>(code, weight, inputs, panel.ahead, sums);
@@ -156,7 +158,7 @@ template <class Codes, int kRows>
         I sums[kSums];
         start(sums);
         int64_t here = least(group_size, left);
-        // a group of 32 has 8 times as many bytes of codes as of scales
+        // A group of 32 has 8 times as many bytes of codes as of scales.
         fetch_ahead(scale, panel.ahead / 8);
         if constexpr (Codes::kMostInputs == 0) {
           sum_products<Codes, kRows>(code, weight, here, panel.ahead, sums);
@@ -189,11 +191,11 @@ template <class Codes, int kRows>
 
 inline F silu(F x) {
   const F scaled = x * simd::set(-kLog2e);
-  // Above 2 ^ 126, the quotient is 0 for every float x.
+  // For exponents above 2 ^ 126, the quotient is 0 for every float x.
   return x / (simd::set(1.0f) + exp2(simd::min(simd::set(126.0f), scaled)));
 }
 
-// results = silu(results) * up, for whole vectors.
+// Computes results = silu(results) * up, in whole vectors.
 inline void gate(float* results, const float* up, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes)
     simd::store(results + i, silu(simd::load(results + i)) * simd::load(up + i));
@@ -209,7 +211,7 @@ struct Product {
   const dlm::Linear& layer;
   int64_t group_size, groups;
   Tiles tiles;
-  // These arrays have all tiles. They are in scratch memory.
+  // These arrays are in scratch memory, and have the data of all tiles.
   float* scales;
   int32_t* offsets;
   typename Codes::Code* codes;
@@ -230,7 +232,7 @@ struct Product {
                          codes + start * layer.inputs, offsets + start * groups, scales + start);
   }
 
-  // Multiplies panel `number` of the weights by the rows of tiles [first, last).
+  // Multiplies panel `number` of the weights by the rows in tiles [first, last).
   void multiply(size_t weight, int64_t number, int64_t first, int64_t last) const {
     const int64_t all = layer.weights[weight].columns, column = number * kPanel;
     for (int64_t tile = first; tile < last; ++tile) {
@@ -252,7 +254,7 @@ struct Product {
   }
 
  private:
-  // Multiplies one tile, to out [rows, 32].
+  // Multiplies one tile by a panel. Writes the results to out [rows, 32].
   void multiply(size_t weight, int64_t number, int64_t tile, uintptr_t ahead, float* out,
                 int64_t stride) const {
     const dlm::LinearWeight& w = layer.weights[weight];
@@ -267,15 +269,16 @@ struct Product {
   }
 };
 
-constexpr int64_t kTasks = 16;  // the fewest tasks of a layer, if it is large enough
+constexpr int64_t kTasks = 16;  // number of tasks of a layer that is large enough
 
-// Quantises the rows of a layer and multiplies them by every panel. Product has the members of
-// the struct of that name:
+// Quantises the rows of a layer and multiplies them by every panel. The class Product must have
+// these members; the struct Product above is an example:
 //
-//   slices, quantise(i)                    quantise the rows in this many parts
+//   slices, quantise(i)                    number of slices of rows, and quantise slice i
 //   tiles, kTogether                       tiles of rows, and how many of them a task takes at once
-//   Task                                   data of a task's thread while it multiplies
-//   multiply(weight, number, first, last)  panel `number` of a weight by tiles [first, last)
+//   Task                                   data that a task's thread needs while it multiplies
+//   multiply(weight, number, first, last)  multiply panel `number` of a weight by tiles [first,
+//   last)
 template <class Product>
 void run_product(const Product& product, dlm::Parallel& parallel) {
   const dlm::Linear& layer = product.layer;

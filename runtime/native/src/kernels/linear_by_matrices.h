@@ -1,30 +1,35 @@
-// Computes INT8 and INT4 linear layers of many rows with matrix registers. Include the header that
-// defines `matrix` before this one. If there are few rows, or if groups do not fit the registers,
-// vectors multiply instead (kernels/linear.h). Both methods give bit-identical results.
+// Computes INT8 and INT4 linear layers of many rows with matrix registers. The header that defines
+// `matrix` must be included before this one. If there are few rows, or if the groups do not suit
+// the registers, the vector kernel of kernels/linear.h is used instead. Both give bit-identical
+// results.
 //
 // A tile has 32 rows, which fill two registers of 16 rows. A panel has 32 columns, which also fill
-// two registers. Its bytes are stored in the layout of the registers. Four more registers hold the
-// sums of the two by two products. So each loaded byte of one side is multiplied by 32 bytes of the
-// other side.
+// two registers. The bytes of a panel are stored in the layout of these registers. Four more
+// registers hold the sums of the two by two products. So each loaded byte of a tile or panel is
+// used for 32 products.
 #pragma once
 
 #include "kernels/linear.h"
 
 namespace {
 
-constexpr int64_t kMatrixRows = 32;  // of a tile
-constexpr int64_t kSliceRows = 8;    // quantised together, so that threads can share a single tile
-constexpr int64_t kMatrixTogether = 8;  // tiles that a task multiplies each panel by
-// INT4 weights are unpacked for this many inputs at a time: 8 KiB, which fit the first-level cache.
+constexpr int64_t kMatrixRows = 32;  // number of rows in a tile
+// The number of rows that a task quantises. A slice is smaller than a tile, so that several threads
+// can share a single tile.
+constexpr int64_t kSliceRows = 8;
+constexpr int64_t kMatrixTogether = 8;  // number of tiles that a task multiplies each panel by
+// INT4 weights are unpacked for this many inputs at a time. They take 8 KiB, which fits the
+// first-level cache.
 constexpr int64_t kUnpackedInputs = 256;
 
-// Up to this many rows, vectors multiply; registers would be padded with empty rows. A row takes 16
-// cycles per 2048 weights, so 16 rows take 256. In that time a core cannot read more weights from
-// memory (at 3 GHz that is 24 GB/s, or 12 for INT4; a core's share of the bandwidth is less).
+// Up to this many rows, the vector kernel multiplies, because registers would be padded with empty
+// rows. On the vector units, a row takes 16 cycles per 2048 weights, so 16 rows take 256 cycles. In
+// that time, a core cannot read more weights from memory anyway: at 3 GHz that would be 24 GB/s (12
+// GB/s for INT4), and a core's share of the bandwidth is less.
 constexpr int64_t kFewRows = 16;
 
-// In both formats, row codes are signed bytes and weights unsigned bytes. A product takes kStep
-// inputs.
+// How codes are multiplied. In both formats, the codes of rows are signed bytes, and weights are
+// unsigned bytes. One product of registers takes kStep inputs.
 struct MatrixInt8 : simd::Bytes {
   static constexpr bool kIsInt4 = false;
   static constexpr int32_t kWeightOffset = 128;
@@ -37,12 +42,12 @@ struct MatrixInt4 : simd::Bytes {
   static constexpr int64_t kStep = kInputs;
 };
 
-// Data to prefetch meanwhile, a number of lines per product.
+// Data to prefetch while products are computed: some cache lines per product.
 struct Fetched {
   const uint8_t* next;
   int64_t lines;
 
-  // Splits `bytes` from `from`, but at most to `end`, over this many products.
+  // Splits `bytes` bytes from `from` on evenly over this many products. Does not go beyond `end`.
   Fetched(const uint8_t* from, int64_t bytes, const uint8_t* end, int64_t products)
       : next(from), lines((least(bytes, end - from) + 64 * products - 1) / (64 * products)) {}
 };
@@ -51,7 +56,8 @@ inline void start_sums() {
   matrix::zero<0>(), matrix::zero<1>(), matrix::zero<2>(), matrix::zero<3>();
 }
 
-// Adds `count` products of codes [count, 32, step] and weights [count, step / 4, 32, 4].
+// Multiplies codes [count, 32, step] by weights [count, step / 4, 32, 4]. Adds the products to the
+// sums in the registers.
 inline void add_products(const int8_t* codes, const uint8_t* weights, int64_t step, int64_t count,
                          Fetched& fetched) {
   constexpr int64_t kHalf = kMatrixRows / 2, kWidth = kPanel * kDot;
@@ -68,7 +74,7 @@ inline void add_products(const int8_t* codes, const uint8_t* weights, int64_t st
   }
 }
 
-// Stores the registers' sums to [32, 32].
+// Stores the sums in the registers to [32, 32].
 inline void store_sums(int32_t* sums) {
   constexpr int64_t kHalf = kMatrixRows / 2, kWidth = kPanel * kDot;
   matrix::store<0>(sums, kWidth), matrix::store<1>(sums + kPanel / 2, kWidth);
@@ -76,7 +82,7 @@ inline void store_sums(int32_t* sums) {
   matrix::store<2>(sums, kWidth), matrix::store<3>(sums + kPanel / 2, kWidth);
 }
 
-// Unpacks one panel's INT4 weights of `inputs` inputs to bytes [inputs / 4, 32, 4].
+// Unpacks the INT4 weights of one panel for `inputs` inputs to bytes [inputs / 4, 32, 4].
 inline void unpack(const uint8_t* packed, int64_t inputs, uint8_t* bytes) {
   constexpr int64_t kWidth = kPanel * kDot, kVector = kLanes * kDot;
   for (int64_t k = 0; k < inputs; k += dlm::kPairs, packed += kWidth, bytes += 2 * kWidth) {
@@ -101,9 +107,10 @@ struct MatrixProduct {
   const dlm::Linear& layer;
   int64_t group_size, groups;
   Tiles tiles;
-  // These arrays have all tiles. Tiles are padded to 32 rows, and rows to whole products.
+  // These arrays have the data of all tiles. Tiles are padded to 32 rows, and rows to whole
+  // products.
   int8_t* codes;     // [K / step, 32, step]
-  int32_t* offsets;  // [groups, 32]: added to the sums over a group
+  int32_t* offsets;  // [groups, 32]: added to the sums of each group
   float* scales;     // [32]
 
   MatrixProduct(const dlm::Linear& of, void* scratch)
@@ -156,13 +163,14 @@ struct MatrixProduct {
     }
   }
 
-  // Writes the results [tiles, 32, 32] of one panel.
+  // Writes the results of one panel, [tiles, 32, 32].
   void multiply_int8(const dlm::LinearWeight& weight, int64_t number, int64_t first, int64_t last,
                      float* results) const {
     const int64_t K = layer.inputs, bytes = K * kPanel, whole = K / kStep, left = K % kStep;
     const uint8_t* const panel = weight.panels + number * bytes;
     const uint8_t* const end = weight.panels + dlm::padded_columns(weight.columns) * K;
-    // A copy of the last product's weights, because the memory after the panel may not exist.
+    // A copy of the weights of the last, incomplete product. The memory after the panel may not
+    // exist.
     alignas(64) uint8_t rest[kStep * kPanel];
     __builtin_memcpy(rest, panel + whole * kStep * kPanel, left * kPanel);
     __builtin_memset(rest + left * kPanel, 0, (kStep - left) * kPanel);
@@ -241,7 +249,8 @@ struct MatrixProduct {
   }
 };
 
-// Uses the same processor's vector kernels if a layer does not suit the registers.
+// Computes a linear layer with matrix registers. If the layer does not suit them, uses the vector
+// kernels of the same processor.
 template <const dlm::Kernels& kVectorKernels>
 void matrix_linear(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {
   const int64_t size = layer.group_size;

@@ -1,11 +1,11 @@
-// RMSNorm of rows, and of residual sums.
+// RMSNorm of rows, and of the sums of two rows.
 #pragma once
 
 #include "kernels/common.h"
 
 namespace {
 
-// The factor of a row, from the sum of its squares: 1 / sqrt(mean + epsilon).
+// The factor that normalises a row, from the sum of its squares: 1 / sqrt(mean + epsilon).
 inline float inverse_size(float squares, int64_t width, float epsilon) {
   return 1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + epsilon);
 }
@@ -19,7 +19,8 @@ inline void scale_row(const float* x, float inverse, const float* weight, int64_
   for (; i < width; ++i) y[i] = x[i] * inverse * weight[i];
 }
 
-// The sum of a row's squares: read(i) returns a vector of it, read_one(i) one of the numbers left.
+// The sum of the squares of a row. read(i) returns the vector of numbers from i on. read_one(i)
+// returns number i, for the numbers after the last whole vector.
 template <class Read, class ReadOne>
 [[gnu::always_inline]] inline float sum_squares(int64_t width, Read read, ReadOne read_one) {
   constexpr int kSums = 4;  // enough to hide the latency of multiply-adds
@@ -66,7 +67,7 @@ inline void add_norm_row(const dlm::AddNorm& a, int64_t row) {
 
 inline void add_norm(const dlm::AddNorm& a, dlm::Parallel& parallel) {
   if (a.rows == 0) return;
-  const int64_t together = a.rows * a.width < kFewNumbers ? a.rows : 16;  // rows per task
+  const int64_t together = a.rows * a.width < kFewNumbers ? a.rows : 16;  // number of rows per task
   parallel.each((a.rows + together - 1) / together, [&](int64_t task) {
     const int64_t first = task * together;
     for (int64_t row = first; row < least(first + together, a.rows); ++row) add_norm_row(a, row);

@@ -1,14 +1,15 @@
-// NVFP4 linear layers.
+// The kernel for NVFP4 linear layers, and products of floats that other kernels also use.
 #pragma once
 
 #include "kernels/common.h"
 
 namespace {
 
-// Inputs whose weights are decoded at a time: 16 KiB, which fit the first-level cache.
+// The weights of this many inputs are decoded at a time. They take 16 KiB, which fits the
+// first-level cache.
 constexpr int64_t kStretch = 128;
 
-// A scale in E4M3. Its exponent bias is 7; a float's is 127.
+// Decodes a scale in E4M3. Its exponent bias is 7, and that of a float is 127.
 inline float e4m3(uint8_t byte) {
   if ((byte & 0x7f) == 0x7f) return __builtin_nanf("");
   const uint32_t bits =
@@ -18,7 +19,7 @@ inline float e4m3(uint8_t byte) {
   return scale * 0x1p120f;
 }
 
-// Decodes one panel's weights of `inputs` inputs to floats [inputs, 32].
+// Decodes the weights of one panel for `inputs` inputs to floats [inputs, 32].
 inline void decode(const uint8_t* codes, const uint8_t* scales, int64_t inputs, float global_scale,
                    float* weights) {
   constexpr int kVectors = kPanel / kLanes, kHalf = kPanel / 2;
@@ -39,8 +40,8 @@ inline void decode(const uint8_t* codes, const uint8_t* scales, int64_t inputs, 
   }
 }
 
-// Adds the products of kRows rows, `stride` apart, and a panel's weights [inputs, 32] to sums
-// [kRows, 32].
+// Multiplies kRows rows, which are `stride` apart, by a panel's weights [inputs, 32]. Adds the
+// products to sums [kRows, 32].
 template <int kRows>
 [[gnu::noinline]] void multiply_floats(const float* x, int64_t stride, const float* weights,
                                        int64_t inputs, float* sums) {
@@ -68,8 +69,9 @@ template <int kRows>
   }
 }
 
-// Sums the products of tiles [first, last) of x [rows, K] and a panel's weights, to sums [rows,
-// 32]. weights_of(k, inputs) returns the weights [inputs, 32] of the inputs from k on.
+// Multiplies the rows in tiles [first, last) of x [rows, K] by a panel's weights. Writes the
+// results to sums [rows, 32]. weights_of(k, inputs) returns the weights [inputs, 32] of the inputs
+// from k on.
 template <class WeightsOf>
 void sum_floats(const float* x, int64_t K, const Tiles& tiles, int64_t first, int64_t last,
                 float* sums, WeightsOf weights_of) {

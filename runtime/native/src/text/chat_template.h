@@ -1,6 +1,8 @@
-// Renders a conversation as the text its denoiser was trained on, up to the assistant's reply.
+// Turns a conversation into the text that the denoiser was trained on, up to where the assistant's
+// reply starts.
 //
-// The template is not run: the text file has the text before, between and after messages.
+// The chat template itself is not run. The bundle's text file has the text that the template puts
+// before, between and after messages.
 #pragma once
 
 #include <string>
@@ -18,12 +20,14 @@ struct ChatMessage {
 
 struct RenderedChat {
   std::string text;
-  // Byte ranges [first, last) of the non-empty contents, ascending.
+  // The byte ranges [first, last) of the messages' contents in the text, ascending. Empty contents
+  // are left out.
   std::vector<std::pair<size_t, size_t>> contents;
 };
 
-// Throws Error(DLM_INVALID_ARGUMENT) for an unknown role. Throws Error(DLM_UNSUPPORTED) if the file
-// does not know the conversation's text, or if it is more than the messages put together.
+// Throws Error(DLM_INVALID_ARGUMENT) for an unknown role. Throws Error(DLM_UNSUPPORTED) if the text
+// file lacks the text for this conversation, or if the template does more than joining the
+// messages.
 RenderedChat render_chat(const TextFile& file, const std::vector<ChatMessage>& messages);
 
 }  // namespace dlm

@@ -1,4 +1,5 @@
-// Canonical composition of Unicode text (NFC, annex 15 of the standard), with a text file's tables.
+// Normalises Unicode text to its composed form (NFC, Unicode annex 15), with the tables of a text
+// file.
 #pragma once
 
 #include <string>
@@ -8,7 +9,8 @@
 
 namespace dlm {
 
-// Composes `text` into `out`; returns false if it is already composed. `file` must have the tables.
+// Writes the composed form of `text` to `out`. Returns false if `text` is already composed; `out`
+// is then not used. `file` must have the NFC tables.
 bool compose(const TextFile& file, std::string_view text, std::string& out);
 
 }  // namespace dlm

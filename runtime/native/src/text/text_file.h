@@ -1,8 +1,8 @@
-// A bundle's compiled text file: the tables of its tokenizer and its chat template.
+// A bundle's compiled text file. It has the tables of the tokenizer and of the chat template.
 //
-// exporter/dlm_export/text/layout.py writes it, and docs/reference/bundle.md documents it. It has a
-// header of sizes, then numbers in little-endian int32, then bytes. It is data only, and everything
-// in it is checked when it is read.
+// exporter/dlm_export/text/layout.py writes the file, and docs/reference/bundle.md documents it.
+// The file has a header of sizes, then int32 numbers in little-endian order, then bytes. It
+// contains only data, no code. All of it is checked when it is read.
 #pragma once
 
 #include <cstddef>
@@ -15,9 +15,9 @@
 
 namespace dlm {
 
-using Numbers = View<int32_t>;  // a part of the file
+using Numbers = View<int32_t>;  // an array of numbers in the file
 
-// One byte per code point, in pages of 256. Empty if there are no pages.
+// A table with one byte for each code point, in pages of 256. It is empty if it has no pages.
 struct CodePointTable {
   Numbers pages;
   View<uint8_t> values;
@@ -26,7 +26,7 @@ struct CodePointTable {
   }
 };
 
-// Strings stored one after another.
+// A list of strings, stored one after another.
 struct Strings {
   Numbers starts;
   std::string_view bytes;
@@ -40,62 +40,73 @@ struct Strings {
 struct TextFile {
   enum TokenFlag : uint8_t { special = 1, whole = 2, byte = 4 };
   enum AddedFlag : int32_t { strips_left = 1, strips_right = 2, single_word = 4 };
-  // How a chat uses a message's content: not at all, unchanged, or without surrounding white space.
+  // How a chat uses the content of a message: not at all (the message is refused), unchanged, or
+  // without surrounding white space.
   enum Transform : int32_t { refused = 0, as_is = 1, stripped = 2 };
 
   TextFile() = default;
-  TextFile(TextFile&&) = default;  // a copy would point into its source
+  TextFile(TextFile&&) = default;  // movable, but not copyable: a copy would point into its source
   TextFile& operator=(TextFile&&) = default;
 
-  std::vector<int32_t> storage;  // the file; all other fields point into it
+  std::vector<int32_t> storage;  // content of the file; all other fields point into it
 
   int32_t vocab_size = 0;
-  // The text of each token. `whole`: a piece with this text is this token, whatever the merges say.
+  // The text of each token. Flag `whole`: if a piece has exactly this text, it becomes this token
+  // without any merging.
   Strings tokens;
   View<uint8_t> token_flags;
-  // The initial tokens of a piece: by character, otherwise by byte. -1: left out.
+  // The tokens that a piece consists of before merging. A character listed in char_points has one
+  // token. Any other character has one token per byte. -1: there is no token, and the byte is left
+  // out.
   Numbers byte_ids, char_points, char_ids;
-  Numbers merges;  // [M, 3]: left, right, result; earlier entries merge first
-  // Texts that are always one token: the first `raw_added` are matched before normalisation, the
-  // others after it. Both parts ascend.
+  Numbers merges;  // [M, 3]: left token, right token, result; earlier rows merge first
+  // Texts that always become one token. The first `raw_added` are matched before normalisation, and
+  // the others after it. Each of the two parts is in ascending order.
   Numbers added_ids, added_flags;
   Strings added;
   size_t raw_added = 0;
 
-  bool has_space_letter = false;   // U+2581 becomes a space
-  bool starts_with_space = false;  // a space is added at the start
-  bool is_byte_fallback = false;   // adjacent byte tokens form text, or one U+FFFD each
-  bool strips_space = false;       // decoding drops one space at the start
-  // Each split in turn cuts text into its matches and the parts between them.
+  bool has_space_letter = false;   // U+2581 stands for a space
+  bool starts_with_space = false;  // encoding adds a space at the start
+  bool is_byte_fallback = false;  // adjacent byte tokens are decoded together; invalid bytes become
+                                  // U+FFFD each
+  bool strips_space = false;      // decoding removes one space at the start
+  // The splits cut text into pieces, one split after another. Each split cuts a text into its
+  // matches and the parts between them. `classes` has the character class of each code point.
   CodePointTable classes;
   int32_t class_count = 0;
-  // The states of split s are [split_starts[s], split_starts[s + 1]); the first is its start state.
-  // A state has one entry per class, and one for the end of the text: twice the number of the next
-  // state plus 1 (0: none), plus 1 if a match ends before that character.
+  // Each split is a state machine. The states of split s are [split_starts[s], split_starts[s +
+  // 1]), and the first of them is its start state. A state has one entry for each character class,
+  // and one for the end of the text. The entry is 2 * (next state + 1), or 0 if there is no next
+  // state. 1 is added if a match ends before that character.
   Numbers split_starts, split_tables;
 
-  // Canonical composition (NFC). Class 0: never changes. Class 255: a starter that may change.
-  // Other classes: the combining class.
+  // Tables for composing text (NFC). The class of a code point is 0 if the code point never
+  // changes, and 255 if it is a starter that may change. Otherwise it is the combining class.
   CodePointTable nfc;
   Numbers decomposed, decomposition_starts, decomposition_points;
-  Numbers compositions;  // [F, 3]: first, second, result; ascending
+  Numbers compositions;  // [F, 3]: first code point, second, their composition; ascending
 
-  Numbers prefix, suffix;  // added around a prompt
+  Numbers prefix, suffix;  // token ids added before and after a prompt
 
-  // Chats. A message's context is 2 * role, plus 1 for the last message. The text before a message
-  // depends on its context and the previous role (0: none, else role + 1). The text after the last
-  // message depends on its role. -1: not allowed.
+  // Tables for chats. The context of a message is 2 * role, plus 1 if it is the last message. The
+  // text before a message depends on its context and on the previous role. (The previous role is
+  // stored as role + 1; 0 means that there is no previous message.) The text after the last message
+  // depends on its role. -1 means that the conversation is not allowed.
   Strings chat_strings;
-  Numbers roles;  // [R], their names; if a name is listed twice, the first is for first messages.
-                  // If it is empty, the first string is the reason
+  // [R], the names of the roles. If a name is listed twice, the first entry is for the first
+  // message of a conversation. If there are no roles, the first string says why chats are not
+  // supported.
+  Numbers roles;
   Numbers chat_transforms;             // [2 R]
   Numbers chat_gaps;                   // [R + 1, 2 R]
   Numbers chat_ends;                   // [R]
-  Numbers literal_contexts, literals;  // text that a content must not contain, by context
-  Numbers empty_contexts;              // contexts whose content must not be empty
+  Numbers literal_contexts, literals;  // by context: texts that a content must not contain
+  Numbers empty_contexts;              // contexts in which the content must not be empty
 };
 
-// Reads and checks a file. `where` starts messages. Throws Error(DLM_BAD_BUNDLE, DLM_UNSUPPORTED).
+// Reads and checks a file. Messages start with `where`. Throws Error(DLM_BAD_BUNDLE,
+// DLM_UNSUPPORTED).
 TextFile read_text_file(const void* data, size_t size, const std::string& where);
 
 }  // namespace dlm

@@ -1,6 +1,8 @@
-// Text to token ids and back, with a compiled text file. Builds compare it with Python's.
+// The tokenizer: converts text to token ids and back, with the tables of a compiled text file. When
+// a bundle is built, the results are compared with those of the Python tokenizer.
 //
-// Byte pair encoding over bytes, or over characters with bytes for those the vocabulary lacks.
+// It implements byte pair encoding. Tokens are sequences of bytes, or sequences of characters; then
+// a character that the vocabulary lacks is encoded as bytes.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +16,13 @@
 
 namespace dlm {
 
-constexpr size_t kMostTextBytes = size_t{1} << 28;  // the most to encode at once
+constexpr size_t kMostTextBytes = size_t{1} << 28;  // most bytes of text in one call
 
-// An open-addressing hash index of numbers; load factor at most 1/2.
+// An open-addressing hash index of numbers. The load factor is at most 1/2.
 class Index {
  public:
   void reserve(size_t count);
-  // Throws Error(DLM_BAD_BUNDLE) if there are too many collisions to be chance.
+  // Throws Error(DLM_BAD_BUNDLE) if there are more collisions than chance would explain.
   void insert(uint64_t hash, int32_t number);
   template <class IsIt>
   int32_t find(uint64_t hash, IsIt is_it) const {
@@ -37,7 +39,7 @@ class Index {
 
 struct Encode {
   bool is_prompt = false;
-  bool special_tokens = false;  // text of a special token becomes that token
+  bool special_tokens = false;  // text of a special token is encoded as that token
 };
 
 class Text {
@@ -47,10 +49,12 @@ class Text {
 
   const TextFile& file() const { return file_; }
 
-  // Appends the ids of a text. `how.is_prompt` adds the tokenizer's tokens around a prompt. Throws
-  // Error(DLM_INVALID_ARGUMENT) for invalid UTF-8 and for special tokens that are not allowed.
+  // Appends the ids of a text to `out`. If `how.is_prompt` is set, also adds the tokens that the
+  // tokenizer puts around a prompt. Throws Error(DLM_INVALID_ARGUMENT) for invalid UTF-8, and for
+  // special tokens that are not allowed.
   void encode(std::string_view text, Encode how, std::vector<int32_t>& out) const;
-  // The same for a chat. Special tokens are recognised unless they touch a message's content.
+  // Appends the ids of a chat. Special tokens in the template's text are recognised. Text that
+  // touches the content of a message is never recognised as a special token.
   void encode_chat(const RenderedChat& chat, std::vector<int32_t>& out) const;
 
  private:
@@ -62,16 +66,17 @@ class Text {
   TextFile file_;
   const std::string where_;
   Index merges_, wholes_;
-  uint8_t starts_added_[2][256] = {};  // first bytes of added texts, before and after normalising
+  uint8_t starts_added_[2][256] = {};  // first bytes of added texts, before and after normalisation
 };
 
-// Decodes ids in batches into whole characters. The result does not depend on the batches.
+// Decodes token ids to text, in batches. Only whole characters are returned, so how the ids are
+// split into batches does not change the text.
 class TextDecoder {
  public:
   explicit TextDecoder(std::shared_ptr<const Text> text) : text_(std::move(text)) {}
 
-  // Appends the text of `count` further ids; unknown and special ones are skipped. is_last: no ids
-  // follow.
+  // Decodes `count` more ids and appends their text to `out`. Skips unknown and special ids.
+  // is_last: no ids follow.
   void operator()(const int32_t* ids, size_t count, bool is_last, std::string& out);
 
  private:
@@ -79,7 +84,7 @@ class TextDecoder {
   void put(std::string_view whole, std::string& out);
 
   std::shared_ptr<const Text> text_;
-  std::string held_;  // bytes that may be an incomplete character
+  std::string held_;  // bytes that may be the start of a character
   bool is_at_start_ = true;
 };
 

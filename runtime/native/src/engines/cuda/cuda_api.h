@@ -1,6 +1,7 @@
-// The part of CUDA's driver API that engines use. libcuda is loaded at run time. It is declared
-// here because few build machines have CUDA's headers. Names are libcuda's; types and values are
-// those of cuda.h (tests/cuda_calls_check.cc compares them). Enums are passed as int.
+// The part of CUDA's driver API that engines use. libcuda is loaded at run time. Its functions are
+// declared here, because few build machines have CUDA's headers. The names are those of libcuda.
+// The types and values are those of cuda.h, and tests/cuda_calls_check.cc compares them. Enums are
+// passed as int.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +10,8 @@
 #include <new>
 #include <string>
 
-// Opaque here; the official names let the check compare signatures.
+// These types are opaque here. They have their official names, so that the check can compare
+// signatures.
 struct CUctx_st;
 struct CUgraph_st;
 struct CUgraphExec_st;
@@ -79,10 +81,11 @@ struct CUDA_MEMCPY2D {
 
 class Cuda {
  public:
-  // Opens $DLM_CUDA_LIBRARY, or libcuda.so.1. Throws Error(DLM_ENGINE_MISSING).
+  // Loads the library in $DLM_CUDA_LIBRARY, or libcuda.so.1. Throws Error(DLM_ENGINE_MISSING).
   Cuda();
 
-  // Throws Error(DLM_ENGINE_FAILED) with the call and the driver's name of the error.
+  // Throws Error(DLM_ENGINE_FAILED) if `result` is an error. The message has the name of the call
+  // and the driver's name of the error.
   void check(CUresult result, const char* call) const;
 
 #define DLM_CUDA_MEMBER(name, ...) CUresult (*name)(__VA_ARGS__) = nullptr;
@@ -90,26 +93,28 @@ class Cuda {
 #undef DLM_CUDA_MEMBER
 };
 
-// A device and its primary context, which TensorRT and ONNX Runtime also use.
+// A CUDA device and its primary context. TensorRT and ONNX Runtime use the same context.
 class CudaDevice {
  public:
-  // Throws Error(DLM_ENGINE_MISSING) if there is no device, DLM_INVALID_ARGUMENT if not this one.
+  // Throws Error(DLM_ENGINE_MISSING) if there is no device at all, and Error(DLM_INVALID_ARGUMENT)
+  // if there is no device with this index.
   explicit CudaDevice(int index = 0);
   ~CudaDevice();
   CudaDevice(const CudaDevice&) = delete;
   CudaDevice& operator=(const CudaDevice&) = delete;
 
   const Cuda& cuda() const { return cuda_; }
-  int32_t sm() const { return sm_; }  // 89 = 8.9
+  int32_t sm() const { return sm_; }  // compute capability; 89 means 8.9
   const std::string& name() const { return name_; }
 
-  // Makes the device's context current in this thread while it lives.
+  // While a Use exists, the device's context is current in the thread that created it.
   class Use {
    public:
     explicit Use(const CudaDevice& device) : cuda_(device.cuda_) {
       cuda_.check(cuda_.cuCtxPushCurrent_v2(device.context_), "cuCtxPushCurrent");
     }
-    // For destructors. If the context cannot be made current, its memory is already gone.
+    // For destructors, which must not throw. If the context cannot be made current, its memory is
+    // already freed.
     Use(const CudaDevice& device, std::nothrow_t) noexcept
         : cuda_(device.cuda_),
           is_pushed_(cuda_.cuCtxPushCurrent_v2(device.context_) == CUDA_SUCCESS) {}
@@ -139,7 +144,8 @@ class CudaDevice {
   std::string name_;
 };
 
-// Frees driver objects. The device's context must be current when they are created and freed.
+// Frees objects of the driver. The device's context must be current when they are created and when
+// they are freed.
 struct CudaDelete {
   const Cuda* cuda;
   void operator()(CUstream_st* stream) const { cuda->cuStreamDestroy_v2(stream); }
@@ -150,7 +156,8 @@ using CudaStream = std::unique_ptr<CUstream_st, CudaDelete>;
 using CudaGraph = std::unique_ptr<CUgraph_st, CudaDelete>;
 using CudaGraphExec = std::unique_ptr<CUgraphExec_st, CudaDelete>;
 
-// A stream that does not wait for others, unlike the default one. Throws like Cuda::check.
+// Creates a stream. Unlike the default stream, it does not wait for other streams. Throws like
+// Cuda::check.
 CudaStream create_stream(const Cuda& cuda);
 
 // A block of device memory, or of host memory that the device can access directly.

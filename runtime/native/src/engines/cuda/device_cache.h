@@ -1,4 +1,5 @@
-// Keys and values on a CUDA device: kept rows (past) and the rows of the last pass (present).
+// The cache on a CUDA device. "Past" holds the rows of keys and values that passes read, and
+// "present" the rows that the last pass wrote.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +13,9 @@
 
 namespace dlm {
 
-// Offsets of parts of these sizes in one allocation; the last element is its size. TensorRT
-// requires multiples of 256 bytes, and distinct addresses even for empty tensors.
+// Returns the offsets of parts with these sizes in one allocation, followed by the size of the
+// allocation. TensorRT requires offsets that are multiples of 256 bytes, and different addresses
+// even for empty tensors.
 inline std::vector<size_t> lay_out(const std::vector<size_t>& bytes) {
   std::vector<size_t> offsets = {0};
   for (const size_t part : bytes)
@@ -23,31 +25,36 @@ inline std::vector<size_t> lay_out(const std::vector<size_t>& bytes) {
 
 class DeviceCache {
  public:
-  // A key or value tensor, [B, kv_heads, S or T, head_size], each with room for S + T rows.
+  // The addresses of one key or value tensor in past and in present. Past has the shape [B,
+  // kv_heads, S, head_size], and present has T instead of S. Each has room for S + T rows.
   struct Place {
     CUdeviceptr past, present;
   };
 
   DeviceCache(const Cuda& cuda, const CacheShape& shape) : cuda_(cuda), shape_(shape) {}
 
-  // Sets the places of keys and values of layer 0, of layer 1, ... Drops the rows kept so far.
+  // Sets the memory of all tensors: the keys and values of layer 0, then of layer 1, and so on.
+  // Forgets all rows kept so far.
   void place(std::vector<Place> places);
 
-  // The same, but copies the kept rows there, in the order of the stream.
+  // Like place(), but copies the kept rows to the new memory. The copies are queued on the stream.
   void move(std::vector<Place> places, CUstream stream);
   const std::vector<Place>& places() const { return places_; }
 
-  // Call them around a pass, which may throw in between. `use` is Context::run's.
+  // The caller calls begin() before each pass and end() after it. If the pass throws, end() is not
+  // called. `use` is the argument of Context::run.
   void begin(const dlm_pass& pass, CacheUse use);
   void end(const dlm_pass& pass, CacheUse use);
 
-  // Context::keep_outside, in the order of the stream, without waiting. Rows stay in the order of
-  // their positions: all of past is copied behind present's rows, then back with its new number of
-  // rows per head, in a few copies per tensor. Moving only the rows that change, as in host memory,
-  // would take thousands of copies (some per head), at microseconds each.
+  // Does the work of Context::keep_outside. The copies are queued on the stream; the function does
+  // not wait for them. Rows stay in the order of their positions. All of past is first copied
+  // behind the rows of present. Then it is copied back, with the new number of rows per head. This
+  // takes a few copies per tensor. In host memory, only the rows that change are moved
+  // (cache/slots.h). Here that would take thousands of copies, some per head, and each copy takes
+  // microseconds.
   void keep_outside(int32_t first, int32_t last, CUstream stream);
 
-  // Current bytes of keys and values, past and present.
+  // The bytes of past and present now.
   uint64_t bytes() const;
 
  private:
@@ -65,12 +72,13 @@ class DeviceCache {
   const CacheShape& shape_;
   std::vector<Place> places_;
   int32_t batch_ = 1;
-  int32_t kept_ = 0;                  // rows per head in past, for all positions outside hole_
-  Range hole_{0, 0}, written_{0, 0};  // written_: the positions of present's rows
+  int32_t kept_ = 0;                  // rows per head in past; they are the positions outside hole_
+  Range hole_{0, 0}, written_{0, 0};  // written_ has the positions of the rows in present
 };
 
-// A context of the engine, which must outlive it; `longest` is Engine::open_context's. Everything
-// else in a pass is in host memory. The engine's `run` must return only when the pass is complete.
+// Opens a context of the engine whose cache is in device memory. All other arrays of a pass are in
+// host memory. The engine must outlive the context, and its `run` must not return before the pass
+// is complete. `longest` is the argument of Engine::open_context.
 std::unique_ptr<Context> open_device_context(HostEngine& engine, const CudaDevice& device,
                                              const CacheShape& shape, int32_t longest);
 

@@ -1,8 +1,9 @@
-// The operators of domain dlm_export for ONNX Runtime, implemented with kernels/kernels.h.
+// ONNX Runtime's custom operators of the domain dlm_export. They call the kernels of
+// kernels/kernels.h.
 //
-// A bundle's graph also defines them as functions of ONNX operators, so any engine can run it. If
-// this processor has kernels, the operators are registered. A registered operator takes precedence
-// over a function of the same name.
+// A bundle's graph also defines these operators as functions of standard ONNX operators, so that
+// any engine can run it. If the processor has kernels, the runtime registers the custom operators.
+// ONNX Runtime then uses a registered operator instead of the graph's function of the same name.
 #pragma once
 
 #include <algorithm>
@@ -17,11 +18,12 @@
 
 namespace dlm::ops {
 
-constexpr int kUint8 = 2, kFloat8 = 17;  // engines/graph_contract.h has the types of ports
+constexpr int kUint8 = 2, kFloat8 = 17;  // element types that no port has; for the others, see
+                                         // engines/graph_contract.h
 constexpr size_t kMostWeights = 3, kMostDims = 5;
-constexpr size_t kSegments = 8;  // attention's input with the segments; optional in a graph
+constexpr size_t kSegments = 8;  // number of attention's optional input with the segments
 
-// A tensor of a pass.
+// An input tensor of one operator call.
 template <class Element>
 struct Tensor {
   Element* data;
@@ -38,7 +40,8 @@ struct Tensor {
   }
 };
 
-// One call of a kernel.
+// One call of an operator. It gives access to the inputs and outputs, and runs tasks on the
+// session's threads.
 class Call final : public Parallel {
  public:
   Call(const ort::Api& api, OrtKernelContext* context) : api_(api), context_(context) {}
@@ -84,7 +87,7 @@ class Call final : public Parallel {
 
   void run(size_t count, void (*task)(void* user, size_t i), void* user) override {
     if (count == 1) return task(user, 0);
-    // One batch per task, so a thread that is late takes fewer.
+    // Each task is its own batch. So a thread that starts late runs fewer tasks.
     ask<ort::KernelContextParallelFor>(api_, context_, task, count, count, user);
   }
 
@@ -96,7 +99,7 @@ class Call final : public Parallel {
   OrtKernelContext* const context_;
 };
 
-// Memory from the session's allocator for the duration of a call, aligned to 64.
+// Scratch memory for the duration of a call, from the session's allocator, aligned to 64 bytes.
 class Scratch {
  public:
   Scratch(const Call& call, const OrtMemoryInfo* memory, size_t bytes) : api_(call.api()) {
@@ -128,36 +131,37 @@ class Scratch {
 
 struct Op;
 
-// The attributes of a node of the graph.
+// The attributes of one node of the graph. The comments name the operators that have them.
 struct Node {
   const Op& op;
-  std::array<int64_t, kMostWeights> columns{};  // of a linear layer
-  int64_t group_size = 0;                       // of Int4Linear and Int4Embedding
-  int64_t heads = 0, kv_heads = 0;              // of CachedAttention
-  int64_t visible_block = 0;                    // of BlockCachedAttention
-  float epsilon = 0;                            // of AddNorm and NormedCachedAttention
+  std::array<int64_t, kMostWeights> columns{};  // linear layers: N of each weight
+  int64_t group_size = 0;                       // Int4Linear and Int4Embedding
+  int64_t heads = 0, kv_heads = 0;              // CachedAttention
+  int64_t visible_block = 0;                    // BlockCachedAttention
+  float epsilon = 0;                            // AddNorm and NormedCachedAttention
 };
 
 struct Definition {
   const char* name;
-  std::vector<int> inputs, outputs;                                          // element types
-  void (*read)(const ort::Api& api, const OrtKernelInfo* info, Node& node);  // NULL: no attributes
+  std::vector<int> inputs, outputs;  // element types
+  // reads the attributes; NULL: there are none
+  void (*read)(const ort::Api& api, const OrtKernelInfo* info, Node& node);
   void (*compute)(const Kernels& kernels, const Node& node, Call& call);
   bool has_segments = false;
 };
 
-// The library's entry (it must come first) and our data for it.
+// An operator: the struct that ONNX Runtime requires, which must come first, and our own data.
 struct Op {
   ort::CustomOp entry;
   Definition is;
   ort::Api api;
   const Kernels* kernels;
-  const OrtMemoryInfo* memory;  // selects the allocator of scratch memory
+  const OrtMemoryInfo* memory;  // selects the allocator for scratch memory
 };
 
 void read_group_size(const ort::Api& api, const OrtKernelInfo* info, Node& node);
 
-// The operators by kind; each kind has its file.
+// The operators of each kind. Each function is in a file of its own.
 std::vector<Definition> linear_operators();
 std::vector<Definition> expert_operators();
 std::vector<Definition> attention_operators();
@@ -166,7 +170,7 @@ std::vector<Definition> attention_operators();
 
 namespace dlm {
 
-// The operators of one session. They must outlive it.
+// The custom operators of one session. The object must outlive the session.
 class CustomOps {
  public:
   CustomOps(const ort::Api& api, const Kernels& kernels);

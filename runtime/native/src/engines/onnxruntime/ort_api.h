@@ -1,17 +1,20 @@
-// The part of ONNX Runtime's C API that the engine uses; pip wheels do not include the header.
+// The part of ONNX Runtime's C API that the engine uses. It is declared here because pip wheels do
+// not include the official header.
 //
-// The library exports one function, OrtGetApiBase. It returns OrtApi, a table of function pointers
-// that only grows at its end (the library's onnxruntime_c_api.cc asserts where each version's table
-// ends), so slot numbers never change. Each function below is declared by its slot and signature.
-// tests/ort_slots_check.cc compares both, and the values of the enums, with the official header if
-// it is installed. Enums are passed as int.
+// The library exports one function, OrtGetApiBase, which leads to OrtApi, a table of function
+// pointers. New versions only add functions at the end of the table, so the number of a function's
+// slot never changes. (The library's onnxruntime_c_api.cc asserts where the table of each version
+// ends.) Below, each function is declared by its slot number and its signature. If the official
+// header is installed, tests/ort_slots_check.cc compares the slots, the signatures and the values
+// of the enums with it. Enums are passed as int.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
-// Opaque here; the official names let the check compare signatures.
+// These types are opaque here. They have their official names, so that the check can compare
+// signatures.
 struct OrtAllocator;
 struct OrtCUDAProviderOptionsV2;
 struct OrtCustomOpDomain;
@@ -33,21 +36,22 @@ struct OrtValue;
 
 namespace dlm::ort {
 
-// The requested version of the table. Libraries from 1.20 on have it.
+// The version of the table that the engine requests. ONNX Runtime has it since 1.20.
 constexpr uint32_t kApiVersion = 20;
-// The oldest that runs graphs of opset 23, which all bundles use.
+// The oldest version that can run graphs of opset 23, which all bundles use.
 constexpr uint32_t kOpsetVersion = 23;
-// The oldest that reports which provider runs each node. Providers other than the CPU's need it.
+// The oldest version that reports which provider runs each node. The GPU providers need it.
 constexpr uint32_t kPlacementVersion = 24;
 
 struct ApiBase {
-  const void* (*get_api)(uint32_t version);  // null, and a line on stderr, if the library is older
-  const char* (*get_version_string)();       // "1.31.1", static
+  const void* (*get_api)(uint32_t version);  // NULL if the library is older; it then also prints a
+                                             // line to stderr
+  const char* (*get_version_string)();       // for example "1.31.1"; static
 };
 using GetApiBase = const ApiBase* (*)();  // the type of OrtGetApiBase
 
 constexpr int kInvalidArgument = 2, kNoSuchFile = 3, kNoModel = 4, kInvalidProtobuf = 7;
-constexpr int kInvalidGraph = 10;    // OrtErrorCode, like all before it
+constexpr int kInvalidGraph = 10;    // OrtErrorCode, like the constants before it
 constexpr int kLogFatal = 4;         // OrtLoggingLevel
 constexpr int kSequential = 0;       // ExecutionMode
 constexpr int kOptimizeAll = 99;     // GraphOptimizationLevel
@@ -84,7 +88,8 @@ using CustomOpDomainAdd = Entry<27, OrtStatus*(OrtCustomOpDomain*, const CustomO
 using AddCustomOpDomain = Entry<28, OrtStatus*(OrtSessionOptions*, OrtCustomOpDomain*)>;
 using SessionGetInputCount = Entry<30, OrtStatus*(const OrtSession*, size_t*)>;
 using SessionGetOutputCount = Entry<31, OrtStatus*(const OrtSession*, size_t*)>;
-using SessionGetOptionalInputCount = Entry<32, OrtStatus*(const OrtSession*, size_t*)>;  // of the "overridable initializers"
+// counts "overridable initializers"
+using SessionGetOptionalInputCount = Entry<32, OrtStatus*(const OrtSession*, size_t*)>;
 using SessionGetInputTypeInfo = Entry<33, OrtStatus*(const OrtSession*, size_t index, OrtTypeInfo**)>;
 using SessionGetOutputTypeInfo = Entry<34, OrtStatus*(const OrtSession*, size_t index, OrtTypeInfo**)>;
 using SessionGetOptionalInputTypeInfo = Entry<35, OrtStatus*(const OrtSession*, size_t index, OrtTypeInfo**)>;
@@ -139,7 +144,7 @@ using AppendProvider = Entry<216, OrtStatus*(OrtSessionOptions*, const char* nam
 using KernelContextGetAllocator = Entry<253, OrtStatus*(const OrtKernelContext*, const OrtMemoryInfo*, OrtAllocator**)>;
 using KernelContextParallelFor = Entry<274, OrtStatus*(const OrtKernelContext*, void (*)(void*, size_t), size_t total,
                                                        size_t batches, void* user)>;
-// Since kPlacementVersion. The session owns the results.
+// Available since kPlacementVersion. The session owns the results.
 using GetPlacement = Entry<407, OrtStatus*(const OrtSession*, const OrtEpAssignedSubgraph* const**, size_t*)>;
 using PlacementGetProvider = Entry<408, OrtStatus*(const OrtEpAssignedSubgraph*, const char**)>;
 using PlacementGetNodes = Entry<409, OrtStatus*(const OrtEpAssignedSubgraph*, const OrtEpAssignedNode* const**, size_t*)>;
@@ -148,19 +153,20 @@ using PlacedNodeGetDomain = Entry<411, OrtStatus*(const OrtEpAssignedNode*, cons
 using PlacedNodeGetOperator = Entry<412, OrtStatus*(const OrtEpAssignedNode*, const char**)>;
 // clang-format on
 
-// OrtCustomOp: a custom operator. An entry with V2 is used instead of the one without.
+// OrtCustomOp: the functions that define a custom operator. If there are two versions of a
+// function, ONNX Runtime calls the one with V2.
 struct CustomOp {
-  uint32_t version;  // of the table that the entries below come from
+  uint32_t version;  // API version whose struct has the entries below
   void* (*create_kernel)(const CustomOp*, const void* api, const OrtKernelInfo*);
   const char* (*get_name)(const CustomOp*);
-  const char* (*get_provider)(const CustomOp*);  // null: the CPU's
+  const char* (*get_provider)(const CustomOp*);  // NULL: the operator runs on the CPU
   int (*get_input_type)(const CustomOp*, size_t);
   size_t (*get_input_count)(const CustomOp*);
   int (*get_output_type)(const CustomOp*, size_t);
   size_t (*get_output_count)(const CustomOp*);
   void (*compute)(void*, OrtKernelContext*);
   void (*destroy_kernel)(void*);
-  int (*get_input_kind)(const CustomOp*, size_t);  // 0: required
+  int (*get_input_kind)(const CustomOp*, size_t);  // 0: the input is required
   int (*get_output_kind)(const CustomOp*, size_t);
   int (*get_input_memory)(const CustomOp*, size_t);
   int (*get_variadic_input_minimum)(const CustomOp*);
@@ -179,13 +185,13 @@ struct CustomOp {
   void (*release_alias_map)(int*, int*);
 };
 
-// OrtApi as a table of numbered slots.
+// The table OrtApi, accessed by slot number.
 class Api {
  public:
   Api() = default;
   explicit Api(const void* table) : table_(static_cast<const char*>(table)) {}
 
-  // Calls the function of an Entry: api.call<CreateEnv>(kLogFatal, "dlm", &env).
+  // Calls the function of an Entry. For example: api.call<CreateEnv>(kLogFatal, "dlm", &env).
   template <class Function, class... Arguments>
   auto call(Arguments... arguments) const {
     typename Function::Pointer function;
@@ -193,7 +199,7 @@ class Api {
     return function(arguments...);
   }
 
-  // The library's table of functions. Two libraries never share one.
+  // The address of the table. Two loaded libraries never have the same table.
   const void* table() const { return table_; }
 
  private:

@@ -1,4 +1,4 @@
-// Errors and owned objects of ONNX Runtime's C API.
+// Turns errors of ONNX Runtime's C API into exceptions, and owns the API's objects.
 #pragma once
 
 #include <string>
@@ -10,7 +10,8 @@
 
 namespace dlm {
 
-// Throws the error that the library returned, if any.
+// If the library returned an error, throws it as an Error with this status. The message starts with
+// `context`.
 inline void check(const ort::Api& api, OrtStatus* reported, std::string_view context,
                   dlm_status status = DLM_ENGINE_FAILED) {
   if (reported == nullptr) return;
@@ -19,13 +20,13 @@ inline void check(const ort::Api& api, OrtStatus* reported, std::string_view con
   throw Error(status, std::string(context) + ": " + message);
 }
 
-// Calls an entry of the library, and throws the error that it returns, if any.
+// Calls a function of the API. If it returns an error, throws the error.
 template <class Entry, class... Arguments>
 void ask(const ort::Api& api, Arguments... arguments) {
   check(api, api.call<Entry>(arguments...), "ONNX Runtime");
 }
 
-// Owns an object of the library; Release is the entry that frees it.
+// Owns an object of the API. Release is the function that frees the object.
 template <class Object, class Release>
 class Owned {
  public:

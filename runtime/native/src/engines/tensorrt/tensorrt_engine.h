@@ -1,4 +1,5 @@
-// The TensorRT engine: runs an engine file with the library that built it, on the first device.
+// The TensorRT engine. It runs an engine file on the first device, with the same library that built
+// the file.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -19,7 +20,8 @@
 
 namespace dlm::trt {
 
-// A port's shape in one request's pass of this many tokens, cached tokens and scored rows.
+// The shape of a port in a pass of one request with these numbers of tokens, cached tokens and
+// scored rows.
 nvinfer1::Dims dims_of(const Port& port, int32_t tokens, int32_t cached, int32_t rows);
 
 class TensorRt final : public Engine {
@@ -33,7 +35,7 @@ class TensorRt final : public Engine {
   std::unique_ptr<Context> open_context(int32_t longest) override;
   std::string description() const override;
   int32_t max_rows(int32_t tokens, int32_t cached) const override;
-  int32_t max_batch() const override { return 1; }  // its profiles have a batch of one
+  int32_t max_batch() const override { return 1; }  // the profiles are built for one request
   std::string limits() const override { return limits_text(spec_); }
 
   const CudaDevice& device() const { return device_; }
@@ -41,26 +43,29 @@ class TensorRt final : public Engine {
   const GraphSpec& graph() const { return graph_; }
   const EngineSpec& spec() const { return spec_; }
 
-  // Bytes of device memory that passes of a profile need.
+  // The bytes of device memory that the passes of a profile need for intermediate results.
   size_t working_bytes(int32_t profile) const {
     return static_cast<size_t>(
         std::max<int64_t>(engine_->getDeviceMemorySizeForProfileV2(profile), 0));
   }
 
-  // Creates a context without working memory or profile. Any thread may call it.
+  // Creates an execution context. The caller must set its working memory and its profile. Any
+  // thread may call it.
   std::unique_ptr<nvinfer1::IExecutionContext> create_context();
 
-  // Throws Error(DLM_ENGINE_FAILED) with TensorRT's error.
+  // Throws Error(DLM_ENGINE_FAILED) with the name of the call and TensorRT's message.
   [[noreturn]] void fail_call(const std::string& call);
 
-  // Drops errors that stopped no call, so that a later failure does not report them.
+  // Drops errors that TensorRT reported although the call succeeded. A later failure must not
+  // report them.
   void forget_errors() { logger_.take(); }
 
  private:
   void verify_ports();
   void verify_profiles() const;
 
-  // Destroyed from last to first; the device's context must outlive the objects made in it.
+  // The members are destroyed from last to first. The device's context must outlive the objects
+  // that were created in it.
   CudaDevice device_;
   const GraphSpec graph_;
   const Library library_;
@@ -69,10 +74,11 @@ class TensorRt final : public Engine {
   Logger logger_;
   std::unique_ptr<nvinfer1::IRuntime> runtime_;
   std::unique_ptr<nvinfer1::ICudaEngine> engine_;
-  std::mutex mutex_;  // guards createExecutionContext
+  std::mutex mutex_;  // guards engine_->createExecutionContext
 };
 
-// A context with all memory that passes need. Throws Error(DLM_ENGINE_FAILED, DLM_OUT_OF_MEMORY).
+// Opens a context, and allocates all the memory that its passes need. Throws
+// Error(DLM_ENGINE_FAILED, DLM_OUT_OF_MEMORY).
 std::unique_ptr<Context> open_session(TensorRt& engine);
 
 }  // namespace dlm::trt

@@ -1,7 +1,8 @@
-// libnvinfer or libtensorrt_rtx, loaded at run time: its name, its version, and its errors.
+// Loads TensorRT (libnvinfer) or TensorRT-RTX (libtensorrt_rtx) at run time, and collects the
+// errors that it reports.
 //
-// Compiled with the headers of either TensorRT or TensorRT-RTX. The library must have the same
-// major version, because its C++ classes are called through their virtual tables.
+// This code is compiled with the headers of one of the two. The loaded library must have the same
+// major version as the headers, because its C++ classes are called through their virtual tables.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -12,18 +13,19 @@
 
 namespace dlm::trt {
 
-#ifdef TRT_MAJOR_RTX  // only TensorRT-RTX's NvInferVersion.h has it
+#ifdef TRT_MAJOR_RTX  // only NvInferVersion.h of TensorRT-RTX defines it
 constexpr char kBuilder[] = "tensorrt_rtx", kName[] = "TensorRT-RTX";
 #else
 constexpr char kBuilder[] = "tensorrt", kName[] = "TensorRT";
 #endif
 
-// Keeps the first error that TensorRT reports; prints nothing. Any thread may report.
+// Keeps the first error that TensorRT reports, and prints nothing. TensorRT may report from any
+// thread.
 class Logger final : public nvinfer1::ILogger {
  public:
   void log(Severity severity, const char* message) noexcept override;
 
-  // The first error since the last call, as the end of a sentence.
+  // Returns and forgets the first error since the last call. The text fits the end of a sentence.
   std::string take();
 
  private:
@@ -33,10 +35,11 @@ class Logger final : public nvinfer1::ILogger {
 
 struct Library {
   void* (*create_runtime)(void* logger, int32_t version);
-  std::string version;  // "10.14.1.48"
+  std::string version;  // for example "10.14.1.48"
 };
 
-// Opens `given`, or the places that dlm_open_options lists. Throws Error(DLM_ENGINE_MISSING).
+// Loads the library at the path `given`, or from the places that dlm_open_options lists. Throws
+// Error(DLM_ENGINE_MISSING).
 Library load_library(const std::string& given);
 
 }  // namespace dlm::trt

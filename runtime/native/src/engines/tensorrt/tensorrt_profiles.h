@@ -1,4 +1,5 @@
-// The decisions of the TensorRT engine that need no GPU: the engine, and a pass's profile and rows.
+// Decisions of the TensorRT engine that can be tested without a GPU: whether an engine can run,
+// which profile runs a pass, and how many rows the pass scores.
 #pragma once
 
 #include <algorithm>
@@ -9,13 +10,13 @@
 
 namespace dlm::trt {
 
-// The device and library that an engine would run on.
+// A device, and the TensorRT library that was loaded.
 struct Platform {
-  int32_t sm;                    // 89 = 8.9
-  std::string builder, version;  // of the loaded library: "tensorrt", "10.14.1.48"
+  int32_t sm;                    // compute capability; 89 means 8.9
+  std::string builder, version;  // of the library, for example "tensorrt", "10.14.1.48"
 };
 
-// Why the engine cannot run there; "" if it can.
+// Returns the reason why the engine cannot run on the platform, or "" if it can.
 inline std::string why_not(const EngineSpec& engine, const Platform& platform) {
   if (std::find(engine.sm.begin(), engine.sm.end(), platform.sm) == engine.sm.end()) {
     std::string built;
@@ -33,8 +34,9 @@ inline bool holds(const Sizes& sizes, int32_t value) {
   return value >= sizes.smallest && value <= sizes.largest;
 }
 
-// The profile for a pass of T tokens over S cached ones: 0 (prefill), 1 (block), or -1 if neither
-// fits. If both do, full passes use prefill, whose kernels are tuned for their length.
+// Chooses the profile for a pass of T tokens over S cached ones: 0 (prefill) or 1 (block). Returns
+// -1 if neither accepts the pass. If both accept it, a pass without cached tokens uses prefill,
+// whose kernels are tuned for long passes. Other passes use block.
 inline int32_t choose_profile(const EngineSpec& engine, int32_t tokens, int32_t cached) {
   const Profile* const profiles[] = {&engine.prefill, &engine.block};
   const int32_t preferred = cached == 0 ? 0 : 1;
@@ -44,14 +46,14 @@ inline int32_t choose_profile(const EngineSpec& engine, int32_t tokens, int32_t 
   return -1;
 }
 
-// The rows that a pass scores if R are needed: the next multiple of 8, so that pass sizes repeat,
-// but at most T and the profile's limit.
+// The number of rows that a pass scores if R rows are needed. It is rounded up to a multiple of 8,
+// so that the same pass sizes come again. It does not exceed T or the profile's limit.
 inline int32_t rows_bucket(int32_t rows, int32_t tokens, const Sizes& sizes) {
   const int32_t rounded = std::min({(rows + 7) / 8 * 8, std::max(rows, tokens), sizes.largest});
   return std::max(rounded, sizes.smallest);
 }
 
-// The sizes of the largest passes, combined.
+// The largest value of each size over both profiles.
 struct Largest {
   int32_t tokens, cached, rows;
 };
@@ -63,7 +65,7 @@ inline Largest largest(const EngineSpec& engine) {
   return {most(&Profile::tokens), most(&Profile::cached), most(&Profile::rows)};
 }
 
-// "passes of 1..512 tokens that score up to 64 rows, and passes of ..."
+// Returns a text such as "passes of 1..512 tokens that score up to 64 rows, and passes of ...".
 inline std::string limits_text(const EngineSpec& engine) {
   const auto range = [](const Sizes& sizes) {
     return std::to_string(sizes.smallest) + ".." + std::to_string(sizes.largest);

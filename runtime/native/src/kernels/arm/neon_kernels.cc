@@ -1,6 +1,6 @@
-// The kernels for AArch64 with dot products.
+// The kernels for AArch64 with dot product instructions.
 #include "kernels/arm/simd_neon.h"
-// needs the vectors defined above
+// needs the vectors of the header above
 #include "kernels/body.h"
 
 namespace dlm {

@@ -1,4 +1,4 @@
-// Vectors of AArch64 with dot products (FEAT_DotProd), in the interface of kernels/body.h.
+// The vector operations that kernels/body.h needs, for AArch64 with dot products (FEAT_DotProd).
 #pragma once
 
 #include <arm_neon.h>
@@ -9,8 +9,9 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 4;
-constexpr int kFloatRows = 5, kFloatVectors = 4;  // products of floats: 20 sums, 4 weight vectors
-constexpr int kQueryVectors = 4;                  // in attention
+constexpr int kFloatRows = 5, kFloatVectors = 4;  // tile for products of floats: 20 sums, 4 weight
+                                                  // vectors
+constexpr int kQueryVectors = 4;                  // vectors of queries in attention
 constexpr int kKeyBlock = 4;
 
 using F = float32x4_t;
@@ -21,8 +22,8 @@ inline void store(float* to, F x) { vst1q_f32(to, x); }
 inline F set(float x) { return vdupq_n_f32(x); }
 inline F zero() { return vdupq_n_f32(0.0f); }
 inline F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
-inline F max(F a, F b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }  // b if either is NaN
-inline F min(F a, F b) { return vbslq_f32(vcltq_f32(a, b), a, b); }  // b if either is NaN
+inline F max(F a, F b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }  // returns b if a or b is NaN
+inline F min(F a, F b) { return vbslq_f32(vcltq_f32(a, b), a, b); }  // returns b if a or b is NaN
 inline F round(F x) { return vrndnq_f32(x); }
 
 inline I iload(const int32_t* from) { return vld1q_s32(from); }
@@ -40,7 +41,7 @@ inline F power_of_two(I n) {
   return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, iset(127)), 23));
 }
 
-// kLanes numbers in fp16 (stores round half to even), or codes of one byte.
+// These load or store kLanes numbers: in fp16 (stores round half to even), or codes of one byte.
 inline F load_half(const uint16_t* from) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
 }
@@ -50,7 +51,7 @@ inline F load_codes(const int8_t* from) {
   __builtin_memcpy(&bits, from, sizeof bits);
   return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bits)))));
 }
-// kLanes numbers in bf16, or in E4M3, which has an exponent bias of 7 and NaN as its largest code.
+// These load kLanes numbers: in bf16, or in E4M3 (exponent bias 7; the largest code is NaN).
 inline F load_bfloat(const uint16_t* from) {
   return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(from)), 16));
 }
@@ -68,7 +69,7 @@ inline F load_e4m3(const uint8_t* from) {
 // The sum of all lanes.
 inline float total(F x) { return vaddvq_f32(x); }
 
-// The lanes of `a` if x > y, else those of b.
+// In each lane: a if x > y, otherwise b.
 inline F select_greater(F x, F y, F a, F b) { return vbslq_f32(vcgtq_f32(x, y), a, b); }
 inline I select_greater(F x, F y, I a, I b) { return vbslq_s32(vcgtq_f32(x, y), a, b); }
 
@@ -76,12 +77,14 @@ inline I select_greater(F x, F y, I a, I b) { return vbslq_s32(vcgtq_f32(x, y), 
 
 // Four signed bytes per lane.
 struct Bytes {
-  static constexpr int kTileRows = 5, kVectors = 4;  // in registers: 20 sums, 4 vectors of weights
+  static constexpr int kTileRows = 5, kVectors = 4;  // tile in registers: 20 sums, 4 vectors of
+                                                     // weights
   static constexpr int64_t kMostInputs = 0;
   using Code = int8_t;
   static constexpr int kCodeOrder[] = {0, 1, 2, 3};
   using Weights = int8x16_t;
-  using Activations = int8x8_t;  // four codes and four unused bytes: the product reads one lane
+  using Activations = int8x8_t;  // four codes, then four unused bytes: the instruction reads one
+                                 // lane
   static Activations spread(const Code* four) {
     uint32_t bits;
     __builtin_memcpy(&bits, four, sizeof bits);
@@ -95,7 +98,7 @@ struct Bytes {
   }
 };
 
-// One instruction subtracts the 128 that was added to stored weights.
+// Stored weights have 128 added. One instruction (an exclusive or) subtracts it again.
 struct Int8 : Bytes {
   static constexpr int kParts = 1;
   static constexpr int32_t kWeightOffset = 0;
@@ -115,7 +118,8 @@ struct Int4 : Bytes {
   }
 };
 
-// A table of 16 values, and the values of kLanes nibbles at bit kShift of `from`.
+// A table of 16 values. look_up takes kLanes nibbles, which start at bit kShift of `from`, and
+// returns the values that they select.
 using Table = int8x16_t;
 inline Table load_table(const int8_t* from) { return vld1q_s8(from); }
 template <int kShift>

@@ -1,8 +1,8 @@
-// Linear layers for x86-64 with AMX for bytes. All such processors also have AVX-512 with VNNI,
-// which the other kernels use (kernels/select.cc).
+// Linear layers for x86-64 processors with AMX-INT8. All such processors also have AVX-512 with
+// VNNI, so the other kernels are those for AVX-512 (kernels/select.cc).
 #include "kernels/x86/matrix_amx.h"
 #include "kernels/x86/simd_avx512.h"
-// needs the registers and vectors defined above
+// needs the registers and vectors of the header above
 #include "kernels/linear_by_matrices.h"
 
 namespace dlm {

@@ -1,5 +1,5 @@
-// Vectors of AVX2 with FMA and F16C, with the interface that kernels/body.h needs; also of 256-bit
-// VNNI if the compiler targets it.
+// The vector operations that kernels/body.h needs, for AVX2 with FMA and F16C. If the compiler
+// targets 256-bit VNNI, they use that too.
 #pragma once
 
 #include <immintrin.h>
@@ -10,8 +10,9 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 8;
-constexpr int kFloatRows = 6, kFloatVectors = 2;  // products of floats: 12 sums, 2 weight vectors
-constexpr int kQueryVectors = 2;                  // in attention
+constexpr int kFloatRows = 6, kFloatVectors = 2;  // tile for products of floats: 12 sums, 2 weight
+                                                  // vectors
+constexpr int kQueryVectors = 2;                  // vectors of queries in attention
 constexpr int kKeyBlock = 4;
 
 using F = __m256;
@@ -22,8 +23,8 @@ inline void store(float* to, F x) { _mm256_storeu_ps(to, x); }
 inline F set(float x) { return _mm256_set1_ps(x); }
 inline F zero() { return _mm256_setzero_ps(); }
 inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-inline F max(F a, F b) { return _mm256_max_ps(a, b); }  // b if either is NaN
-inline F min(F a, F b) { return _mm256_min_ps(a, b); }  // b if either is NaN
+inline F max(F a, F b) { return _mm256_max_ps(a, b); }  // returns b if a or b is NaN
+inline F min(F a, F b) { return _mm256_min_ps(a, b); }  // returns b if a or b is NaN
 inline F round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
 inline I iload(const int32_t* from) {
@@ -43,7 +44,7 @@ inline F power_of_two(I n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, iset(127)), 23));
 }
 
-// kLanes numbers in fp16 (stores round half to even), or codes of one byte.
+// These load or store kLanes numbers: in fp16 (stores round half to even), or codes of one byte.
 inline F load_half(const uint16_t* from) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
@@ -54,7 +55,7 @@ inline F load_codes(const int8_t* from) {
   return _mm256_cvtepi32_ps(
       _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 }
-// kLanes numbers in bf16, or in E4M3, which has an exponent bias of 7 and NaN as its largest code.
+// These load kLanes numbers: in bf16, or in E4M3 (exponent bias 7; the largest code is NaN).
 inline F load_bfloat(const uint16_t* from) {
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
@@ -77,7 +78,7 @@ inline float total(F x) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-// The lanes of `a` if x > y, else those of b.
+// In each lane: a if x > y, otherwise b.
 inline F select_greater(F x, F y, F a, F b) {
   return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_GT_OQ));
 }
@@ -99,7 +100,7 @@ inline __m256i spread_four(const void* four_bytes) {
   return _mm256_set1_epi32(bits);
 }
 
-// Four signed bytes of a row in every lane.
+// Four signed bytes of a row, which are the same in every lane.
 struct Bytes {
   using Code = int8_t;
   static constexpr int kCodeOrder[] = {0, 1, 2, 3};
@@ -112,7 +113,7 @@ struct Bytes {
   }
 };
 
-// The same with two weights per byte.
+// Products like those of the class `Products`, but with two weights in each byte.
 template <class Products>
 struct Nibbles : Products {
   static constexpr int kParts = 2;
@@ -127,7 +128,8 @@ struct Nibbles : Products {
 #if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
 
 struct Products : Bytes {
-  static constexpr int kTileRows = 6, kVectors = 2;  // in registers: 12 sums, 2 vectors of weights
+  static constexpr int kTileRows = 6, kVectors = 2;  // tile in registers: 12 sums, 2 vectors of
+                                                     // weights
   static constexpr int64_t kMostInputs = 0;
   static I dot(I sum, Weights w, Activations a) {
 #ifdef __AVXVNNI__
@@ -149,10 +151,12 @@ struct Int8 : Products {
 
 #else
 
-// Products of bytes saturate at 16 bits, so both sides are widened first: a weight's even and odd
-// bytes here, codes when they are stored.
+// The sum of two products of bytes can exceed 16 bits, and the instruction would then saturate. So
+// both factors are widened to 16 bits first. The even and odd bytes of weights are widened here.
+// Codes are widened when they are stored.
 struct Int8 {
-  static constexpr int kTileRows = 4, kVectors = 2;  // 8 sums, 4 vectors of weights, 2 of codes
+  static constexpr int kTileRows = 4, kVectors = 2;  // 8 sums, 4 vectors of weights, 2 vectors of
+                                                     // codes
   static constexpr int kParts = 1;
   static constexpr int64_t kMostInputs = 0;
   static constexpr int32_t kWeightOffset = 128;
@@ -178,9 +182,11 @@ struct Int8 {
   }
 };
 
-// Products of nibbles and bytes fit 16 bits, and so do sums of 16 of them: 16 * 15 * 127 is 30480.
+// Products of nibbles and bytes are so small that a sum of 16 of them fits 16 bits: 16 * 15 * 127
+// is 30480.
 struct Products : Bytes {
-  static constexpr int kTileRows = 6, kVectors = 2;  // in registers: 12 sums, 2 vectors of weights
+  static constexpr int kTileRows = 6, kVectors = 2;  // tile in registers: 12 sums, 2 vectors of
+                                                     // weights
   static constexpr int64_t kMostInputs = 32;
   static I dot(I sum, Weights w, Activations a) {
     return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, a));
@@ -192,7 +198,8 @@ struct Products : Bytes {
 
 using Int4 = Nibbles<Products>;
 
-// A table of 16 values, and the values of kLanes nibbles at bit kShift of `from`.
+// A table of 16 values. look_up takes kLanes nibbles, which start at bit kShift of `from`, and
+// returns the values that they select.
 using Table = __m128i;
 inline Table load_table(const int8_t* from) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));

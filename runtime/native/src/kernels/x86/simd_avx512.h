@@ -1,4 +1,4 @@
-// Vectors of AVX-512 with VNNI, with the interface that kernels/body.h needs.
+// The vector operations that kernels/body.h needs, for AVX-512 with VNNI.
 #pragma once
 
 #include <immintrin.h>
@@ -9,8 +9,9 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 16;
-constexpr int kFloatRows = 12, kFloatVectors = 2;  // products of floats: 24 sums, 2 weight vectors
-constexpr int kQueryVectors = 2;                   // in attention
+constexpr int kFloatRows = 12, kFloatVectors = 2;  // tile for products of floats: 24 sums, 2 weight
+                                                   // vectors
+constexpr int kQueryVectors = 2;                   // vectors of queries in attention
 constexpr int kKeyBlock = 8;
 
 using F = __m512;
@@ -21,8 +22,8 @@ inline void store(float* to, F x) { _mm512_storeu_ps(to, x); }
 inline F set(float x) { return _mm512_set1_ps(x); }
 inline F zero() { return _mm512_setzero_ps(); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-inline F max(F a, F b) { return _mm512_max_ps(a, b); }  // b if either is NaN
-inline F min(F a, F b) { return _mm512_min_ps(a, b); }  // b if either is NaN
+inline F max(F a, F b) { return _mm512_max_ps(a, b); }  // returns b if a or b is NaN
+inline F min(F a, F b) { return _mm512_min_ps(a, b); }  // returns b if a or b is NaN
 inline F round(F x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -42,7 +43,7 @@ inline F power_of_two(I n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, iset(127)), 23));
 }
 
-// kLanes numbers in fp16 (stores round half to even), or codes of one byte.
+// These load or store kLanes numbers: in fp16 (stores round half to even), or codes of one byte.
 inline F load_half(const uint16_t* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
@@ -54,7 +55,7 @@ inline F load_codes(const int8_t* from) {
   return _mm512_cvtepi32_ps(
       _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
-// kLanes numbers in bf16, or in E4M3, which has an exponent bias of 7 and NaN as its largest code.
+// These load kLanes numbers: in bf16, or in E4M3 (exponent bias 7; the largest code is NaN).
 inline F load_bfloat(const uint16_t* from) {
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
@@ -72,7 +73,7 @@ inline F load_e4m3(const uint8_t* from) {
 // The sum of all lanes.
 inline float total(F x) { return _mm512_reduce_add_ps(x); }
 
-// The lanes of `a` if x > y, else those of b.
+// In each lane: a if x > y, otherwise b.
 inline F select_greater(F x, F y, F a, F b) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a);
 }
@@ -82,9 +83,11 @@ inline I select_greater(F x, F y, I a, I b) {
 
 // ---- Products of codes ----
 
-// Four bytes per lane: a weight's are unsigned; a row's are signed and the same in every lane.
+// Four bytes per lane. The bytes of weights are unsigned. Those of a row are signed, and the same
+// four are in every lane.
 struct Bytes {
-  static constexpr int kTileRows = 12, kVectors = 2;  // in registers: 24 sums, 2 vectors of weights
+  static constexpr int kTileRows = 12, kVectors = 2;  // tile in registers: 24 sums, 2 vectors of
+                                                      // weights
   static constexpr int64_t kMostInputs = 0;
   using Code = int8_t;
   static constexpr int kCodeOrder[] = {0, 1, 2, 3};
@@ -121,7 +124,8 @@ struct Int4 : Bytes {
   }
 };
 
-// A table of 16 values, and the values of kLanes nibbles at bit kShift of `from`.
+// A table of 16 values. look_up takes kLanes nibbles, which start at bit kShift of `from`, and
+// returns the values that they select.
 using Table = __m128i;
 inline Table load_table(const int8_t* from) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
