@@ -39,11 +39,12 @@ CodePoints complement(const CodePoints& points);
 using Node = uint32_t;
 constexpr uint32_t kUnbounded = UINT32_MAX;
 
+// Stores the graph of nodes and creates new nodes. For example, the regular expression a|b* is
+// `either(bytes("a"), repeat(bytes("b"), 0, kUnbounded))`. Each function that creates a node
+// returns the existing node if there is one with the same content.
 class Expressions {
  public:
-  // Stores the graph and creates its nodes. For example, the regular expression a|b* is
-  // `either(bytes("a"), repeat(bytes("b"), 0, kUnbounded))`. Each function returns the existing
-  // node if there is one with the same content.
+  // The memory of the nodes counts against the budget. The budget must outlive this object.
   explicit Expressions(Budget& budget);
   Expressions(const Expressions&) = delete;
   Expressions& operator=(const Expressions&) = delete;

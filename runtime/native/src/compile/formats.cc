@@ -69,8 +69,8 @@ string host(int fewest) {
          label(61) + "|" + many(label(30) + "\\.", fewest - 1, 7) + label(30) + ")";
 }
 
-// Letters of common left-to-right scripts that IDNA 2008 allows unchanged. A label of twelve of
-// these letters takes less than 63 characters in Punycode.
+// Letters of common scripts that are written from left to right. IDNA 2008 allows these letters
+// unchanged. Twelve letters take less than 63 characters in Punycode, so they fit into a label.
 const char kLetters[] =
     "a-z0-9\\u{DF}-\\u{F6}\\u{F8}-\\u{FF}\\u{3B1}-\\u{3C9}\\u{430}-\\u{45F}\\u{3041}-\\u{3096}"
     "\\u{30A1}-\\u{30FA}\\u{4E00}-\\u{9FA5}\\u{AC00}-\\u{D7A3}";
@@ -101,8 +101,8 @@ string ipv6() {
 
 // ---- Mail ----
 
-// Returns mail addresses of RFC 5321 without quoted names. Before the @, they have words that are
-// separated by points, with up to `most` characters in total.
+// Returns mail addresses as in RFC 5321. The part before the @ consists of words that are separated
+// by points. It has up to `most` characters. Quoted names are left out.
 Node mail(Expressions& e, const string& letters, int most, const string& host_name) {
   const string word = "[" + letters + "!#$%\\&'*+/=?\\^_`{|}\\~-]+";
   const Node words = regex(e, word + "(?:\\." + word + ")*");

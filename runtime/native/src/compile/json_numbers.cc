@@ -327,13 +327,13 @@ Node with_digits(Expressions& e, size_t digits, size_t places) {
   return in_range(e, range, places);
 }
 
-// Returns whether the quotient, computed in doubles, is an integer.
+// Returns whether `multiple` divided by `divisor` is an integer if both are doubles.
 bool divides(const std::string& multiple, double divisor) {
   const double quotient = std::strtod(multiple.c_str(), nullptr) / divisor;
   return std::isfinite(quotient) && quotient == std::trunc(quotient);
 }
 
-// Returns `count` * 10^-`places` as JSON text, for example "1.5" for 15 and 1.
+// Returns `count` * 10^-`places` as JSON text. For example, written(15, 1) returns "1.5".
 std::string written(int64_t count, size_t places) {
   std::string digits = std::to_string(std::abs(count));
   if (digits.size() <= places) digits.insert(0, places + 1 - digits.size(), '0');
@@ -366,8 +366,8 @@ Node rounded_multiples(Expressions& e, const NumberRange& range, int64_t units, 
       if (divides(text, divisor)) choices.push_back(e.bytes(text));
     }
   }
-  // Add the multiples below a million that are integers, if division in doubles is exact for each
-  // one.
+  // Add the integers below a million that are multiples, if the division of each one in doubles
+  // gives an exact integer.
   int64_t step = units;
   for (int64_t other = tens; other != 0;) step = std::exchange(other, step % other);
   step = units / step;

@@ -28,6 +28,9 @@ struct Look {
   std::array<std::array<bool, 4>, 4> holds{};  // [kind before][kind after]
 };
 
+// Compiles one regular expression. The parser of the expression builds pieces with look(), ahead(),
+// sequence(), either() and repeat(). Then node() turns the last piece into a language. Parts
+// without conditions are plain nodes, which are used as they are.
 class Looks {
  public:
   // Returns a node for one character of a set. The function decides how characters are written, for

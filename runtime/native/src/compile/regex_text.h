@@ -16,6 +16,8 @@ struct RegexFlags {
        is_unicode = true, is_verbose = false;
 };
 
+// The base class of the parser in regex.cc. It reads the text from left to right and keeps the
+// position and the flags.
 class RegexText {
  public:
   RegexText(Budget& budget, std::string_view text);

@@ -38,10 +38,10 @@ std::pair<Formula, bool> Writer::item(const Case& found, size_t index) {
   return {formulas_.all(parts), is_described};
 }
 
-// Returns how many of the first items a schema evaluates (a term of the specification: keywords
-// such as `items` apply to them). Also considers the schemas that this schema applies to the same
-// array, such as those of allOf. The keyword unevaluatedItems of `by` does not apply to evaluated
-// items.
+// Returns how many of the first items a schema evaluates. In the specification, a schema evaluates
+// an item if a keyword such as `items` applies to the item. Items that are evaluated by an inner
+// schema, for example in allOf, are included. The keyword unevaluatedItems of `by` does not apply
+// to evaluated items.
 size_t Writer::evaluated_items(const Schema& schema, const Schema& by, const Case& found) {
   expressions_.budget().check();
   if (schema.is_boolean()) return 0;
@@ -205,8 +205,9 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
         if (is_matching) {
           is_possible = is_possible && is_counted && counts[m] < most[m];
           ++next[m];
-          // If there is only an upper limit, an item that is counted as matching does not need to
-          // match. There are then even fewer matching items than counted.
+          // If only the number of matching items has a maximum and no minimum, an item that is
+          // counted as matching does not need to match. The real number of matching items is then
+          // below the counted number.
           if (term.low > 0) parts.push_back(formulas_.of(*term.schema, term.inner));
         } else if (is_counted && term.high != kNoLimit) {
           parts.push_back(formulas_.of(*term.schema, !term.inner));
@@ -255,7 +256,8 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
     return std::all_of(ways.begin(), ways.end(),
                        [&](Formula way) { return finite(way, level, keyed, order); });
   }
-  // The rest of the function handles formulas with a type and bounds of integers only.
+  // The rest of the function handles formulas that consist of a type and, for integers, a minimum
+  // and a maximum.
   std::optional<Decimal> low, high;
   bool is_low_excluded = false, is_high_excluded = false;
   for (const Formula part : formulas_.conjuncts(formula)) {

@@ -116,6 +116,7 @@ struct Schema {
   int draft() const { return resource->draft; }
 };
 
+// The text of one JSON Schema, with its subschemas and references.
 class Document {
  public:
   // Parses the text of a schema. Throws Error(DLM_INVALID_ARGUMENT) if it is not JSON or not a

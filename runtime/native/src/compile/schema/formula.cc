@@ -205,8 +205,8 @@ Formula Formulas::differs(const Value& value, const Schema& schema) {
   return any({type(static_cast<uint8_t>(kAllKinds & ~kind)), all({type(kind), any(ways)})});
 }
 
-// Returns a schema for one value of an enum or const. Error messages give the place of `schema`,
-// which has this keyword.
+// Returns a schema that only allows `value`, a value of an enum or const. Error messages about it
+// give the place of `schema`, which has the enum or const.
 const Schema& Formulas::constant(const Value& value, const Schema& schema) {
   const auto [at, is_new] = constants_.try_emplace(&value);
   if (is_new) {

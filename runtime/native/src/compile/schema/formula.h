@@ -88,6 +88,7 @@ struct Term {
   std::vector<Formula> parts;  // of all and any; for one: each branch, followed by its negation
 };
 
+// Builds, simplifies and stores formulas. Equal formulas have the same number.
 class Formulas {
  public:
   Formulas(Document& document, Recursion& recursion, Budget& budget);
@@ -121,8 +122,8 @@ class Formulas {
   // inside it.
   const std::vector<uint32_t>& numbers(Formula formula);
 
-  // Returns whether `other` is certainly true for each value for which `one` is true. The result
-  // may be false although this is the case.
+  // Returns true if `other` is certainly true for each value for which `one` is true. Returns false
+  // if this is not so, or if it cannot be shown quickly.
   bool implies(Formula one, Formula other, int depth = 8);
   // Returns a formula that is true for the property `name` of every value of `formula`. It contains
   // only conditions that are simple to derive, so it may allow more values than necessary.

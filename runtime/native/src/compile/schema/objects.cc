@@ -29,13 +29,13 @@ bool Writer::is_name_allowed(const Case& found, const std::string& name) {
   });
 }
 
-// Returns whether a schema evaluates a property (a term of the specification: keywords such as
-// `properties` apply to it). Also considers the schemas that this schema applies to the same
-// object, such as those of allOf. The keyword unevaluatedProperties of `by` does not apply to
-// evaluated properties.
+// Returns whether a schema evaluates a property. In the specification, a schema evaluates a
+// property if a keyword such as `properties` applies to the property. An inner schema, for example
+// in allOf, may do so too. The keyword unevaluatedProperties of `by` does not apply to evaluated
+// properties.
 //
-// If `name` is null, the property is any property that is not listed in `properties`, matches all
-// of `patterns`, and matches no other pattern.
+// If `name` is null, the function answers for all properties that are not listed in `properties`,
+// match all of `patterns`, and match no other pattern.
 bool Writer::is_evaluated(const Schema& schema, const Schema& by, const std::string* name,
                           const std::vector<const Value*>& patterns, const Case& found) {
   expressions_.budget().check();

@@ -28,7 +28,7 @@ class Recursion {
   // combinations, these targets share one number.
   void count(uint32_t max_depth);
 
-  // Returns the number of a target, or kNotCounted if the target is not counted.
+  // Returns the number of a counted target. Returns kNotCounted for any other target.
   uint32_t number(const json::Value& target) const;
   // Returns the numbers of the counted targets that the references below a value reach, directly or
   // through other references. The numbers are ascending.

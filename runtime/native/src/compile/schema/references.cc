@@ -98,9 +98,10 @@ const Value& Document::target_value(const Schema& from, Keyword keyword) {
   if (found == nullptr) refuse_it("leads nowhere");
   if (keyword == Keyword::ref) return *found;
 
-  // The target is the schema with the same anchor in the outermost resource through which the
-  // validator has come. The root of the document is always the outermost resource. If the root does
-  // not have the anchor and several other resources do, the target is not known here.
+  // A dynamic reference depends on the path by which the validator reached it. If the outermost
+  // resource on that path has the same anchor, that anchor is the target. The root of the document
+  // is always the outermost resource. If the root does not have the anchor and several other
+  // resources have it, the target is unknown, so the reference is rejected.
   std::vector<const Value*> same;
   if (keyword == Keyword::dynamic_ref) {
     const auto anchor = is_pointer ? resource->second->dynamic_anchors.end()

@@ -200,8 +200,8 @@ Node Writer::other_numbers(const ValueSet& values) {
   for (const json::Value* const value : values.values) {
     if (value->kind() != json::Value::Kind::number) continue;
     const Decimal number = Decimal::parse(value->written());
-    // The automaton compares digits. But a number with fewer digits may round to the same double as
-    // this value. So write no numbers at all.
+    // Comparing digits is not enough for a value with so many digits, because a number with fewer
+    // digits may round to the same double. So write no numbers at all.
     if (number.digits.size() > kMostDigits) return expressions_.nothing();
     std::string whole = "0", fraction;
     if (number.exponent >= 0) {

@@ -59,7 +59,7 @@ class Writer {
   // Pairs of a number from Recursion and a count. The numbers are ascending.
   using Counts = std::vector<std::pair<uint32_t, uint32_t>>;
 
-  // What is around a value.
+  // Describes the containers and schemas around a value.
   struct Place {
     uint32_t level;
     Counts counts;  // for each counted schema: how many of its values are around this value
