@@ -1,8 +1,9 @@
-// Shared by the fuzz targets: checks that end the run, an input read byte by byte, and a mutator
-// for files of numbers.
+// Code that the fuzz targets share: checks that end the run, an input that is read byte by byte,
+// and a mutator for files of numbers.
 //
-// A target is one file with LLVMFuzzerTestOneInput. clang links it with libFuzzer; without clang,
-// replay.cc runs it on existing files. docs/guides/developing.md explains how to run both.
+// A target is one source file with LLVMFuzzerTestOneInput. With clang, it is linked with libFuzzer.
+// With other compilers, replay.cc runs it on existing files. docs/guides/developing.md explains how
+// to run both.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +29,7 @@ inline void claim(bool holds, const char* what, int line) {
 }
 #define CLAIM(condition) fuzz::claim((condition), #condition, __LINE__)
 
-// True for a proper message: not empty, one line, printable.
+// True for a message as users should see it: not empty, printable, and one line.
 inline bool is_sentence(std::string_view text) {
   if (text.empty()) return false;
   for (const char c : text)
@@ -36,12 +37,13 @@ inline bool is_sentence(std::string_view text) {
   return true;
 }
 
-// True for every status that any input may cause: not DLM_INTERNAL, which is a defect.
+// True for a status that some input may cause. DLM_INTERNAL is not one of them: it always is a
+// defect.
 inline bool is_refusal(dlm_status status) {
   return status > DLM_OK && status <= DLM_BUSY && status != DLM_INTERNAL;
 }
 
-// The input, read from its start; zeros after its end.
+// The input, which is read from start to end. After the end, it consists of zeros.
 class Input {
  public:
   Input(const uint8_t* data, size_t size) : data_(data), left_(size) {}
@@ -70,8 +72,8 @@ class Input {
   size_t left_;
 };
 
-// Mutates a file of little-endian int32 that starts at `first`. It mostly changes a number in
-// place, so that the header's sizes stay right; sometimes it uses libFuzzer's mutations.
+// Mutates a file of little-endian int32 numbers that starts at `first`. Most mutations change a
+// number in place, so that the sizes in the header stay right. Some are libFuzzer's own mutations.
 inline size_t mutate_numbers(uint8_t* data, size_t size, size_t max_size, size_t first,
                              unsigned seed) {
   static constexpr int32_t kEdges[] = {
@@ -96,7 +98,7 @@ inline size_t mutate_numbers(uint8_t* data, size_t size, size_t max_size, size_t
         break;
       case 2:
         std::memcpy(&value, data + first + 4 * draw(numbers), 4);
-        break;  // another number of the file
+        break;  // replaces it by another number of the file
       default:
         value ^= 1 << draw(32);
     }

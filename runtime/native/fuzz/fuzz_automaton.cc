@@ -1,8 +1,8 @@
-// Reads any automaton and runs requests constrained by it. They must end with one of its texts or
-// with an error message.
+// Fuzz target that reads an automaton file and runs requests that are constrained by it. Each
+// request must end with one of the automaton's texts or with an error message.
 //
-// The input is four bytes that select the request, then the file without its SHA-256. The target
-// appends the hash, and missing data if little is missing.
+// The input is four bytes that select the request, followed by the file without its SHA-256. The
+// target appends the hash. If only a little data is missing, it appends that too.
 #include <algorithm>
 #include <vector>
 
@@ -54,7 +54,7 @@ dlm_policy choose(fuzz::Input& input) {
   return policy;
 }
 
-// Completes the file to the sizes in its header.
+// Appends the data that is missing according to the sizes in the header.
 std::string complete(std::string_view given) {
   std::string file(given);
   int32_t sizes[6];

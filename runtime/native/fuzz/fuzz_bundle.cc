@@ -1,9 +1,9 @@
-// Opens a bundle with any manifest. It must fail with a message, or every query of the bundle must
-// work.
+// Fuzz target that opens a bundle with any manifest. Either it fails with a message, or every query
+// of the bundle must work.
 //
-// The input is manifest.json and, after a NUL, the content of each listed file, cut or padded with
-// zeros to its listed size. In the manifest, 64 times "a" is replaced by the SHA-256 of the first
-// file, so that hashes do not end the run.
+// The input is manifest.json, followed by a NUL and the content of each listed file. The contents
+// are cut or padded with zeros to the listed sizes. In the manifest, a run of 64 times "a" is
+// replaced by the SHA-256 of the first file, so that hash errors do not hide what comes after them.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -22,7 +22,7 @@ namespace {
 
 constexpr size_t kMostFiles = 8, kMostBytes = 1 << 16;
 
-// In memory if possible. Removed when the program ends normally.
+// A temporary folder, in memory if possible. It is removed when the program ends normally.
 struct Folder {
   Folder() {
     std::string name =
@@ -49,7 +49,7 @@ bool is_plain(const std::string& name) {
          name != "manifest.json" && std::all_of(name.begin(), name.end(), is_word);
 }
 
-// The listed files with small sizes.
+// The listed files whose sizes are small.
 std::vector<std::pair<std::string, size_t>> listed(const std::string& manifest) {
   std::vector<std::pair<std::string, size_t>> found;
   try {
@@ -111,7 +111,7 @@ void ask(dlm_bundle* bundle) {
   CLAIM(status == DLM_OK ? text != nullptr
                          : fuzz::is_refusal(status) && fuzz::is_sentence(message));
   dlm_session* session = nullptr;
-  if (denoiser.max_canvas_length > 1 << 12) return;  // a session could need much memory
+  if (denoiser.max_canvas_length > 1 << 12) return;  // because a session could need much memory
   if (dlm_session_create(bundle, message, sizeof message, &session) != DLM_OK)
     CLAIM(fuzz::is_sentence(message));
   dlm_request request;
@@ -146,6 +146,6 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   write(std::string(whole.substr(0, end)), whole.substr(std::min(end + 1, whole.size())));
   open("none", 0);
   open("none", 1);
-  open("tensorrt", 1);  // not compiled in: checks only its entries
+  open("tensorrt", 1);  // not compiled in, so only its entries are checked
   return 0;
 }

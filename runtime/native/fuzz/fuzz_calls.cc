@@ -1,7 +1,9 @@
-// Calls the C ABI in any order, over a callback denoiser: with valid or NULL handles, any policies
-// and options, short buffers, and callbacks that fail or call the ABI.
+// Fuzz target that calls the C ABI in any order, with a denoiser that is a callback. Handles are
+// valid or NULL, policies and options have any values, buffers are short, and callbacks fail or
+// call the ABI.
 //
-// Each byte of the input makes a choice: first a denoiser, then calls and their arguments.
+// Each byte of the input makes a choice. The first bytes choose a denoiser, and then calls and
+// their arguments.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -23,7 +25,7 @@ constexpr const char* kStrings[] = {
     "threshold", "dynamic", "factor", "entropy_bound", "timestep",      "sequential",
     ">",         "edit",    "prefix", "dual",          "block",         "block-dual",
     "none",      "reuse",   "draw",   "marginal",      "no such %s\x1b"};
-constexpr dlm_status kOwn = 77;  // the status of a pass that the callback fails
+constexpr dlm_status kOwn = 77;  // status of a pass when the callback fails
 constexpr size_t kMostCalls = 48, kRoom = 80;
 constexpr const char* kStops[] = {"bc", "\xC3\xA9"};
 
@@ -48,7 +50,7 @@ class World {
   dlm_session* session() { return input_.byte() % 16 == 15 ? nullptr : session_; }
   bool is_rare() { return input_.byte() % 32 == 31; }
 
-  // Checks a call's status. A failed call of a session must leave a message.
+  // Checks the status of a call. If a call of a session fails, the session must have a message.
   dlm_status check(dlm_status status) {
     CLAIM(status == DLM_OK || fuzz::is_refusal(status) || status == kOwn);
     return status;
@@ -71,7 +73,8 @@ class World {
     denoiser.eos_token_ids = eos, denoiser.eos_count = static_cast<size_t>(kind / 16 % 3);
     denoiser.visible_block = kind / 64 == 3 ? 8 : 0;
     if (is_rare()) (&denoiser.vocab_size)[input_.byte() % 10] = number() > 1 << 20 ? -1 : number();
-    if (denoiser.vocab_size > 64 || denoiser.max_canvas_length > 64) return;  // nothing slow
+    // larger denoisers would be slow
+    if (denoiser.vocab_size > 64 || denoiser.max_canvas_length > 64) return;
     if (denoiser.vocab_size >= 3) vocab_ = denoiser.vocab_size;
     top_k_ = denoiser.top_k, mask_ = denoiser.mask_token_id;
     if (is_rare()) denoiser.struct_size = input_.byte();
@@ -142,7 +145,7 @@ class World {
     return made;
   }
 
-  // Fills the given tokens; few are outside the vocabulary.
+  // Fills the array of given tokens. A few of them are outside the vocabulary.
   size_t fill() {
     const size_t count = input_.byte() % 20;
     tokens_.resize(count);
@@ -300,7 +303,7 @@ class World {
     return static_cast<World*>(user)->call_back();
   }
 
-  // One character of one or two bytes per token; some tokens are half of one.
+  // Decodes each token to one character of one or two bytes. Some tokens are half a character.
   static dlm_status decode(void* user, const int32_t* tokens, size_t count, char* string,
                            size_t capacity, size_t* size) {
     World& world = *static_cast<World*>(user);
@@ -316,7 +319,8 @@ class World {
   static dlm_status pass(void* user, const dlm_pass* pass) {
     World& world = *static_cast<World*>(user);
     const uint8_t what = world.input_.byte();
-    for (int32_t layer = 0; layer < pass->layers; ++layer) {  // touches all usable memory
+    // Reads and writes all memory that the pass may use.
+    for (int32_t layer = 0; layer < pass->layers; ++layer) {
       if (pass->cached > 0) world.seen_ += *static_cast<const uint8_t*>(pass->past_keys[layer]);
       if (pass->present_keys != nullptr) *static_cast<uint8_t*>(pass->present_keys[layer]) = what;
     }

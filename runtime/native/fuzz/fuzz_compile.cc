@@ -1,8 +1,9 @@
-// A constraint that is compiled for a vocabulary: a sentence says why not, or there is an automaton
-// of texts of its kind. Time, memory and the size of the result keep to their limits.
+// Fuzz target that compiles a constraint for a vocabulary. It must end with an error message, or
+// with an automaton whose texts are of the requested kind. Time, memory and the size of the result
+// must stay within their limits.
 //
-// The input is six bytes that choose the options, and parts that end with a NUL: the content, the
-// text before, the text behind, and the tokens.
+// The input is six bytes that choose the options, and then parts that end with a NUL: the content,
+// the text before it, the text after it, and the tokens.
 #include <time.h>
 
 #include <algorithm>
@@ -27,7 +28,7 @@ constexpr size_t kMostContent = 4096, kMostTokens = 64;
 constexpr double kSeconds = 0.25;
 constexpr size_t kMemory = 48 << 20;
 constexpr int64_t kStates = 2000, kEdges = 100'000;
-// Beside the limits: the vocabulary, the JSON of the content, and the result.
+// Memory besides the limits: for the vocabulary, the JSON of the content, and the result.
 constexpr size_t kOtherMemory = 32 << 20;
 constexpr double kOtherSeconds = 0.25;
 
@@ -37,7 +38,7 @@ double processor_time() {
   return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
-// Memory that is allocated, and the most that was.
+// The bytes allocated now, and the most that were allocated at the same time.
 std::atomic<int64_t> allocated{0}, most_allocated{0};
 
 void count_new(const volatile void* pointer, size_t) {
@@ -51,7 +52,7 @@ void count_freed(const volatile void* pointer) {
     allocated -= static_cast<int64_t>(__sanitizer_get_allocated_size(pointer));
 }
 
-// The program's own vocabulary.
+// The vocabulary that the program passes.
 struct Tokens {
   std::vector<std::string> texts;
   uint8_t kind;  // selects how first_token() behaves
@@ -59,7 +60,7 @@ struct Tokens {
 
 int32_t first_token(void* user, const char* string, size_t size) {
   const auto& tokens = *static_cast<const Tokens*>(user);
-  if (tokens.kind == 1) return static_cast<int32_t>(size * 37 % 997) - 20;  // anything
+  if (tokens.kind == 1) return static_cast<int32_t>(size * 37 % 997) - 20;  // any result is allowed
   int32_t best = -1;
   for (size_t i = 0; i < tokens.texts.size(); ++i) {
     const std::string& token = tokens.texts[i];
@@ -70,7 +71,7 @@ int32_t first_token(void* user, const char* string, size_t size) {
   return best;
 }
 
-// A shortest text of an automaton. Distances fall by one along it, up to the end token.
+// One of the shortest texts of an automaton. Along it, distances fall by one, up to the end token.
 std::string shortest_text(const dlm::Automaton& automaton, const Tokens& tokens) {
   std::string text;
   size_t state = 0;
@@ -135,7 +136,7 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string content = part().substr(0, kMostContent), before = part(), behind = part();
   Tokens tokens{{}, known};
   while (!input.is_empty() && tokens.texts.size() < kMostTokens) tokens.texts.push_back(part());
-  // All bytes, those of ASCII, or none.
+  // The vocabulary has single-byte tokens for all bytes, for those of ASCII, or for none.
   for (int byte = 1; byte < (bytes == 0 ? 256 : bytes == 1 ? 128 : 0); ++byte)
     tokens.texts.emplace_back(1, static_cast<char>(byte));
   std::vector<const char*> texts;
@@ -178,7 +179,8 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   CLAIM(memory <= static_cast<int64_t>(2 * kMemory + kOtherMemory));
   if (status != DLM_OK) return 0;
   const dlm_automaton_info& info = *dlm_automaton_describe(automaton);
-  CLAIM(info.states <= kStates + 1 && info.edges <= kEdges);  // and the state after the end token
+  // One more for the state after the end token.
+  CLAIM(info.states <= kStates + 1 && info.edges <= kEdges);
   const std::string file = written(automaton);
   dlm_automaton_destroy(automaton);
   dlm_constraint compiled;

@@ -1,5 +1,5 @@
-// Parses any text as JSON. It must fail with a line number, or give a tree whose accessors return
-// or throw, and whose canonical form is stable.
+// Fuzz target that parses any text as JSON. Either it fails with a line number, or it returns a
+// tree. All accessors of the tree must return or throw, and its canonical form must be stable.
 #include "base/error.h"
 #include "base/json.h"
 #include "base/utf8.h"
@@ -20,7 +20,7 @@ void walk(const dlm::json::Value& value) {
   CLAIM(value.line() >= 1 && !value.path().empty() && value.path().size() < 1000);
   CLAIM(dlm::is_utf8(value.key()));
   using Kind = dlm::json::Value::Kind;
-  switch (value.kind()) {  // one matching and one other accessor: errors are slow
+  switch (value.kind()) {  // not every accessor, because errors are slow
     case Kind::null:
       ask([&] { value.refuse("it is refused"); });
       break;

@@ -1,7 +1,7 @@
-// Reads any compiled text file, then uses it: encodes a text, decodes it whole and in pieces, and
-// encodes a chat.
+// Fuzz target that reads a compiled text file and uses it. It encodes a text, decodes it whole and
+// in pieces, and encodes a chat.
 //
-// The input is a size in one byte, a text of that size, and the file.
+// The input is one byte with the size of the text, the text, and the file.
 #include <vector>
 
 #include "api/handles.h"

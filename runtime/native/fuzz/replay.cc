@@ -1,5 +1,5 @@
-// Runs a target on files and on all files of folders, without libFuzzer: `fuzz_json CORPUS...`.
-// Prints the number of files.
+// Runs a fuzz target on files, and on all files in folders, without libFuzzer: `fuzz_json
+// CORPUS...`. Prints the number of files.
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -32,7 +32,8 @@ int main(int argc, char** argv) {
       std::fprintf(stderr, "%s: cannot be read\n", path.c_str());
       return 1;
     }
-    std::fprintf(stderr, "%s\n", path.c_str());  // so that the last line names a crashing file
+    std::fprintf(stderr, "%s\n", path.c_str());  // so that the last line names the file that
+                                                 // crashes
     LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(data.data()), data.size());
   }
   std::printf("%zu inputs\n", paths.size());

@@ -1,6 +1,7 @@
-// Executes AMX's instructions on a processor that faults at them: decodes each one after Intel's
-// manual (volume 2, chapters 2.3 and "TDPBSSD" and others) and runs it on emulated registers. An
-// instruction that kernels/x86/matrix_amx.h does not use ends the program.
+// Emulates AMX on a processor that does not have it. The processor faults at each AMX instruction.
+// The handler decodes the instruction as Intel's manual describes (volume 2, chapters 2.3,
+// "TDPBSSD" and others), and executes it on emulated registers. An instruction that
+// kernels/x86/matrix_amx.h does not use ends the program.
 #include "amx_trap.h"
 
 #include <signal.h>
@@ -13,10 +14,10 @@ namespace {
 
 using matrix::demand;
 
-// An instruction with a three-byte VEX prefix: C4, R X B and the map, W vvvv L pp; then the opcode,
-// ModRM, and an address.
+// An instruction with a three-byte VEX prefix. It consists of the byte C4, a byte with R, X, B and
+// the map, a byte with W, vvvv, L and pp, the opcode, ModRM, and an address.
 struct Instruction {
-  int prefix, opcode, mode;  // pp: none, 66, F3, F2; mode 3: only registers
+  int prefix, opcode, mode;  // prefix: pp as none, 66, F3 or F2; mode 3: no address
   int reg, rm, vvvv;
   uint64_t base = 0, index = 0;  // an address is base + row * index
   int64_t length = 5;

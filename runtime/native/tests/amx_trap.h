@@ -5,7 +5,8 @@
 
 namespace kernels_test {
 
-// While it lives, a SIGILL handler executes the instructions that kernels/x86/matrix_amx.h uses.
+// While a trap exists, its SIGILL handler emulates the instructions that kernels/x86/matrix_amx.h
+// uses.
 class AmxTrap {
  public:
   AmxTrap();

@@ -1,5 +1,5 @@
-// Tests of byte automata: compares the languages of random expressions with all short texts, and
-// tests minimality and limits.
+// Tests of byte automata. Random expressions are compared with all short texts. Other tests cover
+// minimality and limits.
 //
 // Compiled with the library's sources, because the library hides these classes. Prints "N passed, N
 // failed". The exit status is 1 if a check failed.
@@ -26,7 +26,7 @@ void check(bool holds, int line, const char* what) {
 }
 #define CHECK(condition) check((condition), __LINE__, #condition)
 
-constexpr size_t kLongest = 6;  // the longest tested texts, in bytes, each a or b
+constexpr size_t kLongest = 6;  // length of the longest tested texts, whose bytes are a or b
 using Texts = std::set<std::string>;
 
 Texts joined(const Texts& first, const Texts& second) {
@@ -101,7 +101,7 @@ class Random {
   std::mt19937& random_;
 };
 
-// True if no two states accept the same texts, and each accepts one.
+// True if no two states accept the same texts, and each state accepts at least one.
 bool is_minimal(const ByteAutomaton& automaton) {
   const size_t states = automaton.states();
   std::vector<int> parts(states);
@@ -149,7 +149,7 @@ void test_random_expressions(std::mt19937& random, int rounds) {
     CHECK(is_equal);
     CHECK(is_minimal(made));
     CHECK(expressions.is_nullable(node) == made.matches(""));
-    // The automaton as an expression must give an equal automaton.
+    // Converting the automaton to an expression and back must give an equal automaton.
     if (!made.is_empty()) {
       const Node machine = expressions.machine(made);
       CHECK(automata.is_empty(expressions.without(node, machine)));
@@ -262,7 +262,7 @@ void test_sizes_and_limits() {
   CHECK(states([](Expressions& e) { return e.repeat(e.repeat(e.bytes("a"), 1, 100), 1, 100); }) ==
         10001);
   CHECK(states([](Expressions& e) { return e.repeat(e.repeat(e.bytes("a"), 3, 4), 1, 2); }) == 9);
-  // Ten thousand words with a shared tail of optional parts.
+  // Ten thousand words that share a tail of optional parts.
   CHECK(states([](Expressions& e) {
           std::vector<Node> words;
           for (int i = 0; i < 10000; ++i) words.push_back(e.bytes(std::to_string(1000000 + i)));
@@ -274,7 +274,7 @@ void test_sizes_and_limits() {
             tail = e.sequence(e.optional(e.bytes("," + std::to_string(100 + i))), tail);
           return tail;
         }) < 60 * 60);
-  // A part too deep for recursion on the stack.
+  // A part that is nested too deeply for recursion on the stack.
   CHECK(states([](Expressions& e) {
           Node deep = e.bytes("a");
           for (int i = 0; i < 5000; ++i)

@@ -1,6 +1,6 @@
-// Grammars in GBNF, JSON Lines, CSV and XML: what they accept, what they refuse by name, and what
-// hostile ones may cost. Built with AddressSanitizer and UndefinedBehaviorSanitizer where the
-// others are.
+// Tests of grammars in GBNF, JSON Lines, CSV and XML: the texts that they accept, the error
+// messages for invalid ones, and the cost of hostile ones. With -DDLM_SANITIZE, the program is
+// built with sanitizers.
 #include <cstdio>
 #include <optional>
 #include <string>
@@ -56,7 +56,7 @@ void check(const std::string& content, const std::vector<std::string>& valid,
   }
 }
 
-// Throws an Error whose message has a part, or with "" may succeed too.
+// Expects an Error whose message contains `part`. If `part` is "", success is allowed too.
 void refuse(const std::string& content, const std::string& part, Depth depth = std::nullopt) {
   Budget budget(limits(), "grammar");
   Expressions expressions(budget);
@@ -90,7 +90,7 @@ void grammars_accept_their_texts() {
   check("root ::= \"a\" even | \"b\" root | \"\"\neven ::= \"a\" root | \"b\" even",
         {"", "aa", "babba", "bb"}, {"a", "ab", "baaa"}, 0);
   check("root ::= ws \"x\" ws\nws ::= | \" \" ws", {"x", "   x  "}, {"", "  "}, 0);
-  // Other recursion has the depth.
+  // All other recursion is limited by the depth.
   const std::string sums =
       "root ::= term (\"+\" term)*\nterm ::= factor (\"*\" factor)*\n"
       "factor ::= [0-9] | \"(\" root \")\"";

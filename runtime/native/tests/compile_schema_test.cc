@@ -1,5 +1,5 @@
-// The parser of JSON Schemas: what it accepts, its errors, and the cost of hostile schemas. Built
-// with AddressSanitizer and UndefinedBehaviorSanitizer like the others.
+// Tests of the parser of JSON Schemas: the texts that schemas accept, the error messages for
+// invalid ones, and the cost of hostile ones.
 #include <cstdio>
 #include <string>
 #include <vector>
@@ -45,7 +45,7 @@ void check(const std::string& schema, const std::vector<std::string>& valid,
   }
 }
 
-// Expects an Error whose message has this part; with "", success is allowed too.
+// Expects an Error whose message contains `part`. If `part` is "", success is allowed too.
 void refuse(const std::string& schema, const std::string& part) {
   Budget budget(limits(), "schema");
   Expressions expressions(budget);

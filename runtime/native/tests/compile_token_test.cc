@@ -1,4 +1,5 @@
-// Tests of the token stage: compares automata over random vocabularies with their tokens' texts.
+// Tests of the token stage, which turns a byte automaton into one over tokens. For random
+// vocabularies, the result is compared with the texts of the tokens.
 //
 // Compiled with the library's sources, because the library hides these classes. Prints "N passed, N
 // failed". The exit status is 1 if a check failed.
@@ -32,7 +33,8 @@ struct Source {
   int below(size_t limit) { return static_cast<int>(random() % limit); }
 };
 
-// Expressions like those of constraints: words, strings with terminators, counted ones, lists.
+// Makes an expression like those of constraints: words, strings with terminators, counted
+// repetitions, or lists.
 Node make(Expressions& e, Source& source, int depth) {
   ByteSet inside;
   for (int byte = 0x20; byte < 0x7F; ++byte) inside.set(static_cast<size_t>(byte));
@@ -86,8 +88,8 @@ std::vector<std::string> make_vocabulary(Source& source) {
   return tokens;
 }
 
-// Walks both automata in parallel: each token must lead to the same state as its bytes. Returns
-// whether all do. `forced` marks states where only some tokens are kept.
+// Walks both automata in parallel. Each token must lead to the same state as its bytes. `forced`
+// marks the states where only some tokens are kept.
 void compare(const ByteAutomaton& texts, const dlm::Automaton& made,
              const std::vector<std::string>& tokens, const std::vector<int32_t>& ends,
              bool is_all) {
@@ -173,7 +175,8 @@ std::string draw(const ByteAutomaton& texts, Source& source) {
   }
 }
 
-// Minimal: no two classes behave the same in all groups, and no two groups are equal.
+// The automaton is minimal if no two classes behave the same in all groups, and no two groups are
+// equal.
 void check_classes(const dlm::Automaton& made) {
   std::map<std::vector<int32_t>, int> groups;
   std::vector<std::vector<int32_t>> of_class(static_cast<size_t>(made.classes));
@@ -202,7 +205,7 @@ void test_random_automata(std::mt19937& random, int rounds) {
         source.below(2) == 0 ? std::vector<int32_t>{0} : std::vector<int32_t>{0, 7};
     const auto vocab_size = static_cast<int32_t>(tokens.size());
     const Vocabulary all(tokens, vocab_size, ends, nullptr);
-    // A tokenizer that takes the longest token.
+    // A tokenizer that always takes the longest token.
     const Vocabulary encoded(tokens, vocab_size, ends, [&](std::string_view text) {
       int32_t best = -1;
       for (int32_t token = 4; token < vocab_size; ++token) {
@@ -243,7 +246,7 @@ void test_random_automata(std::mt19937& random, int rounds) {
   CHECK(compared > rounds / 2);
 }
 
-// Words that any other text may replace: their states share nearly all of their tokens.
+// Words beside any other text. The states of the words share nearly all of their tokens.
 void test_words_beside_any_text() {
   std::vector<std::string> tokens{"", "", "", "", "\"", "\"a", "b\""};
   for (size_t first = 0, length = 1; length <= 5; ++length) {

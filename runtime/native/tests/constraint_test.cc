@@ -1,5 +1,5 @@
-// Tests of constraints: reads valid and damaged automaton files, and compares the most likely text
-// with all texts.
+// Tests of constraints. Valid and damaged automaton files are read. The most likely text and
+// samples are compared with a list of all texts.
 //
 // Compiled with the library's sources, because the library hides these classes. Prints "N passed, N
 // failed". The exit status is 1 if a check failed.
@@ -136,7 +136,7 @@ void test_files(std::mt19937& random) {
     } catch (const dlm::Error& error) {
       CHECK(error.status() == DLM_BAD_BUNDLE || error.status() == DLM_UNSUPPORTED);
     }
-    // A file with a valid hash may still have any content: it must be rejected or harmless.
+    // A file with a valid hash may still have any content. It must be rejected, or be safe to use.
     for (int32_t change = 0; change < 40; ++change) {
       std::vector<uint8_t> hostile = whole;
       const size_t number =
@@ -196,8 +196,8 @@ void test_ambiguous_files() {
   CHECK(!is_refused());
 }
 
-// The exact sum of doubles as a list of non-overlapping partial sums (Shewchuk, 1997; Python's
-// math.fsum).
+// An exact sum of doubles. It is stored as a list of partial sums that do not overlap (Shewchuk,
+// 1997; Python's math.fsum).
 class Partials {
  public:
   void add(double x) {
@@ -211,7 +211,7 @@ class Partials {
     partials_.resize(kept);
     partials_.push_back(x);
   }
-  double value() const {  // the largest partial sum has the sign, and all but the last bit
+  double value() const {  // the largest partial sum determines the sign and all bits but the last
     return std::accumulate(partials_.begin(), partials_.end(), 0.0);
   }
 
@@ -244,7 +244,7 @@ struct Problem {
   int32_t room, start;
 };
 
-// Integers as logits, so that many texts are equally likely.
+// Logits are integers, so that many texts are equally likely.
 Problem random_problem(std::mt19937& random) {
   const auto draw = [&](int32_t low, int32_t high) {
     return std::uniform_int_distribution<int32_t>(low, high)(random);
@@ -269,7 +269,7 @@ Problem random_problem(std::mt19937& random) {
   return problem;
 }
 
-// True if a place allows the token; weight: its weight.
+// Returns true if a place allows the token, and sets `weight` to the token's weight.
 bool weighs(const dlm::Place& place, int32_t token, double& weight) {
   if (place.logits != nullptr)
     weight =
@@ -279,7 +279,7 @@ bool weighs(const dlm::Place& place, int32_t token, double& weight) {
   return place.token < 0 || token == place.token || token == place.other;
 }
 
-// Calls see(text) for each valid text of the problem, in the order of their tokens.
+// Calls see(text) for each valid text of the problem, in ascending order of its tokens.
 void each_text(const Problem& problem, const std::vector<uint8_t>& ends,
                const std::function<void(const std::vector<int32_t>&)>& see) {
   std::vector<int32_t> text;
@@ -352,7 +352,7 @@ void test_long_classes(std::mt19937& random) {
       logit = static_cast<float>(std::uniform_int_distribution<int32_t>(-40, 40)(random));
     if (round % 5 == 0)
       std::fill(logits.begin(), logits.end(), -std::numeric_limits<float>::infinity());
-    logits[1] = 50;  // of the other class
+    logits[1] = 50;  // a token of the other class
     int32_t wanted = 0;
     for (int32_t token = 0; token < vocab_size; token += 3)
       if (logits[static_cast<size_t>(token)] > logits[static_cast<size_t>(wanted)]) wanted = token;
@@ -401,7 +401,7 @@ void test_all_texts(std::mt19937& random) {
   for (int32_t round = 0; round < 2000; ++round) {
     Problem problem = random_problem(random);
     for (dlm::Place& place : problem.places) {
-      place.other = -1;  // for edits, which do not sample
+      place.other = -1;  // places of edits, which are not sampled
       if (place.logits == nullptr) place.best = -1;
     }
     const dlm::Automaton& automaton = problem.automaton;
@@ -443,8 +443,8 @@ void test_all_texts(std::mt19937& random) {
     texts.draw({static_cast<uint64_t>(round), 1, 2}, drawn);
     CHECK(std::any_of(all.begin(), all.end(),
                       [&](const auto& each) { return each.first == drawn && each.second > 0; }));
-    // Chi-squared over seeds, with one bin per text that is expected at least five times, and one
-    // for all others.
+    // A chi-squared test over many seeds. Each text that is expected at least five times has its
+    // own bin. All other texts share one bin.
     if (round % 50 != 0) continue;
     constexpr int32_t draws = 3000;
     double statistic = 0, rest = 0, rest_seen = 0;
@@ -470,11 +470,11 @@ void test_all_texts(std::mt19937& random) {
 
 // ---- Extreme logits and temperatures, compared with all texts in exact arithmetic ----
 
-// A text and the oracle's results for it.
+// A text, and what the exact reference computes for it.
 struct Known {
   std::vector<int32_t> tokens;
   int32_t ruled_out = 0, cut = 0;
-  std::vector<double> logits;  // of the other tokens, and each row's best logit, negated
+  std::vector<double> logits;  // of the other tokens, and each row's best logit times -1
   double prob = 0;
 };
 
@@ -580,7 +580,7 @@ void check_best_text(const Problem& problem, const std::vector<uint8_t>& ends, b
   }
   CHECK(taken != nullptr);
   if (taken == nullptr || taken == best) return;
-  // Sums that are not large are in double and may lose rounding errors.
+  // Sums that are not large are computed in double, and may have rounding errors.
   const double total = std::fabs(exact_difference(*best, Known()));
   CHECK(!is_exact && taken->ruled_out == best->ruled_out && total < 0x1p21 &&
         exact_difference(*best, *taken) <= static_cast<double>(found.size()) * total * 0x1p-52);
@@ -685,7 +685,7 @@ void test_extreme_logits(std::mt19937& random, int32_t rounds) {
       }
       continue;
     }
-    // Sums of the first four palettes are exact multiples of a small power of 2, or too large for
+    // In the first four palettes, sums are exact multiples of a small power of 2, or too large for
     // double.
     check_best_text(problem, ends, palette == 0 || palette == 2 || palette == 3);
     check_draws(problem, ends, sampling, round % 5 == 0 ? 800 : 5);
@@ -694,7 +694,8 @@ void test_extreme_logits(std::mt19937& random, int32_t rounds) {
 
 // ---- Requests, through the C ABI ----
 
-// Letters a, b, c, c and x, an end token and the mask token: (ab|c)*x.
+// The tokens are the letters a, b, c, c and x, an end token and the mask token. The constraint is
+// (ab|c)*x.
 constexpr int32_t kLetters = 8, kEnd = 6, kMask = 7;
 
 Made letters() {
@@ -742,8 +743,8 @@ dlm_status run_noise(void* user, const dlm_pass* pass) {
   return DLM_OK;
 }
 
-// Requests that are cancelled, run out of passes or time, or fail. Those that end well have a
-// complete text, and nothing leaks.
+// Runs requests that are cancelled, run out of passes or time, or fail. Requests that end well must
+// have a complete text, and nothing may leak.
 void test_requests(std::mt19937& random) {
   const auto draw = [&](int32_t low, int32_t high) {
     return std::uniform_int_distribution<int32_t>(low, high)(random);

@@ -1,10 +1,11 @@
-// Generates with an engine on a device, over the mocks of CUDA and of TensorRT or ONNX Runtime, and
-// with a callback engine that makes the same passes in host memory. Compares the results.
-// tests/test_native_tensorrt.py and tests/test_providers.py run it, mostly under sanitizers.
+// Runs an engine for a device on the mocks of CUDA and of TensorRT or ONNX Runtime. Makes the same
+// passes with a callback engine in host memory, and compares the results.
+// tests/test_native_tensorrt.py and tests/test_providers.py run this program, mostly with
+// sanitizers.
 //
-// All layers of the callback engine are equal, but a bundle's may differ. So its layers have one
-// head as wide as the bundle's widest layer, and each pass is made on a copy in the bundle's
-// layout.
+// In a callback engine, all layers have the same sizes, but the layers of a bundle may differ. So
+// each layer of the callback engine has one head, as wide as the bundle's widest layer. Each pass
+// works on a copy in the bundle's layout.
 //
 //   device_driver BUNDLE [KEY=VALUE ...]
 //     layers            KV_HEADSxHEAD_SIZE of each layer, separated by commas
@@ -14,9 +15,9 @@
 //     cache, refresh, commit, score, block, given, new, infill, rounds, threads, logits, engine,
 //     provider, device, allow_fallback
 //
-// Prints one line each: "open STATUS text"; for every round and thread "round STATUS text", where
-// text is "same" if both engines gave the same canvas or logits; after every round "counts
-// NAME=NUMBER ..."; at the end "live N".
+// The first line of the output is "open STATUS text". For every round and thread there is a line
+// "round STATUS text", where text is "same" if both engines gave the same canvas or logits. After
+// every round comes "counts NAME=NUMBER ...". The last line is "live N".
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>

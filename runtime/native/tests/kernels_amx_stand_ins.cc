@@ -1,6 +1,6 @@
-// The linear layers of kernels/x86/amx_kernels.cc with AVX2 vectors, so that tests run without
-// AVX-512: once with AMX's instructions, once with emulated registers in plain C++, where
-// sanitizers see every access.
+// The linear layers of kernels/x86/amx_kernels.cc, with AVX2 instead of AVX-512, so that more
+// processors can run the tests. This file is compiled twice: with AMX's instructions, and with
+// registers emulated in plain C++. With the latter, sanitizers see every memory access.
 #ifdef DLM_AMX_EMULATED
 #include "matrix_emulated.h"
 #else

@@ -1,4 +1,5 @@
-// Tests when AMX may be used: each possible obstacle, and the test that kernels multiply correctly.
+// Tests when AMX may be used. They cover each reason against it, and the check that kernels
+// multiply correctly.
 #include <cerrno>
 
 #include "kernels/x86/amx.h"

@@ -1,4 +1,5 @@
-// Attention over a cache, to a tolerance, and the stored form of cached rows.
+// Tests of attention over a cache, which must be right to a tolerance, and of how cached rows are
+// stored.
 #include "kernels_test.h"
 
 namespace kernels_test {
@@ -30,7 +31,7 @@ int64_t row_bytes(CacheType cache, int64_t D) {
   return of_this_size.row_bytes();
 }
 
-// The stored numbers of rows [rows, D].
+// Reads stored rows [rows, D] as numbers.
 std::vector<double> read_rows(CacheType cache, const Bytes& stored, int64_t D) {
   std::vector<double> all;
   for (auto at = stored.data(); at != stored.data() + stored.size(); at += row_bytes(cache, D))
@@ -48,8 +49,8 @@ std::vector<double> read_rows(CacheType cache, const Bytes& stored, int64_t D) {
   return all;
 }
 
-// The values of rows [rows, D] after storing: fp16 rounds each number; INT8 has codes with the
-// smallest 8-bit scale that is not below amax / 127.
+// Returns the values of rows [rows, D] after they were stored. With fp16, each number is rounded.
+// INT8 stores codes, with the smallest 8-bit scale that is at least amax / 127.
 std::vector<double> round_rows(CacheType cache, const Floats& x, int64_t D) {
   std::vector<double> all(x.begin(), x.end());
   for (size_t from = 0; from < x.size() && cache != CacheType::fp32;

@@ -1,4 +1,5 @@
-// The candidates of a row: their ids exactly, and their probabilities to a tolerance.
+// Tests of the candidates of a row. Their ids must be exact, and their probabilities must be right
+// to a tolerance.
 #include "kernels_test.h"
 
 namespace kernels_test {

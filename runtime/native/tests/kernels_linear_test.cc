@@ -1,4 +1,5 @@
-// INT8 and INT4 linear layers, compared bit by bit, except for the gate.
+// Tests of INT8 and INT4 linear layers. The results must be equal bit by bit, except for gated
+// layers.
 #include <cstdlib>
 
 #include "kernels_test.h"
@@ -42,7 +43,7 @@ struct Weight {
     return group_size == 0 ? static_cast<const void*>(scales.data()) : halves.data();
   }
 
-  // The padding of the last panel must not matter, so it is not zero here.
+  // The padding of the last panel must not matter. So it is filled with numbers other than zero.
   Weight& pack() {
     halves.clear();
     for (const float scale : scales) halves.push_back(half_of(scale));
@@ -197,7 +198,7 @@ void test_int4(Tally& tally, const dlm::Kernels& kernels) {
   }
 }
 
-// Rows with the largest codes, the smallest, and both.
+// Makes rows with the largest codes, with the smallest, and with both.
 Floats make_extreme_rows(int64_t rows, int64_t K) {
   Floats x;
   for (int64_t i = 0; i < rows * K; ++i)

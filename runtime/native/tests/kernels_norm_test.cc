@@ -1,4 +1,4 @@
-// Norms of residual sums, to a tolerance.
+// Tests of norms of residual sums, which must be right to a tolerance.
 #include "kernels_test.h"
 
 namespace kernels_test {

@@ -1,4 +1,4 @@
-// NVFP4 linear layers, to a tolerance.
+// Tests of NVFP4 linear layers, which must be right to a tolerance.
 #include "kernels_test.h"
 
 namespace kernels_test {

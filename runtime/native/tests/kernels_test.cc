@@ -1,8 +1,8 @@
-// Compares every kernel set that this processor supports with plain loops: INT8 and INT4 layers bit
-// by bit, float sums to a tolerance. Unsupported sets are tested as far as the processor's other
-// instructions can emulate them.
+// Compares every kernel set that this processor supports with plain loops. INT8 and INT4 layers
+// must be equal bit by bit, and float sums must be right to a tolerance. Sets that the processor
+// does not support are tested as far as its other instructions can emulate them.
 //
-// Prints a line for each set and "N passed, N failed". The exit status is 1 if a check failed.
+// Prints one line for each set, and "N passed, N failed". The exit status is 1 if a check failed.
 #include "kernels_test.h"
 
 #ifdef __x86_64__
@@ -35,7 +35,7 @@ int main() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     std::vector<const dlm::Kernels*> amx = {&dlm::kAmxEmulated};
 #ifdef DLM_AMX
-    const kernels_test::AmxTrap trap;  // with AMX, it catches nothing
+    const kernels_test::AmxTrap trap;  // catches nothing if the processor has AMX
     amx.push_back(&dlm::kAmxStandIn);
 #endif
     for (const dlm::Kernels* const kernels : amx) {

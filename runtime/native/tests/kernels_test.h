@@ -1,5 +1,5 @@
-// Shared by the tests of kernels. Each file tests one kind of kernel against plain loops;
-// kernels_test.cc runs them all.
+// Code that the tests of kernels share. Each file tests one kind of kernel against plain loops.
+// kernels_test.cc runs all of them.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN(),
 
 struct Tally {
   int passed = 0, failed = 0;
-  std::string about;  // the current test
+  std::string about;  // description of the current test
   void note(bool holds, const char* file, int line, const char* what) {
     ++(holds ? passed : failed);
     if (!holds) std::printf("%s:%d: failed: %s (%s)\n", file, line, what, about.c_str());

@@ -1,4 +1,4 @@
-// The product of a tied head, for every type of its table, to a tolerance.
+// Tests of tied heads, for every type of the table. The results must be right to a tolerance.
 #include "kernels_test.h"
 
 namespace kernels_test {

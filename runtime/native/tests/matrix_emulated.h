@@ -1,6 +1,6 @@
-// The matrix registers of kernels/x86/matrix_amx.h in plain C++, after Intel's description of the
-// instructions. Ends the program where the processor would fault, or would use data of a thread's
-// previous owner of the registers.
+// Emulates the matrix registers of kernels/x86/matrix_amx.h in plain C++, as Intel describes the
+// instructions. The program ends where the processor would fault. It also ends if a kernel uses
+// register contents that it did not set.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,7 @@ class File {
 
   void zero(int number) { std::memset(find(number).bytes, 0, sizeof(Register::bytes)); }
 
-  // Loads pad with zeros outside the shape; stores write only the shape.
+  // A load fills the register outside its shape with zeros. A store only writes the shape.
   void load(int number, const void* from, int64_t stride) {
     zero(number);
     Register& to = find(number);

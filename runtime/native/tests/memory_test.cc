@@ -1,9 +1,10 @@
-// Fails each allocation of C ABI calls once. Every call must end with a status and leak nothing,
-// and its object must accept the next call, which must give the usual result.
+// Makes the allocations of C ABI calls fail, one at a time. Every such call must end with a status,
+// and must not leak. After that, the object must accept the next call, which must give the usual
+// result.
 //
-// memory_test STRIDE [BUNDLE]: fails every STRIDE-th allocation. Also opens BUNDLE, a folder with a
-// compiled text. Compiled with the core's sources, so that a bundle of files can get a fake engine.
-// Prints "N allocations failed, N claims did".
+// memory_test STRIDE [BUNDLE]: makes every STRIDE-th allocation fail. Also opens BUNDLE, a folder
+// with a compiled text file. The program is compiled with the core's sources, so that a bundle of
+// files can get a fake engine. Prints "N allocations failed, N claims did".
 #include <atomic>
 #include <cmath>
 #include <cstdio>
@@ -27,7 +28,8 @@
 
 namespace {
 
-// Allocations until one fails; negative: none fails. Opening a bundle hashes on a second thread.
+// The number of allocations until one fails. If it is negative, none fails. Counted over all
+// threads, because opening a bundle hashes on a second thread.
 std::atomic<long> allocations_left{-1};
 std::atomic<bool> has_failed{false};
 
@@ -48,7 +50,7 @@ void* allocate(std::size_t bytes) {
   return found;
 }
 
-// Ends the failures; later allocations are the test's.
+// No further allocations fail. Later allocations are made by the test itself.
 void stop_failing() { allocations_left = -1; }
 
 int failures = 0, wrong = 0;
@@ -59,15 +61,15 @@ void check(bool holds, const char* name, long number, const char* what) {
   std::printf("%s, allocation %ld: %s\n", name, number, what);
 }
 
-// The result of a call: its status, and all its outputs as text.
+// What came out of a call: its status, and all its outputs as text.
 struct Came {
   dlm_status status;
   std::string result;
 };
 
-// `prepare` creates the object of `call` for each failing allocation. Without memory, a call must
-// return OUT_OF_MEMORY or the usual result; a second call must give the usual result. `wanted`: the
-// status with enough memory.
+// Makes each allocation of `call` fail in turn. `prepare` creates the object of the call each time.
+// If memory runs out, a call must return OUT_OF_MEMORY or the usual result. A second call must give
+// the usual result. `wanted` is the status if there is enough memory.
 template <class Prepare, class Call>
 void sweep(const char* name, long stride, Prepare prepare, Call call, dlm_status wanted = DLM_OK) {
   Came whole;
@@ -202,7 +204,7 @@ std::string shown(const int32_t* tokens, size_t count) {
   return text;
 }
 
-// The session's message for its last call; without memory it may be empty.
+// The session's message for its last call. It may be empty if there was no memory.
 Came of(dlm_session& session, dlm_status status) {
   stop_failing();
   return {status, dlm_session_last_error(&session)};
@@ -370,7 +372,8 @@ void sweep_constraints(long stride) {
   }
 }
 
-// The results of three requests in one scheduler; a request without memory fails alone.
+// The results of three requests in one scheduler. A request that runs out of memory must not affect
+// the others.
 Came schedule(dlm_scheduler& scheduler, const dlm_policy& policy) {
   Owned<dlm_job> jobs[3];
   Came came{DLM_OK, ""};

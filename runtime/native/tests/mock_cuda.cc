@@ -1,9 +1,10 @@
-// Replaces libcuda.so.1 on a machine without CUDA. It is stricter than a device: the host cannot
-// read device pointers, every range is checked, work on a stream is done only when a caller waits
-// for it, and calls without a current context fail.
+// A mock of libcuda.so.1, for machines without CUDA. It is stricter than a real device. The host
+// cannot read device pointers. Every range of memory is checked. Work on a stream is done only when
+// a caller waits for the stream. Calls without a current context fail.
 //
-// $MOCK_CUDA_SM is the device's compute capability (default 120), $MOCK_CUDA_DEVICES their number
-// (default 1), $MOCK_CUDA_BYTES their memory (default 1 GiB), $MOCK_CUDA_FAIL the failing calls.
+// Environment variables configure it. $MOCK_CUDA_SM is the compute capability of the devices
+// (default 120). $MOCK_CUDA_DEVICES is the number of devices (default 1), and $MOCK_CUDA_BYTES
+// their memory (default 1 GiB). $MOCK_CUDA_FAIL lists the calls that fail.
 #include "mock_cuda.h"
 
 #include <cstdlib>
@@ -39,7 +40,8 @@ struct State {
 };
 
 State& state() {
-  static State* const all = new State;  // never destroyed: libraries that use it end in any order
+  static State* const all = new State;  // never destroyed, because libraries that use it are
+                                        // unloaded in any order
   return *all;
 }
 

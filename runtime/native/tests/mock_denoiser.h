@@ -1,7 +1,8 @@
-// A denoiser that computes hashes of everything a pass sees: ids, positions, and every byte of the
-// cached rows (in any order within a head, as in attention, but the same for keys and values). The
-// mock of TensorRT runs it on "device" memory and the driver's callback engine on the loop's
-// memory. Canvases are equal only if every byte is in its place.
+// A mock denoiser. Its outputs are hashes of everything that a pass sees: ids, positions, and every
+// byte of the cached rows. As in attention, the order of rows within a head does not matter, but it
+// must be the same for keys and values. The TensorRT mock runs this denoiser on mock device memory,
+// and the driver's callback engine runs it on host memory. Their canvases are equal only if every
+// byte is where it should be.
 #pragma once
 
 #include <cstdint>
@@ -24,9 +25,9 @@ struct Pass {
   int32_t tokens, cached, rows;
   const int64_t *ids, *positions, *score_rows;
   std::vector<const uint8_t*> past;  // key and value of every layer, [kv_heads, S, row_bytes]
-  std::vector<uint8_t*> present;     // the same with T rows; empty: not needed
+  std::vector<uint8_t*> present;  // [kv_heads, T, row_bytes] in the same order; empty if not needed
   int32_t* top_tokens;
-  float *top_probs, *entropy, *logits;  // the last two may be NULL
+  float *top_probs, *entropy, *logits;  // entropy and logits may be NULL
 };
 
 inline uint64_t mix(uint64_t state, uint64_t value) {

@@ -1,19 +1,19 @@
-// Replaces libnvinfer: implements the classes of TensorRT 10.14's headers with the denoiser of
-// mock_denoiser.h.
+// A mock of libnvinfer. It implements the classes of TensorRT 10.14's headers, and runs the
+// denoiser of mock_denoiser.h.
 //
-// Its "engine file" is text; types are the numbers of nvinfer1::DataType:
+// Its "engine file" is text, in which types are the numbers of nvinfer1::DataType:
 //   mock-engine
 //   denoiser VOCAB MASK TOP_K CACHE_TYPE
 //   layer KV_HEADS HEAD_SIZE               (once per layer)
 //   profile T_MIN T_OPT T_MAX S_MIN S_OPT S_MAX R_MIN R_OPT R_MAX    (once per profile)
 //   rename PORT NAME                       (replaces the port's name)
-// and, for invalid engines: "without PORT", "extra OUTPUT", "type PORT TYPE", "host PORT", "nan",
-// "chatty" (reports an error and continues). $MOCK_TRT_VERSION is its version (default
-// 10.14.1.48). $MOCK_CUDA_FAIL makes calls fail.
+// For invalid engines, the file may also have the lines "without PORT", "extra OUTPUT", "type PORT
+// TYPE", "host PORT", "nan", or "chatty" (reports an error and continues). $MOCK_TRT_VERSION is the
+// version (default 10.14.1.48). $MOCK_CUDA_FAIL lists the calls that fail.
 //
-// Stricter than TensorRT: an enqueue checks every address against the mock's device memory, and the
-// tensors against each other. A context with new shapes cannot be captured. Replaying a graph after
-// its context has changed or been destroyed is counted.
+// The mock is stricter than TensorRT. An enqueue checks every address against the mock's device
+// memory, and checks that tensors do not overlap. A context with new shapes cannot be captured. If
+// a graph is replayed after its context has changed or was destroyed, an error is counted.
 #include <NvInferRuntime.h>
 
 #include <cstdio>
@@ -161,13 +161,13 @@ Dims to_dims(const std::vector<int64_t>& dims, int64_t tokens, int64_t cached, i
   return out;
 }
 
-// The parameters of a captured enqueue; they must be the same at replay.
+// The parameters of a captured enqueue. They must be the same when the graph is replayed.
 struct Generation {
   int number = 0;
   bool is_alive = true;
 };
 
-// Every virtual function that needs no implementation.
+// All virtual functions that need no implementation.
 #define NOTHING(signature, value) \
   signature noexcept override { return value; }
 

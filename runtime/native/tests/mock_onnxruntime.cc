@@ -1,20 +1,22 @@
-// Replaces libonnxruntime with GPU providers: implements the OrtApi slots that the engine calls,
-// with the denoiser of mock_denoiser.h. A GPU provider computes on the "device" memory of
+// A mock of libonnxruntime with GPU providers. It implements the OrtApi slots that the engine
+// calls, and runs the denoiser of mock_denoiser.h. A GPU provider computes on the device memory of
 // mock_cuda, which the host cannot read.
 //
-// Its "graph" is text; types are the numbers of ONNXTensorElementDataType:
+// Its "graph" is text, in which types are the numbers of ONNXTensorElementDataType:
 //   mock-graph
 //   denoiser VOCAB MASK TOP_K CACHE_TYPE
 //   layer KV_HEADS HEAD_SIZE                  (once per layer)
 //   node NAME OPERATOR [PROVIDER ...]         (DOMAIN:OPERATOR for other domains; the CPU runs all)
-// and, for an invalid graph: "nan".
+// For an invalid graph, the text may also have the line "nan".
 //
-// $MOCK_ORT_VERSION is its version (default 1.31.1), $MOCK_ORT_PROVIDERS its providers (default:
-// TensorRT, CUDA, CPU), $MOCK_ORT_LIBRARIES the libraries that a provider cannot load,
-// $MOCK_ORT_FULL the call that finds the device full ("Run:2"). $MOCK_CUDA_FAIL makes calls fail.
+// $MOCK_ORT_VERSION is the version (default 1.31.1). $MOCK_ORT_PROVIDERS lists the providers
+// (default: TensorRT, CUDA, CPU). $MOCK_ORT_LIBRARIES lists the libraries that a provider cannot
+// load. $MOCK_ORT_FULL is the call that finds the device full ("Run:2"). $MOCK_CUDA_FAIL lists the
+// calls that fail.
 //
-// Stricter than ONNX Runtime: keys and values must be on the provider's device and complete, all
-// else in host memory. Work still waiting on our streams when a pass starts counts as not done.
+// The mock is stricter than ONNX Runtime. Keys and values must be complete and on the provider's
+// device, and everything else must be in host memory. Work that is still queued on our streams when
+// a pass starts is not visible to the pass.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -104,7 +106,8 @@ OrtStatus* refuse(const std::string& message, int code = kFail) {
 
 // Counts the call. Returns an error status if it should fail or find the device full.
 OrtStatus* noted(const std::string& call) {
-  static std::map<std::string, int> made;  // tests let one of the driver's threads fail at a time
+  static std::map<std::string, int> made;  // static, because tests let one of the driver's threads
+                                           // fail at a time
   const bool is_failing = mock::note(call);
   if (variable("MOCK_ORT_FULL", "") == call + ":" + std::to_string(++made[call]))
     return refuse(
@@ -215,8 +218,8 @@ OrtStatus* create_session(const OrtEnv*, const char* path, const OrtSessionOptio
   return nullptr;
 }
 
-// A value's bytes as the provider sees them. Returns nullptr, and counts an error, if they are not
-// where they must be.
+// A value's bytes as the provider sees them. If they are not where they must be, returns nullptr
+// and counts an error.
 void* view(const OrtSession& session, const OrtValue& value, bool is_cache) {
   const bool on_device = is_cache && session.provider != kCpu;
   const bool is_there = on_device

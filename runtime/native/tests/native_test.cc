@@ -1,5 +1,5 @@
 // Tests of independent parts of the native runtime: the JSON reader, SHA-256, the callback engine,
-// contexts in host memory, requests, and the decisions of the TensorRT engine.
+// contexts in host memory, requests, and decisions of the TensorRT engine.
 //
 // Compiled with the core's sources, because the library hides these classes. Prints "N passed, N
 // failed". The exit status is 1 if a check failed.
@@ -35,8 +35,8 @@ struct Tally {
 };
 
 #define CHECK(condition) tally.note((condition), __FILE__, __LINE__, #condition)
-// Checks that `code` throws Error(status) with the message `message`, or containing the rest of it
-// if it starts with "...".
+// Checks that `code` throws Error(status) with the message `message`. If `message` starts with
+// "...", the error's message must only contain the rest of it.
 #define CHECK_ERROR(code, status, message) \
   check_error(tally, __FILE__, __LINE__, [&] { (void)(code); }, status, message)
 
@@ -168,7 +168,7 @@ void test_json_refuses(Tally& tally) {
       {std::string(kLimit + 1, ' '), "line 1: the text has 1048577 bytes; the limit is 1048576"},
   };
   for (const auto& [text, message] : cases) CHECK_ERROR(parse(text), DLM_BAD_BUNDLE, message);
-  // A long path keeps its end and stays short.
+  // If a path is long, a message shows only its end.
   std::string nested = "1";
   for (int i = 0; i < 60; ++i) nested = "{\"a_rather_long_key_that_repeats\":" + nested + "}";
   const auto root = parse(nested);
@@ -177,7 +177,7 @@ void test_json_refuses(Tally& tally) {
   CHECK(value->path().size() < 300 && value->path().compare(0, 3, "...") == 0);
 }
 
-// Damaged text is accepted or throws Error; it never crashes (the sanitizers check).
+// Damaged text is accepted or throws Error. The sanitizers check that the reader does not crash.
 void test_json_survives_mutations(Tally& tally) {
   uint32_t state = 12345;
   const auto random =
@@ -252,8 +252,8 @@ void test_sha256(Tally& tally) {
       CHECK(hash.hex() == hex);
     }
   }
-  // Every length around the block size, in pieces of every size: both implementations agree with
-  // each other and with a single update.
+  // Tests every length around the block size, in pieces of every size. Both implementations must
+  // agree with each other, and with a single update.
   bool agree = true;
   std::string text;
   for (size_t length = 0; length < 200; ++length, text += static_cast<char>(length * 37)) {
@@ -306,10 +306,11 @@ void test_callback_engine(Tally& tally) {
               "the pass callback is NULL");
 }
 
-// Checks the cached rows that passes read: every row outside theirs, once, in any order, from the
-// last pass that wrote it. Rows encode layer, head (of all requests of a batch), position and pass;
-// keys and values differ by kind. Layers have different numbers and sizes of heads, as in some
-// denoisers; two layers are alike.
+// Checks the cached rows that passes read. A pass must see every row outside its own positions
+// exactly once, in any order, as the last pass wrote it. A row's content encodes its layer, its
+// head (counted over all requests of a batch), its position and the pass. Keys and values use
+// different codes. As in some denoisers, layers have different numbers and sizes of heads. Two
+// layers are the same.
 struct Rows {
   dlm::CacheShape cache = {{3, 3, 2}, {1, 5, 2}, {3, 3, 2}, {2, 2, 2}};
   int passes = 0, wrong = 0;
@@ -317,7 +318,8 @@ struct Rows {
   const char* start = nullptr;
   bool is_growing = false;  // the rows may move to a larger buffer
 
-  // Checks the pass's reads, does its writes, and makes the last scored row the surest.
+  // Checks the rows that the pass reads, writes the rows that it must write, and gives the last
+  // scored row the highest score.
   static dlm_status run(void* user, const dlm_pass* pass) {
     static_cast<Rows*>(user)->check(*pass);
     return DLM_OK;
@@ -391,7 +393,7 @@ void test_host_contexts(Tally& tally) {
   };
   using dlm::CacheUse;
   for (const auto& [requests, length] :
-       {std::pair{3, 20}, {1, 20}, {5, 11}}) {  // then smaller ones, in the same memory
+       {std::pair{3, 20}, {1, 20}, {5, 11}}) {  // then passes over fewer rows, in the same memory
     const int behind = length - 2;
     batch = requests;
     make(0, length, length, CacheUse::write);
@@ -420,7 +422,8 @@ void test_host_contexts(Tally& tally) {
               "...opened with engine \"none\"");
 }
 
-// Ranges that no policy uses: each pass reads rows that the previous one left, in part or whole.
+// Runs passes over ranges that no policy uses. Each pass reads rows that the previous one left,
+// some or all of them.
 void test_rows_through_random_ranges(Tally& tally) {
   uint32_t state = 1;
   const auto random = [&](int low, int high) {  // both included
@@ -468,8 +471,8 @@ std::vector<std::shared_ptr<dlm::Job>> run_together(const dlm::Denoiser& denoise
   return jobs;
 }
 
-// Every cache, block length and refresh of a canvas, alone and with others: checks the rows that
-// passes read, and under a sanitizer how they were moved.
+// Tests every cache, block length and refresh, with a single canvas and with several. Checks the
+// rows that passes read. With a sanitizer, this also checks how rows are moved.
 void test_rows_through_whole_requests(Tally& tally) {
   int cases = 0, wrong = 0;
   for (const char* cache : {"prefix", "dual"})
@@ -495,8 +498,9 @@ void test_rows_through_whole_requests(Tally& tally) {
   CHECK(cases == 144 && wrong == 0);
 }
 
-// The block cache grows with the stored rows, which are read in place. With `reuse`, every pass
-// over a block stores it again; with `open`, the pass that stores one block decides in the next.
+// The `block` cache grows with the stored rows, which are read in place. With `reuse`, every pass
+// over a block stores it again. With `open`, the pass that stores one block also decides positions
+// of the next.
 void test_rows_that_are_appended(Tally& tally) {
   int cases = 0, wrong = 0;
   for (const char* store : {"pass", "reuse", "open"})
@@ -517,7 +521,8 @@ void test_rows_that_are_appended(Tally& tally) {
             const auto jobs = run_together(denoiser, *engine, batch, [&] {
               return dlm::Request(denoiser, *engine, policy, canvas, undecided, 0);
             });
-            const dlm_stats& counts = *jobs[0]->result().stats;  // of every job: they are alike
+            // of any job, because all are alike
+            const dlm_stats& counts = *jobs[0]->result().stats;
             // Requests that store the rows of their last pass never run together.
             const int32_t turns = std::strcmp(store, "reuse") == 0 ? batch : 1;
             // Each pass that opens a block decides one of its positions, because here every pass
@@ -534,8 +539,8 @@ void test_rows_that_are_appended(Tally& tally) {
   CHECK(cases == 144 && wrong == 0);
 }
 
-// Fills a canvas with a denoiser that predicts 10 + position, surest from the left, and reports the
-// positions.
+// Fills a canvas and reports the order in which positions were decided. The denoiser predicts 10 +
+// position, and is most certain of the leftmost position.
 std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas,
                           std::vector<uint8_t> undecided, Tally& tally) {
   const dlm::Denoiser denoiser{40, 9, 64, 2, 0, false, {{1, 2, 4}}, {12}};
@@ -559,8 +564,8 @@ std::vector<int32_t> fill(const dlm_policy& policy, std::vector<int32_t> canvas,
   return request.canvas();
 }
 
-// Proposes the least likely token, commits one position per pass, the last one, and records its
-// notifications.
+// Proposes the least likely token. Commits one position per pass, the last one. Records the calls
+// of note().
 class Least final : public dlm::Proposer {
  public:
   Least(int32_t vocab_size, std::map<int32_t, int32_t>& told)
@@ -586,8 +591,8 @@ class Least final : public dlm::Proposer {
   std::map<int32_t, int32_t>& told_;
 };
 
-// Two requests of a batch with different rules and proposers: a pass has the outputs that one of
-// them needs.
+// Runs two requests with different rules and proposers in a batch. If one of them needs an output,
+// the pass has it.
 void test_proposers_side_by_side(Tally& tally) {
   struct Seen {
     int with_logits = 0, with_entropy = 0, passes = 0;
@@ -660,11 +665,11 @@ void test_undecided_is_not_the_mask_token(Tally& tally) {
   dlm_policy policy = dlm::default_policy();
   policy.block_length = 2;
   policy.stop = "none";
-  // A given mask token (9) stays; noise at an undecided position is replaced.
+  // A given mask token (9) stays. A token at an undecided position is replaced.
   CHECK((fill(policy, {9, 9, 5, 7, 9, 3}, {0, 1, 1, 0, 0, 1}, tally) ==
          std::vector<int32_t>{9, 11, 12, 7, 9, 15}));
-  // 12 is the end token: committed at position 2, it fills every undecided position after its
-  // block, and no other.
+  // 12 is the end token. If it is committed at position 2, it fills every undecided position after
+  // its block, and no other.
   CHECK((fill(policy, {1, 9, 9, 9, 8, 9}, {0, 1, 1, 0, 1, 1}, tally) ==
          std::vector<int32_t>{1, 11, 12, 9, 14, 15}));
   policy.stop = "eos";

@@ -1,6 +1,6 @@
-// Requests that share passes, and requests that take turns, must give the same results as alone. A
-// fake denoiser's predictions depend on every visible row and on nothing else. Random requests
-// join, leave, are cancelled and fail, from several threads.
+// Tests that a request gives the same result alone, in passes that requests share, and when
+// requests take turns. The predictions of a fake denoiser depend on every visible row, and on
+// nothing else. Random requests join, leave, are cancelled and fail, from several threads.
 //
 // Compiled with the core's sources, because the library hides these classes. Prints "N passed, N
 // failed".
@@ -40,12 +40,12 @@ void note(bool holds, int line, const std::string& what) {
 }
 #define CHECK(condition) note((condition), __LINE__, #condition)
 
-// The call in which a request fails.
+// The call in which a proposer throws, or `none`.
 enum class Fault { none, needs, propose, end, end_foreign, end_memory, step };
 
 struct NotAnException {};
 
-// The policy's proposer, with one call that throws.
+// The policy's proposer, except that one of its calls throws.
 class Faulty final : public dlm::Proposer {
  public:
   Faulty(const dlm::Denoiser& of, const dlm::Policy& policy, Fault fault)
@@ -85,7 +85,7 @@ class Faulty final : public dlm::Proposer {
   const Fault fault_;
 };
 
-// The options of a job; can be created repeatedly.
+// The options of a job. Unlike JobOptions, they can be copied and used again.
 struct Limits {
   int32_t max_steps = 0;
   std::optional<dlm::Clock::time_point> deadline;
@@ -133,7 +133,7 @@ std::vector<int32_t> canvas_of(const dlm::Job& job) {
   return {job.result().tokens, job.result().tokens + job.result().length};
 }
 
-// A request; can be created repeatedly.
+// The description of a request, from which the same request can be created again.
 struct Wish {
   dlm::Policy policy;
   std::vector<int32_t> canvas;
@@ -185,7 +185,7 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift) {
   return wish;
 }
 
-// The result of the request alone, as a session runs it.
+// The result of the request if it runs alone, as in a session.
 std::shared_ptr<dlm::Job> run_alone(const dlm::Denoiser& of, Summing& engine, const Wish& wish) {
   dlm::LockstepPasses passes(of, engine, INT64_MAX, 1);
   dlm::Runner runner(of, passes, {});
@@ -258,7 +258,7 @@ void test_passes_are_shared() {
   CHECK(scheduler.told().passes == 8);  // eight passes, each with one token of all eight requests
 }
 
-// Shared passes stay within a time limit by their expected cost. Requests that do not fit wait for
+// The expected cost of a shared pass stays within the time limit. Requests that do not fit wait for
 // another pass.
 void test_costs(uint32_t seed) {
   std::mt19937 random(seed);
@@ -281,13 +281,14 @@ void test_costs(uint32_t seed) {
   scheduler.run(true, kNothing);
   CHECK(engine.costliest_shared() <= most_ms);
   for (size_t i = 0; i < jobs.size(); ++i) CHECK(same(*jobs[i], run_alone(of, other, wishes[i])));
-  // A pass that only stores still scores one row, which no request counts.
+  // A pass that only stores rows still scores one row. No request counts that row.
   const double expected = 1000 * scheduler.told().expected_s;
   CHECK(expected <= engine.cost() * (1 + 1e-9));
   CHECK(expected >= engine.cost() - cost.row * static_cast<double>(scheduler.told().passes) - 1e-6);
 }
 
-// Requests start only while a pass stays within the time limit; a single one always starts.
+// A request starts only if passes then stay within the time limit. If no other request runs, it
+// always starts.
 void test_admission_by_cost() {
   const dlm::Denoiser of = denoiser(0, 0);
   Summing engine(shape(), 0, true);
@@ -320,7 +321,7 @@ void test_admission_by_cost() {
   CHECK(passes > before);
 }
 
-// A pass that fails ends the requests in it with its message, and no others.
+// If a pass fails, the requests in it end with its message. No other requests end.
 void test_failures_stay_with_their_requests(bool shares) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares), other(shape(), 4, false);
@@ -348,8 +349,8 @@ void test_failures_stay_with_their_requests(bool shares) {
   CHECK(failures >= 1 && failures <= 2);
 }
 
-// A request that fails, even while it ends, fails alone: every wait ends, and other results do not
-// change.
+// If a request fails, even while it ends, no other request fails. Every wait ends, and the other
+// results do not change.
 void test_faults_stay_with_their_requests(bool shares, Fault fault) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares), other(shape(), 4, false);
@@ -398,7 +399,7 @@ void test_faults_stay_with_their_requests(bool shares, Fault fault) {
   for (size_t i = 0; i < jobs.size(); ++i) CHECK(same(*jobs[i], run_alone(of, other, wishes[i])));
 }
 
-// A request that has not ended when its scheduler is destroyed, and then fails as it ends.
+// A scheduler is destroyed while a request runs. Ending this request throws an error.
 void test_faults_as_a_scheduler_is_destroyed() {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, true);
@@ -413,8 +414,8 @@ void test_faults_as_a_scheduler_is_destroyed() {
         std::string(job->result().message) == "made to fail");
 }
 
-// If making passes fails, all running and waiting requests end with the cause. submit() throws it
-// until the next run.
+// If an error does not belong to a request, all running and waiting requests end with it. submit()
+// throws it until the next run.
 void test_an_error_of_nobody_ends_all(bool shares) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares), other(shape(), 4, false);
@@ -504,7 +505,7 @@ void test_limits() {
   const auto stopped = submit(wish(20, {0, {}, count, &steps}));
   scheduler.run(true, kNothing);
   CHECK(stopped->result().status == DLM_CANCELLED && steps == 3);
-  // If before_pass asks to stop, requests stay, and the next run continues them.
+  // If before_pass returns false, requests stay, and the next run continues them.
   const auto kept = submit(wish(12, {}));
   int calls = 0;
   try {
@@ -525,8 +526,8 @@ void test_limits() {
   CHECK(abandoned->wait({}) && finish_of(*abandoned) == DLM_FINISH_CANCELLED);
 }
 
-// Many threads submit and cancel, one runs. Requests that were neither cancelled nor stopped give
-// the same result as alone.
+// Many threads submit and cancel requests, and one thread runs them. Requests that were neither
+// cancelled nor stopped must give the same result as alone.
 void test_threads(bool shares, int requests_a_thread) {
   const dlm::Denoiser of = denoiser(4, 0);
   Summing engine(shape(), 4, shares);
@@ -636,7 +637,7 @@ void test_mixed_requests(bool shares, int requests_a_thread) {
   CHECK(ended + static_cast<int>(left.size()) == 4 * requests_a_thread);
 }
 
-// An automaton that only accepts texts of tokens from kBarred on, 4 or more.
+// An automaton that accepts the texts of at least 4 tokens, all of them from kBarred on.
 std::shared_ptr<const dlm::Automaton> barred_alone() {
   auto made = std::make_shared<dlm::Automaton>();
   constexpr int32_t kStates = 5;
@@ -656,9 +657,10 @@ std::shared_ptr<const dlm::Automaton> barred_alone() {
   return made;
 }
 
-// In every fifty jobs, one throws in its last step, one fails as it ends, one is cancelled, one's
-// proposer finds no token, and one has a constraint whose tokens the denoiser rules out. These fail
-// or end alone; all others give the same result as alone.
+// Of every fifty jobs, five are special: one throws in its last step, one fails as it ends, one is
+// cancelled, one has a proposer that finds no token, and one has a constraint whose tokens the
+// denoiser rules out. These jobs fail or end, and do not affect the others. All others must give
+// the same result as alone.
 void test_ten_thousand_jobs(bool shares, int count) {
   enum Fate { throws, fails_at_end, is_cancelled, finds_no_token, is_ruled_out, fates };
   const dlm::Denoiser of = denoiser(0, 0);
@@ -702,7 +704,7 @@ void test_ten_thousand_jobs(bool shares, int count) {
     }
   };
   submit();
-  scheduler.run(true, [&] {  // so that few wait at a time
+  scheduler.run(true, [&] {  // so that only few jobs wait at a time
     while (static_cast<int>(jobs.size()) < count && scheduler.told().waiting < 32) submit();
     return true;
   });

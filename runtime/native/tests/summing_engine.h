@@ -1,5 +1,5 @@
-// A fake denoiser whose predictions depend on every row that a pass sees, and on nothing else. A
-// misplaced token, or a row of another request, changes the canvas.
+// An engine with a fake denoiser. Its predictions depend on every row that a pass sees, and on
+// nothing else. So a misplaced token, or a row of another request, changes the canvas.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,8 @@
 namespace {
 
 constexpr int32_t kVocabulary = 13, kMask = 0, kEnd = 1;
-// In a pass over the whole canvas, one that starts with kMarked gets no tokens from kBarred on.
+// If a pass runs over a whole canvas that starts with kMarked, tokens from kBarred on are not
+// predicted.
 constexpr int32_t kMarked = 3, kBarred = 11;
 
 uint64_t mix(uint64_t x) {  // SplitMix64
@@ -30,8 +31,8 @@ uint64_t mix(uint64_t x) {  // SplitMix64
   return x ^ (x >> 31);
 }
 
-// A row of any head and layer is a token and its position. A prediction depends on the sum over all
-// visible rows.
+// In every head and layer, a row holds a token and its position. A prediction depends on the sum
+// over all visible rows.
 class Summing final : public dlm::HostEngine {
  public:
   Summing(dlm::CacheShape cache, int64_t visible_block, bool takes_segments)
@@ -43,10 +44,10 @@ class Summing final : public dlm::HostEngine {
   std::string description() const override { return "made up"; }
   void fail_after(int passes) { fails_after_ = passes; }
   int64_t most_requests() const { return most_requests_; }
-  // Sums the predicted cost of its passes, and records the costliest shared pass.
+  // Starts to add up the predicted costs of passes, and to record the most expensive shared pass.
   void count_by(const dlm::PassCost& cost) { cost_ = cost; }
   double cost() const { return spent_; }
-  void take(std::chrono::microseconds time) { time_ = time; }  // the shortest time of a pass
+  void take(std::chrono::microseconds time) { time_ = time; }  // least time
   double costliest_shared() const { return costliest_shared_; }
 
   void run(const dlm_pass& pass, const std::vector<dlm::Segment>& segments) override {

@@ -1,7 +1,7 @@
-// Tests of compiled text files: damaged ones are rejected or harmless, and small functions are
-// correct.
+// Tests of compiled text files. Damaged files must be rejected or be safe to use. Some small
+// functions are tested too.
 //
-// text_test FILE...: valid files, compiled by `dlm_export.text`. Compiled with the library's
+// text_test FILE...: takes valid files, compiled by `dlm_export.text`. Compiled with the library's
 // sources, because the library hides these classes. Prints "N passed, N failed". The exit status is
 // 1 if a check failed.
 #include <cstdio>
@@ -38,8 +38,8 @@ const char* const kTexts[] = {"",
                               "<|im_start|>user <s></s> <|eos|>",
                               "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"};
 
-// Uses everything in a file: for any content, memory accesses stay in bounds, and results are
-// whole.
+// Uses everything in a file. For any content, memory accesses must stay in bounds, and texts must
+// consist of whole characters.
 void use(const std::shared_ptr<const dlm::Text>& text) {
   std::vector<int32_t> ids;
   for (const char* const each : kTexts) {

@@ -1,8 +1,9 @@
-// Many threads on one bundle, through the C ABI: sessions and requests of a scheduler that other
-// threads cancel, that are late or fail, or that callbacks stop. Handles are destroyed at any time
-// that the header allows. Each request must give a valid result.
+// Uses one bundle from many threads, through the C ABI. There are sessions, and requests of a
+// scheduler. Other threads cancel requests. Some requests miss their deadline or fail, and
+// callbacks stop others. Handles are destroyed at any time that the header allows. Each request
+// must give a valid result.
 //
-// threads_test [REQUESTS]: prints "N passed, N failed". Run with ThreadSanitizer and
+// threads_test [REQUESTS]: prints "N passed, N failed". Run it with ThreadSanitizer and
 // AddressSanitizer.
 #include <atomic>
 #include <cstdio>
@@ -45,7 +46,7 @@ dlm_status run(void* user, const dlm_pass* pass) {
 
 int32_t stop_sometimes(void* user, const dlm_step* step) {
   CHECK(step->length == kLength &&
-        step->nfe >= 0);  // one past its deadline at the start makes no pass
+        step->nfe >= 0);  // a request that is past its deadline at the start makes no pass
   return ++*static_cast<int*>(user) == 3;
 }
 

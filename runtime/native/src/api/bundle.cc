@@ -14,7 +14,7 @@ using dlm::require;
 
 namespace {
 
-// The value that all layers share; 0 if they differ.
+// Returns a size if it is the same in all layers, otherwise 0.
 int32_t of_all_layers(const dlm::CacheShape& cache, int32_t dlm::CacheLayer::* size) {
   const int32_t first = cache.front().*size;
   const auto same = [&](const dlm::CacheLayer& layer) { return layer.*size == first; };
@@ -61,7 +61,8 @@ std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const st
   return dlm::open_tensorrt(manifest.graph, manifest.engines, library);
 }
 
-// The requested engine, which may be "auto". Only ONNX Runtime has GPU providers.
+// Returns the engine that was requested, which may be "auto". Checks that a GPU provider is only
+// requested with ONNX Runtime.
 std::string choose_engine(const dlm_open_options& options) {
   const std::string engine = options.engine == nullptr ? "" : options.engine;
   if (engine != "auto" &&
@@ -79,15 +80,16 @@ std::string choose_engine(const dlm_open_options& options) {
   return engine == "auto" && provider.is_gpu() ? "onnxruntime" : engine;
 }
 
-// The cores that this process may use; 0 if unknown.
+// The number of cores that this process may use, or 0 if it is unknown.
 int available_cores() {
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof cores, &cores) == 0) return CPU_COUNT(&cores);
-  // The machine has more cores than cpu_set_t can hold.
+  // This is reached if the machine has more cores than cpu_set_t can hold.
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 
-// More threads than cores would only wait for each other, and starting thousands takes minutes.
+// Limits threads to the number of cores. More threads would only wait for each other, and starting
+// thousands of them takes minutes.
 int limit_threads(int32_t wanted) {
   dlm::check_range("threads", wanted, 0, 4096);
   const int cores = available_cores();
@@ -122,7 +124,7 @@ const dlm_policy& find_effort(const dlm::Manifest& manifest, const char* preset,
             names_of(manifest.efforts).c_str());
 }
 
-// Fills the result of dlm_bundle_describe.
+// Fills the struct that dlm_bundle_describe returns.
 void finish_opening(dlm_bundle& bundle) {
   bundle.engine_description = bundle.engine->description();
   const dlm::Denoiser& d = bundle.manifest.denoiser;
@@ -188,14 +190,14 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
     const std::string library = chosen.engine_library == nullptr ? "" : chosen.engine_library;
     const int threads = limit_threads(chosen.threads);
     opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, engine);
-    // Hashes on another thread if possible, while the engine maps the files.
+    // The files are hashed on another thread, if possible, while the engine maps them into memory.
     std::future<void> hashed = std::async([&files = opened->manifest.unhashed] {
       for (const dlm::FileHash& file : files) dlm::check_hash(file);
     });
     try {
       opened->engine = open_engine(opened->manifest, library, threads, provider_of(chosen));
     } catch (...) {
-      hashed.get();  // report a damaged file before any engine error that it caused
+      hashed.get();  // report a damaged file rather than an engine error that it caused
       throw;
     }
     hashed.get();
@@ -228,7 +230,7 @@ dlm_status dlm_bundle_policy(const dlm_bundle* bundle, const char* preset, const
   return dlm::guarded(message, message_capacity, [&] {
     require(bundle, "bundle");
     require(policy, "policy");
-    dlm::take(*policy, *policy, "dlm_policy");  // checks that the caller initialised it
+    dlm::take(*policy, *policy, "dlm_policy");  // checks that the caller initialised the struct
     const dlm::Manifest& manifest = bundle->manifest;
     const dlm_policy& found =
         effort != nullptr

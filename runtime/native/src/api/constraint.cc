@@ -89,8 +89,8 @@ VocabularyPointer given_vocabulary(const dlm_bundle* bundle, const dlm_constrain
                                                           std::move(ends), std::move(first_token));
 }
 
-// Hashes a vocabulary that the program passes. Of the callback, only the address is hashed: the
-// callback is called only during calls that pass it.
+// The hash of a vocabulary that the program passes. Of the callback, only the address is hashed.
+// The callback is only called during the calls that pass it.
 std::array<uint8_t, 32> hash_of_vocabulary(const dlm_constraint& given) {
   dlm::Sha256 hash;
   const auto add = [&](const auto& value) { hash.update(&value, sizeof value); };
@@ -105,7 +105,8 @@ std::array<uint8_t, 32> hash_of_vocabulary(const dlm_constraint& given) {
   return hash.digest();
 }
 
-// Indexing a vocabulary takes longer than compiling a small constraint, so a bundle keeps the last.
+// Indexing a vocabulary takes longer than compiling a small constraint. So a bundle keeps the last
+// vocabulary of the program.
 VocabularyPointer kept_vocabulary(dlm_bundle& bundle, const dlm_constraint& given) {
   if (given.token_count > 0) require(given.token_sizes, "token_sizes");
   const std::array<uint8_t, 32> hash = hash_of_vocabulary(given);
@@ -143,7 +144,7 @@ dlm_automaton* made(dlm::Automaton automaton, const std::vector<std::string>& wa
   return out.release();
 }
 
-// Reads an automaton that was compiled earlier.
+// Reads an automaton that was compiled and written earlier.
 dlm_automaton* read(const dlm_constraint& given) {
   require(given.content, "content");
   const std::string_view content = dlm::view_of(given.content, given.content_size, "content");

@@ -43,7 +43,8 @@ void check_time(const char* name, double value) {
     dlm::fail(DLM_INVALID_ARGUMENT, "%s = %g is not a time: set milliseconds", name, value);
 }
 
-// The cost of passes that requests share; unknown if the engine cannot share passes.
+// The cost model for passes that requests share. It is unknown if the engine cannot run such
+// passes.
 dlm::PassCost check_cost(const dlm_scheduler_options& options, const dlm::Engine& engine) {
   check_time("max_pass_ms", options.max_pass_ms);
   dlm::PassCost found;
@@ -69,12 +70,12 @@ dlm::PassCost check_cost(const dlm_scheduler_options& options, const dlm::Engine
   return {};
 }
 
-// The number of key/value rows for all running requests together.
+// The number of key/value rows to allocate for all running requests together.
 int64_t rows_for(const dlm_scheduler_options& options, const dlm::Denoiser& denoiser) {
   uint64_t row = 0;
   for (const dlm::CacheLayer& layer : denoiser.cache) row += 2 * layer.tensor_bytes(1, 1);
   const auto longest = static_cast<uint64_t>(denoiser.max_canvas_length);
-  // At most what max_running requests can use; guided ones use two canvases.
+  // This is the most that max_running requests can use. A request with guidance has two canvases.
   const uint64_t most =
       std::min<uint64_t>(2 * longest * static_cast<uint64_t>(options.max_running), INT32_MAX);
   const uint64_t wanted =

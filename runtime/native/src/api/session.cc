@@ -19,18 +19,18 @@ struct dlm_session {
       : bundle(opened),
         passes(opened.manifest.denoiser, *opened.engine, INT64_MAX, 1),
         runner(opened.manifest.denoiser, passes, {}) {
-    passes.spare_context();  // opened now, so that a device without memory is noticed here
+    passes.spare_context();  // opened here, so that missing device memory is noticed now
   }
 
   dlm_bundle& bundle;
   dlm::LockstepPasses passes;
   Runner runner;
-  dlm::Buffers buffers;  // for passes outside any request
+  dlm::Buffers buffers;  // for passes that do not belong to a request
   std::mutex jobs_mutex;
-  std::vector<std::shared_ptr<dlm::Job>> jobs;              // of the requests started last
-  std::function<bool()> before_pass = [] { return true; };  // false: stop
+  std::vector<std::shared_ptr<dlm::Job>> jobs;  // jobs of the requests that were started last
+  std::function<bool()> before_pass = [] { return true; };  // false: the session must stop
   std::string last_error;
-  bool is_running = false;  // inside a call, or one of its callbacks
+  bool is_running = false;  // true during a call and its callbacks
 };
 
 namespace {
@@ -42,7 +42,8 @@ dlm_status guarded(dlm_session* session, Body body) {
     session->last_error = text;
     dlm::make_one_line(session->last_error.data(), session->last_error.size());
   };
-  // A second call would destroy the request or the buffers that the current call uses.
+  // Rejects a call during another call of the same session. It would destroy the request or the
+  // buffers that the running call uses.
   const auto refuse = [] {
     dlm::fail(DLM_INVALID_ARGUMENT,
               "this session is already in a call: callbacks must not call it, and each thread "
@@ -52,7 +53,7 @@ dlm_status guarded(dlm_session* session, Body body) {
   session->is_running = true;
   session->last_error.clear();
   const dlm_status status = dlm::guarded(body, report);
-  if (status == DLM_OK) session->last_error.clear();  // set by a call that a callback attempted
+  if (status == DLM_OK) session->last_error.clear();  // left by a call that a callback attempted
   session->is_running = false;
   return status;
 }
@@ -73,7 +74,7 @@ void require_before_pass(const dlm_session& session) {
   if (!session.before_pass()) dlm::fail(DLM_CANCELLED, "before_pass asked to stop");
 }
 
-// Runs the session's jobs; drops them on failure.
+// Runs the session's jobs. If this fails, drops them.
 void run(dlm_session& session, Runner& runner, Runner::Until until) {
   try {
     runner.run(until, session.before_pass);
@@ -96,8 +97,8 @@ void throw_error(const dlm::Job& job, const std::string& name = "") {
   if (result.status != DLM_OK) throw dlm::Error(result.status, name + result.message);
 }
 
-// Orders the requests' indices so that those in lockstep are contiguous: each joins the first batch
-// that it fits into.
+// Orders the indices of the requests so that requests that can run in lockstep are contiguous. Each
+// request joins the first batch that it fits into.
 std::vector<size_t> lockstep_order(const dlm::Engine& engine,
                                    const std::vector<dlm::Wanted>& requests, size_t max_batch) {
   std::vector<std::vector<size_t>> batches;
@@ -116,7 +117,7 @@ std::vector<size_t> lockstep_order(const dlm::Engine& engine,
   return order;
 }
 
-// The most key/value rows that any `most` of the requests need together.
+// The largest number of key/value rows that `most` of the requests need together.
 int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most) {
   std::vector<int64_t> rows;
   for (const dlm::Wanted& wanted : requests) rows.push_back(dlm::rows_of(wanted.request));
@@ -125,7 +126,7 @@ int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most) {
   return std::accumulate(rows.begin(), rows.end(), int64_t{0});
 }
 
-// Runs the requests, at most max_batch at a time, in shared passes or in lockstep.
+// Runs the requests, with at most max_batch at the same time, in shared passes or in lockstep.
 void run_batch(dlm_session& session, std::vector<dlm::Wanted> requests, int32_t max_batch) {
   const auto most = static_cast<size_t>(max_batch);
   const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;

@@ -12,7 +12,8 @@ using dlm::require, dlm::text_of, dlm::view_of;
 
 namespace {
 
-// Copies at most `capacity` of the characters or ids from `body`; *count becomes their number.
+// Copies the result of `body` to the caller's buffer, at most `capacity` characters or ids. *count
+// is set to the number of all of them.
 template <class Element, class Body>
 dlm_status give(const dlm_text* text, char* message, size_t message_capacity, Element* to,
                 size_t capacity, size_t* count, Body body) {

@@ -10,7 +10,7 @@
 namespace dlm {
 namespace {
 
-// Returns the handle, or NULL and dlerror's reason.
+// Opens a library. Returns its handle, or NULL and the reason that dlerror() gives.
 void* try_library(const std::string& name, std::string* reason) {
   void* const handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
   if (handle == nullptr) *reason = one_line(dlerror());
@@ -24,7 +24,7 @@ void* open_library(const LibrarySearch& search, const std::string& given, std::s
   const std::string what = search.what;
   std::string reason, first_reason;
   if (!given.empty() || (variable != nullptr && *variable != '\0')) {
-    // A library requested by path is never silently replaced by another.
+    // If a path was given, no other library is tried.
     *name = !given.empty() ? given : variable;
     if (void* const handle = try_library(*name, &reason)) return handle;
     const std::string origin =

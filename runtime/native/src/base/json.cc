@@ -1,4 +1,4 @@
-// Recursive descent over RFC 8259's grammar; base/json.h lists what is rejected.
+// A recursive descent parser for the grammar of RFC 8259. base/json.h lists what it rejects.
 #include "base/json.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace dlm::json {
 namespace {
 
-// A number for a message: the shortest text that reads back as the same double.
+// A number as messages show it: the shortest text that reads back as the same double.
 std::string shown(double number) {
   char text[40];
   const auto end = std::to_chars(text, text + sizeof text, number).ptr;
@@ -20,7 +20,7 @@ std::string shown(double number) {
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 
-// True if a path can show the key without quotes.
+// True if the key needs no quotes in a path such as presets[0].block_length.
 bool is_plain(std::string_view key) {
   const auto is_word = [](char c) {
     return is_digit(c) || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
@@ -131,7 +131,8 @@ class Reader {
     if (is_object) refuse_duplicates(out);
   }
 
-  // Sorts, so that a hostile object of n keys costs n log n comparisons.
+  // Finds duplicate keys by sorting. So a hostile object with n keys costs only n log n
+  // comparisons.
   static void refuse_duplicates(const Value& object) {
     std::vector<const Value*> order;
     order.reserve(object.items_.size());
@@ -189,7 +190,7 @@ class Reader {
     text_.remove_prefix(2);
   }
 
-  // The four hex digits after \u.
+  // Reads the four hex digits after \u.
   uint32_t unit(std::string_view from) {
     uint32_t code = 0;
     const char* const digits = text_.data() + 2;
@@ -224,7 +225,8 @@ class Reader {
     out.text_ = text_.substr(0, end);
     const char* const first = out.text_.data();
     const char* const last = first + out.text_.size();
-    // from_chars, not strtod: a bundle's meaning must not depend on the locale.
+    // from_chars is used instead of strtod, because the meaning of a bundle must not depend on the
+    // locale.
     if (std::from_chars(first, last, out.number_).ec != std::errc())
       error("out of range for a double: " + quoted(out.text_));
     out.is_integer_ = is_integer && std::from_chars(first, last, out.integer_).ec == std::errc();
@@ -250,7 +252,7 @@ std::string Value::path() const {
       step += is_plain(value->key_) ? value->key_ : quoted(value->key_);
     }
     out.insert(0, step);
-    // Deep nesting makes long paths; the end is the useful part.
+    // Deep nesting makes long paths. Only the end of such a path is useful.
     if (out.size() > 240) return "..." + out;
   }
   return out.empty() ? "the document" : out;

@@ -1,4 +1,5 @@
-// SHA-256 (FIPS 180-4, sections 4.1.2, 5.1.1, 6.2): portable, and with two instruction sets.
+// SHA-256 (FIPS 180-4, sections 4.1.2, 5.1.1, 6.2), in portable code and with the SHA instructions
+// of x86-64 and ARMv8.
 #include "base/sha256.h"
 
 #include <fcntl.h>
@@ -24,7 +25,8 @@
 namespace dlm {
 namespace {
 
-// The first 32 bits of the fractions of the cube roots of the first 64 primes (section 4.2.2).
+// The first 32 bits of the fractional parts of the cube roots of the first 64 primes (section
+// 4.2.2).
 alignas(16) constexpr uint32_t kRounds[64] = {
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
     0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
@@ -35,7 +37,8 @@ alignas(16) constexpr uint32_t kRounds[64] = {
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
-// The same for the square roots of the first 8 primes (section 5.3.3).
+// The first 32 bits of the fractional parts of the square roots of the first 8 primes (section
+// 5.3.3).
 constexpr uint32_t kInitial[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                   0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
 
@@ -68,7 +71,7 @@ void compress_portable(uint32_t* state, const uint8_t* blocks, size_t count) {
 }
 
 #if defined(__x86_64__)
-// Uses cpuid, because not every compiler's __builtin_cpu_supports knows "sha".
+// This uses cpuid, because not every compiler's __builtin_cpu_supports knows "sha".
 bool has_instructions() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid(1, &a, &b, &c, &d) == 0) return false;
@@ -77,8 +80,9 @@ bool has_instructions() {
          (b >> 29 & 1) != 0;
 }
 
-// sha256rnds2 does two rounds on the state split as (A, B, E, F) and (C, D, G, H), high word first;
-// sha256msg1 and sha256msg2 make four words of the schedule (Intel SDM, volume 2).
+// sha256rnds2 computes two rounds. It needs the state split into (A, B, E, F) and (C, D, G, H),
+// with the high word first. sha256msg1 and sha256msg2 compute four words of the schedule (Intel
+// SDM, volume 2).
 __attribute__((target("sha,ssse3,sse4.1"))) void compress_special(uint32_t* state,
                                                                   const uint8_t* blocks,
                                                                   size_t count) {
@@ -97,7 +101,7 @@ __attribute__((target("sha,ssse3,sse4.1"))) void compress_special(uint32_t* stat
         now = _mm_shuffle_epi8(
             _mm_loadu_si128(reinterpret_cast<const __m128i*>(blocks + 16 * group)), big_endian);
       } else {
-        // The groups 12, 8 and 4 words back; `now` still holds the one 16 words back.
+        // The groups of words 12, 8 and 4 words back. `now` still holds the group 16 words back.
         const __m128i &w12 = w[(group + 1) & 3], &w8 = w[(group + 2) & 3], &w4 = w[(group + 3) & 3];
         now = _mm_sha256msg2_epu32(
             _mm_add_epi32(_mm_sha256msg1_epu32(now, w12), _mm_alignr_epi8(w4, w8, 4)), w4);
@@ -117,7 +121,8 @@ __attribute__((target("sha,ssse3,sse4.1"))) void compress_special(uint32_t* stat
 #elif defined(__aarch64__) && defined(__linux__)
 bool has_instructions() { return (getauxval(AT_HWCAP) & HWCAP_SHA2) != 0; }
 
-// sha256h and sha256h2 do four rounds, sha256su0 and sha256su1 make four words of the schedule.
+// sha256h and sha256h2 compute four rounds. sha256su0 and sha256su1 compute four words of the
+// schedule.
 __attribute__((target("+crypto"))) void compress_special(uint32_t* state, const uint8_t* blocks,
                                                          size_t count) {
   uint32x4_t abcd = vld1q_u32(state), efgh = vld1q_u32(state + 4);
@@ -157,7 +162,7 @@ Sha256::Sha256(bool portable)
 }
 
 void Sha256::update(const void* data, size_t bytes) {
-  if (bytes == 0) return;  // data may be null then, and memcpy must not get a null pointer
+  if (bytes == 0) return;  // data may be NULL then, which memcpy does not allow
   const uint8_t* from = static_cast<const uint8_t*>(data);
   total_bytes_ += bytes;
   if (pending_bytes_ > 0) {
@@ -173,7 +178,8 @@ void Sha256::update(const void* data, size_t bytes) {
 }
 
 std::array<uint8_t, 32> Sha256::digest() {
-  // Padding to 64 bytes: a one bit, zeros, the length in bits as 64 bits (section 5.1.1).
+  // The message is padded to a multiple of 64 bytes: a one bit, zeros, and the length in bits as a
+  // 64-bit number (section 5.1.1).
   uint8_t padding[72] = {0x80};
   const size_t zeros_end = (pending_bytes_ < 56 ? 56 : 120) - pending_bytes_;
   for (size_t i = 0; i < 8; ++i)
@@ -195,7 +201,8 @@ std::string Sha256::hex() {
 }
 
 std::string sha256_file_hex(const std::string& path) {
-  // Non-blocking, so that opening a pipe without a writer returns; plain files are not affected.
+  // With O_NONBLOCK, opening a pipe without a writer does not wait. It has no effect on plain
+  // files.
   const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!file.is_open())
     throw Error(errno == ENOENT ? DLM_NOT_FOUND : DLM_BAD_BUNDLE,

@@ -22,7 +22,7 @@ constexpr int64_t kManifestLimitBytes = 4 << 20, kTextLimitBytes = 256 << 20;
 constexpr const char* kManifest = "manifest.json";
 constexpr const char* kAgain = "Build or copy the bundle again.";
 
-// The size of a plain file. missing: the status if there is no file.
+// The size of a plain file. `missing` is the status of the error if there is no file.
 int64_t file_bytes(const std::string& path, const char* advice = kAgain,
                    dlm_status missing = DLM_NOT_FOUND) {
   struct stat info{};
@@ -43,7 +43,8 @@ std::string read_file(const std::string& path, int64_t limit, const char* what) 
   return data;
 }
 
-// Links may point outside the bundle's folder. Only the caller's path to the folder may have links.
+// Throws if a file of the bundle is a link, because links may point outside the folder. The path to
+// the folder comes from the caller and may have links.
 void refuse_links(const std::string& folder, const std::string& name) {
   for (size_t end = name.find('/');; end = name.find('/', end + 1)) {
     const std::string path = folder + "/" + name.substr(0, end);
@@ -94,12 +95,12 @@ const std::string& read_hash(const json::Value& object, const char* key) {
 }
 
 constexpr const char* kEngines = "engines/";  // folder of engine files
-constexpr int64_t kLarge = 16 << 20;          // bytes; hashing takes about 10 ms
+constexpr int64_t kLarge = 16 << 20;  // bytes of a large file, which takes about 10 ms to hash
 
-// Checks the listed files. Engine files are checked only if one of them may run: a damaged engine
-// must not stop the CPU from running the graph, nor a rebuild of the engine. If no engine runs,
-// hashes of large files are left to the caller. `records`: for large files only, because hashing a
-// small file is faster than looking for its record.
+// Checks the listed files. Engine files are checked only if one of them may run: if an engine is
+// damaged, the CPU must still be able to run the graph, and the engine must be rebuildable. If no
+// engine runs, large files are not hashed here but returned to the caller. `records` applies only
+// to large files, because hashing a small file is faster than looking for its record.
 std::vector<FileHash> check_files(const json::Value& files, const std::string& folder,
                                   bool check_hashes, bool with_engines, Records records) {
   std::vector<FileHash> left;
@@ -130,7 +131,8 @@ std::vector<FileHash> check_files(const json::Value& files, const std::string& f
   return left;
 }
 
-// A file named elsewhere in the manifest must be in `files`, so that it is checked.
+// Returns the name of a file that the manifest mentions outside of `files`. It must also be listed
+// in `files`, so that it is checked.
 std::string listed(const json::Value& files, const json::Value& name) {
   if (files.find(name.string()) == nullptr) name.refuse("names a file that is not listed in files");
   return name.string();
@@ -150,7 +152,7 @@ int32_t read_size(const json::Value& object, const char* key, int32_t low, int32
   return static_cast<int32_t>(object.integer(key, low, high));
 }
 
-// Each layer that has keys and values, in the order of the arrays of a pass.
+// The cache sizes of the layers that have keys and values, in the order of a pass's arrays.
 CacheShape read_cache(const json::Value& graph) {
   const int32_t type = read_cache_type(graph);
   if (type == kInt8 && graph.find("device_file") != nullptr)
@@ -168,7 +170,8 @@ CacheShape read_cache(const json::Value& graph) {
   return cache;
 }
 
-// The engine's library and messages use these names, so they must be short, printable and unique.
+// Reads the names of the graph's inputs and outputs. ONNX Runtime and messages use them, so they
+// must be short, printable and unique.
 PortNames read_ports(const json::Value& graph) {
   std::set<std::string> taken;
   const auto name = [&](const json::Value& object, const char* key) {
@@ -245,7 +248,7 @@ Profile read_profile(const json::Value& profile) {
   return {sizes("tokens"), sizes("cached"), sizes("rows")};
 }
 
-// "10.14.1.48", or the same without the build number.
+// True for a version such as "10.14.1.48", with or without the build number.
 bool is_version(const std::string& text) {
   const auto dots = std::count(text.begin(), text.end(), '.');
   return (dots == 2 || dots == 3) && text.size() <= 40 && text.front() != '.' &&
@@ -258,7 +261,8 @@ bool is_target_name(const std::string& name) {
          name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
 }
 
-// How to run a bundle for GPUs on one. The exporter checks "targets": it may name no device.
+// Advice for running a GPU bundle on a GPU. The exporter checks "targets", so here it may name no
+// device.
 std::string device_advice(const json::Value& root, const std::string& folder) {
   using Kind = json::Value::Kind;
   const json::Value* const targets = root.find("targets");
@@ -271,7 +275,8 @@ std::string device_advice(const json::Value& root, const std::string& folder) {
          (is_target_name(first) ? first : "TARGET");
 }
 
-// One of the bundle's engines. `is_run`: also check the hashes of the files it was built from.
+// Reads one of the bundle's engines. If `is_run` is true, also checks the hashes of the files that
+// it was built from.
 EngineSpec read_engine(const json::Value& entry, const json::Value& graph, const json::Value& files,
                        const std::string& folder, bool is_run) {
   const std::string& target = entry.key();
@@ -346,7 +351,7 @@ dlm_policy read_preset(const json::Value& preset) {
   return policy;
 }
 
-// `loop.effort`: one policy for each of the fixed levels.
+// Reads `loop.effort`, which has one policy for each level.
 Policies read_efforts(const json::Value& effort, const json::Value& presets) {
   effort.refuse_unknown({"preset", "levels"});
   if (presets.find(effort.string("preset")) == nullptr)
@@ -359,7 +364,7 @@ Policies read_efforts(const json::Value& effort, const json::Value& presets) {
   return found;
 }
 
-// The compiled text file, or the reason why the build wrote none.
+// Reads the name of the compiled text file, or the reason why the build did not write one.
 void read_text_entry(const json::Value& root, const json::Value& files, const std::string& folder,
                      bool check_hashes, Manifest& manifest) {
   const json::Value* const entry = root.find("text");
@@ -388,7 +393,8 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
          "schema_version %lld: this runtime reads version %lld only. Build the bundle again with "
          "`dlm-export build CHECKPOINT -o %s --force`, or update dlm-export if the bundle is newer",
          static_cast<long long>(version), static_cast<long long>(kSchemaVersion), folder.c_str());
-  // Reads only loop and files. The exporter checks the other keys with manifest.schema.json.
+  // The reader only checks loop and files. The exporter checks the other members against
+  // manifest.schema.json.
   root->refuse_unknown({"schema_version", "producer", "loop", "default_loop", "network", "opset",
                         "source", "precision", "kernels", "targets", "tokenizer", "chat_template",
                         "json_layout", "call_format", "text", "effort", "audits", "files"});
@@ -446,7 +452,7 @@ std::shared_ptr<const Text> read_text(const Manifest& manifest) {
          "runs any tokenizer",
          manifest.text_refusal.c_str());
   const std::string data = read_file(path, kTextLimitBytes, "it");
-  // The file was hashed when the bundle was opened, but may have been replaced since.
+  // The file was hashed when the bundle was opened. But it may have been replaced since then.
   if (!manifest.text_sha256.empty() && sha256_hex(data) != manifest.text_sha256)
     refuse_hash(path, kAgain);
   return std::make_shared<const Text>(data.data(), data.size(), path);
@@ -462,7 +468,8 @@ Manifest read_bundle(const std::string& path, bool check_hashes, const std::stri
     return interpret(text, folder, check_hashes, engine, records);
   } catch (const Error& error) {
     const std::string message = error.what();
-    // Errors about a file already start with its path; those about the manifest's text do not.
+    // An error about a file already starts with the file's path. An error about the manifest's text
+    // does not.
     if (message.compare(0, folder.size(), folder) == 0) throw;
     throw Error(error.status(), folder + "/" + kManifest + ": " + message);
   }

@@ -1,4 +1,4 @@
-// Records of files whose SHA-256 was right: how they are named, trusted and written.
+// Records of files whose SHA-256 was right: how records are named, checked and written.
 #include "bundle/verified_files.h"
 
 #include <fcntl.h>
@@ -20,12 +20,14 @@
 namespace dlm {
 namespace {
 
-constexpr int64_t kSettledSeconds = 2;  // some file systems store whole seconds
+constexpr int64_t kSettledSeconds = 2;  // because some file systems store time stamps in whole
+                                        // seconds
 constexpr const char* kFolder = "dlm-runtime";
 
-// File systems that are read-only, or that update a file's change time on every write, including
-// the first write through mmap after a flush (their page_mkwrite calls file_update_time). Magic
-// numbers of linux/magic.h and the kernel's fs/.
+// The file systems for which records are written. They are read-only, or update a file's change
+// time at every write. That includes the first write through mmap after a flush, because their
+// page_mkwrite calls file_update_time. The magic numbers are from linux/magic.h and the kernel's
+// fs/.
 struct FileSystem {
   uint32_t magic;
   bool is_read_only;
@@ -40,7 +42,8 @@ constexpr FileSystem kTrusted[] = {
     {0xE0F5E1E2, true},   // EROFS
 };
 
-// A text that differs for any two states of files. A record is this text, so no parser is needed.
+// Describes a file and its current state. The text changes whenever the file changes, and is
+// different for different files. A record contains just this text, so reading it needs no parser.
 std::string describe(const struct stat& info, const std::string& sha256) {
   char text[512];
   std::snprintf(text, sizeof text,
@@ -52,7 +55,8 @@ std::string describe(const struct stat& info, const std::string& sha256) {
   return text;
 }
 
-// At most 65,536 names, so records stay small. Two files with the same name replace each other.
+// The name of a file's record. There are at most 65,536 names, so records do not fill the disk. If
+// two files have the same name, their records replace each other.
 std::string record_name(const struct stat& info) {
   char text[16];
   std::snprintf(text, sizeof text, "%04x",
@@ -74,8 +78,8 @@ bool is_ours_alone(const struct stat& info) {
   return info.st_uid == geteuid() && (info.st_mode & (S_IWGRP | S_IWOTH)) == 0;
 }
 
-// The user's cache directory by the XDG Base Directory Specification, or "". Also "" for a program
-// with raised privileges, because another user controls its environment.
+// The user's cache directory, by the XDG Base Directory Specification. Returns "" if there is none,
+// and for a program with raised privileges, because another user controls its environment.
 std::string cache_home() {
   const auto is_absolute = [](const char* path) { return path != nullptr && *path == '/'; };
   const char *const chosen = secure_getenv("XDG_CACHE_HOME"), *const home = secure_getenv("HOME");
@@ -85,8 +89,8 @@ std::string cache_home() {
   return found;
 }
 
-// Creates the folder of records and its parent if they are missing. Creates nothing in another
-// user's directory, because that user could not use it later.
+// Creates the folder of records and its parent, if they are missing. In another user's directory,
+// creates nothing, because that user could not use the folder later.
 void make_folder(const std::string& home) {
   const std::string above = home.substr(0, home.find_last_of('/') + 1);
   struct stat info{};
@@ -95,7 +99,7 @@ void make_folder(const std::string& home) {
     mkdir((home + "/" + kFolder).c_str(), S_IRWXU);
 }
 
-// Opens the folder of records if it belongs to the user alone. Otherwise the result is not open.
+// Opens the folder of records, if it belongs only to the user. Otherwise the result is not open.
 Descriptor open_folder(bool is_made) {
   const std::string home = cache_home();
   if (home.empty()) return Descriptor(-1);
@@ -119,7 +123,7 @@ bool is_recorded(const struct stat& info, const std::string& sha256) {
   if (!file.is_open() || fstat(file.number(), &record) != 0 || !S_ISREG(record.st_mode) ||
       !is_ours_alone(record))
     return false;
-  // A record from the future: the clock was set back, so time stamps may repeat.
+  // The record is from the future. So the clock was set back, and time stamps may repeat.
   if (is_before(now(), record.st_mtim)) return false;
   const std::string expected = describe(info, sha256);
   char found[512];
@@ -145,7 +149,7 @@ void record(const struct stat& info, const std::string& sha256) {
     unlinkat(folder.number(), partial.c_str(), 0);
 }
 
-// True if every later change of the file will change its change time.
+// True if every later change of the file will be visible in its change time.
 bool will_show_changes(int descriptor, const struct stat& info) {
   timespec settled = info.st_ctim;
   settled.tv_sec += kSettledSeconds;
@@ -154,7 +158,7 @@ bool will_show_changes(int descriptor, const struct stat& info) {
   if (fstatfs(descriptor, &system) != 0) return false;
   for (const FileSystem& trusted : kTrusted) {
     if (static_cast<uint32_t>(system.f_type) != trusted.magic) continue;
-    // Until a page is flushed, mmap writes can change it again without updating the time.
+    // A page that was not flushed can be changed through mmap without an update of the time.
     return trusted.is_read_only || fsync(descriptor) == 0;
   }
   return false;
@@ -169,7 +173,8 @@ bool has_sha256(const std::string& path, const std::string& sha256, Records reco
   if (!file.is_open() || fstat(file.number(), &before) != 0 || !S_ISREG(before.st_mode))
     return sha256_file_hex(path) == sha256;  // throws if the file cannot be read
   if (records == Records::use && is_recorded(before, sha256)) return true;
-  // The order matters: flush, hash, then check the time stamps again.
+  // The order matters. First the file is flushed, then it is hashed, and then its time stamps are
+  // compared.
   const bool shows_changes = will_show_changes(file.number(), before);
   const bool is_right = sha256_file_hex(file.number(), path) == sha256;
   if (is_right && shows_changes && fstat(file.number(), &after) == 0 &&

@@ -27,7 +27,8 @@ std::byte* Arena::rows_of(const Place& place, size_t tensor, size_t head) const 
 }
 
 bool Arena::has_room(const std::vector<int32_t>& wanted) const {
-  std::vector<int64_t> gaps;  // their lengths; a place takes the first gap that fits
+  std::vector<int64_t> gaps;  // lengths of the gaps between places; a place takes the first gap
+                              // that fits
   int64_t end = 0;
   for (const Place& place : places_) {
     gaps.push_back(place.start - end);
@@ -59,7 +60,7 @@ Arena::Handle Arena::take(int32_t rows) {
 }
 
 void Arena::make_room() {
-  storage_.reset(new std::byte[starts_.back()]);  // make_unique would zero all of it
+  storage_.reset(new std::byte[starts_.back()]);  // make_unique would fill all of it with zeros
   for (size_t i = 0; i < 2 * shape_.size(); ++i) pointers_.set_past(i, storage_.get() + starts_[i]);
 }
 

@@ -1,4 +1,4 @@
-// Contexts that keep keys and values in host memory, one copy per context.
+// The contexts of host engines. Each keeps its own keys and values in host memory.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -60,14 +60,14 @@ class HostContext final : public Context {
   uint64_t cache_bytes() const override { return used_bytes_; }
 
  private:
-  // Layers with the same number of heads: their rows have the same layout and moves.
+  // Layers with the same number of heads. Their rows are laid out and moved in the same way.
   struct Group {
     int32_t kv_heads;
     std::vector<size_t> layers;
     Slots slots;
   };
 
-  // The start of each tensor if all have `rows` per head, followed by the total size.
+  // Where each tensor starts if all have `rows` rows per head. The last element is the total size.
   std::vector<size_t> starts_of(int32_t batch, int32_t rows) const {
     std::vector<size_t> starts(1, 0);
     for (size_t i = 0; i < 2 * cache_.size(); ++i) {
@@ -79,14 +79,15 @@ class HostContext final : public Context {
     return starts;
   }
 
-  // Lays out `rows` per head, and up to `most` if the storage has room. Storage never shrinks.
+  // Lays out `rows` rows per head. If the storage has room for more, uses up to `most` rows per
+  // head. The storage never shrinks.
   void lay_out(int32_t batch, int32_t rows, int32_t most) {
     used_bytes_ = 0;
     size_t bytes = starts_of(batch, rows).back();
     if (bytes > storage_bytes_) {
       storage_bytes_ = 0;
       storage_.reset();
-      storage_.reset(new std::byte[bytes]);  // make_unique would zero all of it
+      storage_.reset(new std::byte[bytes]);  // make_unique would fill all of it with zeros
       storage_bytes_ = bytes;
     }
     capacity_ =
@@ -101,7 +102,8 @@ class HostContext final : public Context {
       group.slots.lay_out(static_cast<size_t>(batch) * group.kv_heads, capacity_);
   }
 
-  // Makes room for `tokens` rows after each head's `cached` ones, which stay.
+  // Makes room for `tokens` new rows after the `cached` rows of each head. The cached rows are
+  // kept.
   void make_room(int32_t batch, int32_t cached, int32_t tokens) {
     const int32_t rows = cached + tokens;
     if (cached == 0) {
@@ -123,11 +125,12 @@ class HostContext final : public Context {
   }
 
   HostEngine& engine_;
-  const CacheShape& cache_;  // the engine's
+  const CacheShape& cache_;  // belongs to the engine
   const int32_t longest_;
-  std::unique_ptr<std::byte[]> storage_;  // keys and values of layer 0, of layer 1, ...
-  std::vector<size_t> starts_;            // [2 * layers + 1], the start of each in the storage
-  int32_t capacity_ = 0;                  // allocated rows per head
+  std::unique_ptr<std::byte[]> storage_;  // keys of layer 0, values of layer 0, keys of layer 1,
+                                          // ...
+  std::vector<size_t> starts_;  // [2 * layers + 1]: where each tensor starts in the storage
+  int32_t capacity_ = 0;        // allocated rows per head
   size_t storage_bytes_ = 0, used_bytes_ = 0;
   KeyValues pointers_;
   std::vector<Group> groups_;

@@ -47,7 +47,8 @@ class Reader {
     return out;
   }
 
-  // Reads `count` + 1 ascending numbers from 0 to `total` (equal ones may repeat).
+  // Reads `count` + 1 numbers in ascending order, from 0 to `total`. Equal numbers may follow each
+  // other.
   std::vector<int32_t> take_starts(const char* name, int32_t count, int32_t total) {
     std::vector<int32_t> out = take(name, count + 1, 0, total);
     if (out.front() != 0 || out.back() != total || !std::is_sorted(out.begin(), out.end()))
@@ -70,8 +71,9 @@ void check_groups(const Automaton& automaton, const std::string& where) {
   }
 }
 
-// Requires each distance to be one more than the smallest distance after it. Then an end is
-// reachable from every state. A state where a text may end can have edges without limit.
+// Requires each distance to be one more than the smallest distance among the next states. Then an
+// end can be reached from every state. For a state where a text may end, there is no such
+// requirement.
 void check_distances(const Automaton& automaton, const std::string& where) {
   for (int32_t state = 0; state < automaton.states; ++state) {
     const int32_t distance = automaton.distances[state];
@@ -84,11 +86,11 @@ void check_distances(const Automaton& automaton, const std::string& where) {
   }
 }
 
-// Requires that each class leads from a state to at most one state. The classes of a state's
-// largest group are only looked up, because many states share large groups. So checking a file
-// takes little longer than reading its edges.
+// Requires that each class leads from a state to at most one state. Many states share large groups.
+// So the classes of a state's largest group are not listed; the other classes are looked up in it.
+// Then checking a file takes little longer than reading its edges.
 void check_edges(const Automaton& automaton, const std::string& where) {
-  // By class: the last state that has an edge for it.
+  // By class: the last state for which an edge with this class was seen.
   std::vector<int32_t> seen(static_cast<size_t>(automaton.classes), -1);
   for (int32_t state = 0; state < automaton.states; ++state) {
     size_t most = 0;
@@ -96,7 +98,7 @@ void check_edges(const Automaton& automaton, const std::string& where) {
     for (const auto [to, group] : automaton.edges(state))
       if (const size_t size = automaton.classes_of(group).size; size > most)
         most = size, largest = group;
-    bool is_met = false;  // whether the edge of the largest group was skipped
+    bool is_met = false;  // true once the edge of the largest group was skipped
     for (const auto [to, group] : automaton.edges(state)) {
       if (group == largest && !std::exchange(is_met, true)) continue;
       for (const int32_t number : automaton.classes_of(group))
@@ -187,7 +189,7 @@ Automaton read_automaton(const void* data, size_t size, const std::string& where
   std::array<int32_t, kSizes> sizes;
   std::memcpy(sizes.data(), bytes + kMagicBytes, sizeof sizes);
   const auto [vocab_size, states, classes, groups, members, edges] = sizes;
-  uint64_t numbers = 2;  // the two starts arrays have one extra entry each
+  uint64_t numbers = 2;  // the two arrays of starts have one extra element each
   for (const int32_t count : {vocab_size, groups, members, states, states, edges, edges}) {
     if (count < 0) fail(DLM_BAD_BUNDLE, "%s: a size of %d", where.c_str(), count);
     numbers += static_cast<uint64_t>(count);

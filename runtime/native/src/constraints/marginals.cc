@@ -10,7 +10,7 @@
 namespace dlm {
 namespace {
 
-// Keeps the larger of two weights.
+// Sets a weight to the larger of two weights.
 template <class Weight>
 void raise(Weight& largest, const Weight& other, double slope) {
   if (!other.is_never() && (largest.is_never() || other.ratio(largest, slope) > 0)) largest = other;
@@ -18,26 +18,27 @@ void raise(Weight& largest, const Weight& other, double slope) {
 
 }  // namespace
 
-// A sum of weights; the largest must be known first.
+// Adds up weights. The largest weight must be known in advance.
 template <class Weight>
 class TextSums<Weight>::Total {
  public:
   Total(const Weight& largest, double slope) : largest_(largest), slope_(slope) {}
   void add(const Weight& weight) { add_ratio(weight.ratio(largest_, slope_)); }
-  // ratio: the logarithm of a weight divided by the largest.
+  // Adds a weight. `ratio` is the logarithm of the weight divided by the largest weight.
   void add_ratio(double ratio) {
     if (ratio > -kNothing) sum_ += std::exp(ratio);
   }
   Weight value() const { return largest_.is_never() ? largest_ : largest_.times(std::log(sum_)); }
 
  private:
-  static constexpr double kNothing = 60;  // below it, even 2^32 weights are lost in the rounding
+  static constexpr double kNothing = 60;  // weights this far below the largest are lost in
+                                          // rounding, even 2^32 of them
   const Weight largest_;
   const double slope_;
   double sum_ = 0;
 };
 
-// The weight of a token at the place.
+// The weight of a token at the current place.
 template <class Weight>
 Weight TextSums<Weight>::weigh(int32_t token) const {
   if (place_->logits == nullptr) return Weight::one();
@@ -61,7 +62,7 @@ Weight TextSums<Weight>::weigh_class(int32_t number) {
   return sum.weight = total.value();
 }
 
-// weigh_class if nothing is cut. The token with the highest logit has the largest weight.
+// Computes weigh_class if no token is cut. The token with the highest logit has the largest weight.
 template <class Weight>
 Weight TextSums<Weight>::weigh_whole(const View<int32_t>& tokens) const {
   const float* const logits = place_->logits;
@@ -69,7 +70,7 @@ Weight TextSums<Weight>::weigh_whole(const View<int32_t>& tokens) const {
   for (const int32_t token : tokens) highest = std::max(highest, logits[token]);
   const Weight largest = Weight::of(highest, base_, false, slope_);
   if (is_ruled_out(highest))
-    return largest.times(std::log(static_cast<double>(tokens.size)));  // all are ruled out
+    return largest.times(std::log(static_cast<double>(tokens.size)));  // all tokens are ruled out
   Total total(largest, slope_);
   for (const int32_t token : tokens)
     total.add_ratio((static_cast<double>(logits[token]) - static_cast<double>(highest)) * slope_);
@@ -100,7 +101,8 @@ void TextSums<Weight>::weigh_place(size_t place) {
   ++weighing_;
   place_ = &places_[place];
   layer_ = &layers_[place];
-  // The limit is for tiny temperatures, whose inverse is infinite: 0 times infinity is NaN.
+  // The limit is needed for tiny temperatures. Their inverse is infinite, and 0 times infinity is
+  // NaN.
   slope_ = std::min(1 / sampling_.temperature, 1e300);
   base_ = place_->logits == nullptr ? 0 : place_->base();
 }
@@ -149,7 +151,7 @@ bool TextSums<Weight>::sum(int32_t state, const std::vector<Place>& places,
   return !total().is_never();
 }
 
-// Sets ahead_ to the sums that sum() stored for a place. clear_ahead undoes it.
+// Restores ahead_ from the sums that sum() stored for a place. clear_ahead undoes this.
 template <class Weight>
 void TextSums<Weight>::restore_ahead(const Ways& ways, size_t place) {
   const std::vector<int32_t>& met = ways.before(place);
@@ -161,7 +163,7 @@ void TextSums<Weight>::clear_ahead(const Ways& ways, size_t place) {
   for (const int32_t to : ways.before(place)) ahead_[to] = Weight();
 }
 
-// Tokens on all edges of a state; repeated ones count again.
+// The number of tokens on all edges of a state. A token on several edges is counted several times.
 template <class Weight>
 size_t TextSums<Weight>::count_tokens(int32_t state) const {
   size_t count = 0;
@@ -171,11 +173,12 @@ size_t TextSums<Weight>::count_tokens(int32_t state) const {
   return count;
 }
 
-// Draws the token at the place by its share of `all`, the sum over all paths from `state`.
+// Draws the token at the current place. `all` is the sum over all paths from `state`, and each
+// token is drawn with the probability of its share of `all`.
 template <class Weight>
 int32_t TextSums<Weight>::draw_token(int32_t state, const Weight& all, const DrawKey& key) {
   if (place_->token >= 0) return place_->token;
-  // The most likely token has a share of at least 1 / V.
+  // The share of the most likely token is at least 1 / V.
   const double farthest = kFarthest + std::log(static_cast<double>(automaton_.vocab_size));
   Winner winner(key);
   if (count_tokens(state) > static_cast<size_t>(automaton_.vocab_size / 2))
@@ -191,7 +194,7 @@ int32_t TextSums<Weight>::draw_token(int32_t state, const Weight& all, const Dra
   return winner.token();
 }
 
-// The next state. A text must be able to continue from it to an end.
+// The state after a token, from which the text can continue to an end.
 template <class Weight>
 int32_t TextSums<Weight>::next_state(int32_t state, int32_t token) const {
   const int32_t next = automaton_.next(state, token);
@@ -217,7 +220,8 @@ void TextSums<Weight>::draw(const DrawKey& key, const Ways& ways, std::vector<in
   }
 }
 
-// Splits a state's probability among its edges' groups and next states. all: its paths' sum.
+// Splits the probability `mass` of a state among the groups and next states of its edges. `all` is
+// the sum over all paths from the state.
 template <class Weight>
 void TextSums<Weight>::spread(double mass, int32_t state, const Weight& all) {
   shares_.clear();

@@ -52,9 +52,11 @@ void Ways::meet(int32_t state, const std::vector<Place>& places) {
   }
 }
 
-// An update, because few of the (perhaps hundreds of) states change from one place to the next.
+// The sets are updated, not computed anew, because only few of perhaps hundreds of states change
+// from one place to the next.
 void Ways::move_open(const std::vector<int32_t>& before, const std::vector<int32_t>& now) {
-  // Writes through uint8_t may alias anything, so the inner loop's pointers are kept in locals.
+  // For the compiler, a write through uint8_t may change anything. Local copies of the pointers
+  // need not be read again in the inner loop.
   const int32_t* const starts = automaton_.edge_starts.data();
   const int32_t* const states = automaton_.edge_states.data();
   int32_t* const edges_to = edges_to_.data();
@@ -87,7 +89,7 @@ void Ways::list(const std::vector<uint8_t>& marks, std::vector<int32_t>& states)
 }
 
 std::vector<uint8_t> Ways::reaching(const std::vector<Place>& places, int32_t room) {
-  size_t last = places.size();  // any token is allowed from here on
+  size_t last = places.size();  // from this place on, all tokens are allowed
   while (last > 0 && places[last - 1].token < 0) --last;
   const int64_t behind = int64_t{room} + static_cast<int64_t>(places.size() - last);
   std::vector<uint8_t> out(automaton_.states), next(automaton_.states);

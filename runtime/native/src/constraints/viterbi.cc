@@ -15,13 +15,14 @@ namespace {
 constexpr double kNever = -std::numeric_limits<double>::infinity();
 constexpr double kUnknown = std::numeric_limits<double>::infinity();
 constexpr float kNone = -std::numeric_limits<float>::infinity();
-constexpr size_t kLanes = 8;      // independent maxima, one for each load in flight
-constexpr size_t kRun = 32;       // tokens per run; highest_ has the highest logit of each run
-constexpr size_t kSections = 16;  // of a row: each has a token at or above the bound
-// Looks for a row's highest tokens before reading more than one token in this many.
+constexpr size_t kLanes = 8;  // number of independent maxima, so that several loads are in flight
+constexpr size_t kRun = 32;   // tokens per run; highest_ has the highest logit of each run
+constexpr size_t kSections = 16;  // parts of a row; each part has a token at or above the bound
+// If more than one token in this many would be read, the highest tokens of the row are searched
+// first.
 constexpr size_t kMany = 16;
 
-// Returns -inf for a token that the denoiser rules out.
+// The weight of a token. It is -inf for a token that the denoiser rules out.
 double weigh(const Place& place, int32_t token) {
   if (place.logits == nullptr) return place.best < 0 || token == place.best ? 0 : -1;
   if (is_ruled_out(place.logits[token])) return kNever;
@@ -35,8 +36,9 @@ ExactWeight weigh_exactly(const Place& place, int32_t token) {
   return {0, ExactSum(place.logits[token]) - ExactSum(place.base())};
 }
 
-// True if a token is better than another at a place: by logit, then by lower id. Compares logits,
-// not differences, because rounding can make different differences equal.
+// True if a token is better than another one at a place: it has a higher logit, or the same logit
+// and a lower id. Logits are compared, not differences, because different differences may be
+// rounded to the same number.
 bool is_better(const Place& place, int32_t token, int32_t other) {
   if (place.logits != nullptr)
     return place.logits[token] > place.logits[other] ||
@@ -45,7 +47,8 @@ bool is_better(const Place& place, int32_t token, int32_t other) {
   return weight > other_weight || (weight == other_weight && token < other);
 }
 
-// The maximum of a run of logits, four at a time. Written out, because NaN rules stop compilers.
+// The maximum of a run of logits, four at a time. It is written out, because compilers may not
+// vectorise std::max, due to its rules for NaN.
 float max_of_run(const float* logits) {
   using Four = float __attribute__((vector_size(16)));
   constexpr size_t kFours = kRun / 4;
@@ -63,9 +66,9 @@ void fetch_run(const float* logits) {
   for (size_t i = 0; i < kRun; i += kLine) __builtin_prefetch(logits + i);
 }
 
-// The first token with the highest logit; the first of all if every logit is -inf.
+// The first token with the highest logit. If every logit is -inf, this is the first token.
 int32_t find_best(const float* logits, const View<int32_t>& tokens) {
-  constexpr size_t kStretch = 32 * kLanes;  // short enough to search a second time
+  constexpr size_t kStretch = 32 * kLanes;  // so short that searching it a second time is fast
   float highest = kNone;
   size_t found = 0;
   for (size_t start = 0; start < tokens.size; start += kStretch) {
@@ -87,7 +90,8 @@ int32_t find_best(const float* logits, const View<int32_t>& tokens) {
 
 }  // namespace
 
-// Finds the row's highest tokens. A class that has any of them has its best token among them.
+// Finds the highest tokens of the row. If a class contains any of them, its best token is one of
+// them.
 void Viterbi::weigh_highest(const Place& place) {
   looked_at_ = place_;
   const auto vocab_size = static_cast<size_t>(automaton_.vocab_size), runs = vocab_size / kRun;
@@ -192,7 +196,7 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
     const std::vector<int32_t>& met = ways_.before(i);
     layer.ahead.resize(met.size());
     layer.groups.clear();
-    // Prefetches the next position's row of logits while states are visited.
+    // Prefetches the logits of the next position while the states of this one are visited.
     const float* const next = looked_at_ == place_ + 1 && i > 0 ? places[i - 1].logits : nullptr;
     for (size_t from = 0; from < met.size(); ++from) {
       if (next != nullptr && (from + 1) * kRun <= static_cast<size_t>(automaton_.vocab_size))
@@ -215,11 +219,12 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
   return true;
 }
 
-// Like `solve`, for texts with ruled-out tokens or with logits too far apart for sums in double.
+// Does the same as `solve` with exact sums. It is for texts with ruled-out tokens, and for logits
+// that are too far apart for sums in double.
 bool Viterbi::solve_exactly(int32_t state, const std::vector<Place>& places,
                             const std::vector<uint8_t>& ends, std::vector<int32_t>& tokens) {
   struct Step {
-    int32_t token, state;  // the best next token and the state after it; -1 if no text continues
+    int32_t token, state;  // the best next token, and the state after it; -1 if no text continues
   };
   const size_t length = places.size();
   std::vector<std::vector<Step>> steps(length);  // by place and state of ways_.before(place)
@@ -262,7 +267,8 @@ bool Viterbi::solve_exactly(int32_t state, const std::vector<Place>& places,
   return true;
 }
 
-// The state after the first step of the best path; ties go to the lowest token.
+// Returns the state after the first step of the best path. If paths are equally good, takes the
+// lowest token.
 int32_t Viterbi::find_step(size_t place, int32_t state, int32_t& token) {
   const std::vector<Weighed>& groups = layers_[place].groups;
   const std::vector<int32_t>& behind = ways_.before(place + 1);
@@ -288,9 +294,10 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places,
   classes.resize(places.size());
   leads_on_ = ends;
   std::vector<uint8_t> found;
-  bool do_all = true;  // whether every visited state after the place leads on
+  bool do_all = true;  // true if an end can be reached from every visited state after the place
   for (const int32_t end : ways_.before(places.size())) do_all = do_all && ends[end] != 0;
-  // Writes through uint8_t may alias anything, so the inner loop's pointers are kept in locals.
+  // For the compiler, a write through uint8_t may change anything. Local copies of the pointers
+  // need not be read again in the inner loop.
   const int32_t *const starts = automaton_.edge_starts.data(),
                        *const states = automaton_.edge_states.data(),
                        *const groups = automaton_.edge_groups.data(),
@@ -301,7 +308,8 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places,
     const bool is_free = places[i].token < 0;
     const uint8_t* const leads_on = leads_on_.data();
     int32_t only = none;
-    const bool is_sure = is_free && do_all;  // all states here lead on, because each has an edge
+    const bool is_sure = is_free && do_all;  // each state here has an edge, so an end can be
+                                             // reached from all of them
     found.assign(met.size(), 1);
     for (size_t from = 0; from < met.size() && !(is_sure && only == several); ++from) {
       uint8_t is_found = 0;

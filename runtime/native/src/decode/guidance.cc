@@ -19,7 +19,8 @@ Predictions Guided::guide(const Denoiser& denoiser, double scale, const Predicti
     const float with = conditional.logits[i], without = unconditional[i];
     const double guided = static_cast<double>(without) +
                           (scale + 1) * (static_cast<double>(with) - static_cast<double>(without));
-    // Either pass can rule a token out (-inf). A guided logit that overflows rules nothing out.
+    // If one of the passes rules a token out (-inf), it stays ruled out. A guided logit that
+    // overflows must not rule a token out.
     logits_[i] = with == -kInfinite || without == -kInfinite ? -kInfinite
                  : guided < static_cast<double>(kLowest)     ? kLowest
                  : guided > -static_cast<double>(kLowest)    ? kInfinite
@@ -33,7 +34,8 @@ void Guided::rank(const Denoiser& denoiser, size_t row) {
   const size_t width = denoiser.vocab_size, top_k = denoiser.top_k;
   const float* const logits = logits_.data() + row * width;
   int32_t* const best = tokens_.data() + row * top_k;
-  size_t count = 0;  // kept so far, best first; equal logits keep the lowest id first
+  size_t count = 0;  // number of tokens kept so far, best first; of equal logits, the lowest id
+                     // comes first
   bool is_usable = true;
   for (int32_t token = 0; token < denoiser.vocab_size; ++token) {
     if (token == denoiser.mask_token_id) continue;

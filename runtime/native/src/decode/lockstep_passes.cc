@@ -17,7 +17,7 @@ class LockstepPasses::LaneMember final : public Member {
 };
 
 struct LockstepPasses::Lane {
-  // One row of the batch: one canvas of a member.
+  // One row of the batch. It runs one canvas of a member.
   struct Row {
     LaneMember* member;  // NULL: the member has left
     size_t canvas;
@@ -25,7 +25,7 @@ struct LockstepPasses::Lane {
 
   std::unique_ptr<Context> context;
   std::vector<LaneMember*> members;
-  std::vector<Row> rows;  // batch of the last pass
+  std::vector<Row> rows;  // rows of the last pass's batch
   bool has_begun = false;
   Range kept{0, 0};  // see Member::kept
 
@@ -35,7 +35,8 @@ struct LockstepPasses::Lane {
     });
   }
 
-  // Members that have left keep their batch rows until a pass that reads no cache.
+  // Rebuilds the batch from the members. A member that has left keeps its rows until a pass that
+  // reads no cache.
   void lay_out_rows() {
     if (!rows.empty() && slowest().request.stage().cached > 0) return;
     rows.clear();
@@ -55,7 +56,7 @@ Context& LockstepPasses::spare_context() {
   return *spare_.back();
 }
 
-// The lane that the request can join, or lanes_.end().
+// Finds a lane that the request can join. Returns lanes_.end() if there is none.
 auto LockstepPasses::find_lane(const Request& request) const -> std::list<Lane>::const_iterator {
   return std::find_if(lanes_.begin(), lanes_.end(), [&](const Lane& lane) {
     return !lane.has_begun && lane.members.size() < together_ &&
@@ -70,15 +71,17 @@ bool LockstepPasses::has_room(const Request& request) const {
 
 std::unique_ptr<Member> LockstepPasses::start(Request& request) {
   const auto found = find_lane(request);
-  auto lane = lanes_.erase(found, found);  // erases nothing: makes the iterator mutable
+  auto lane = lanes_.erase(found, found);  // this erases nothing; it only makes the iterator
+                                           // mutable
   std::list<Lane> made;
   if (lane == lanes_.end()) {
     spare_context();
-    spare_.reserve(spare_.size() + lanes_.size() + 1);  // so that leave() need not allocate
+    spare_.reserve(spare_.size() + lanes_.size() + 1);  // so that leave() does not allocate memory
     lane = made.emplace(made.end());
   }
   lane->members.reserve(lane->members.size() + 1);
-  // Taken before the member exists, because the member's destructor gives all of this back.
+  // The rows are counted before the member exists, because the destructor of the member subtracts
+  // them.
   auto member = std::make_unique<LaneMember>(request, *this, lane);
   if (!made.empty()) {
     lane->context = std::move(spare_.back());
@@ -130,7 +133,8 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
   size_t most = 1;  // a pass scores at least one row, even if no request reads it
   for (const Member* const member : members)
     most = std::max(most, member->request.positions().size());
-  // Canvases with fewer positions score row 0 instead; it always exists.
+  // All canvases of a pass score equally many rows. A canvas with fewer positions also scores row
+  // 0, which always exists.
   buffers.score_rows.assign(lane.rows.size() * most, 0);
   for (size_t row = 0; row < lane.rows.size(); ++row) {
     LaneMember* const member = lane.rows[row].member;

@@ -3,9 +3,10 @@
 //
 // A lane is an engine context and the requests that use it. With a cache, the requests of a lane go
 // through the stages of their plans together. A request that finishes a stage early waits for the
-// slowest one. Until then, its rows are still computed, and ignored. A request that has ended
-// leaves the lane before the next pass that reads no cache. With cache `block`, only the first
-// block has such a pass. Without a cache, the requests of a lane need not be at the same stage.
+// slowest one. Meanwhile, passes still compute the rows of the waiting request, but the results are
+// ignored. A request that has ended leaves the lane before the next pass that reads no cache. (With
+// cache `block`, only the first block has passes that read no cache.) Without a cache, the requests
+// of a lane need not be at the same stage.
 //
 // Invariants:
 //   - A lane has a context as long as it has a member. When the last member leaves, the context

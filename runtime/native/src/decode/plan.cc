@@ -75,7 +75,8 @@ std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& pol
   return plan;
 }
 
-// How many of `tokens` fit in a pass over `cached` ones, in whole blocks; all if none fits.
+// The number of tokens that fit in one pass over `cached` cached ones, in whole blocks. If not even
+// one block fits, returns `tokens`.
 int32_t tokens_at_once(const Engine& engine, int32_t tokens, int32_t cached, int32_t block_length) {
   for (int32_t most = tokens; most > 0; most = (most - 1) / block_length * block_length)
     if (engine.max_rows(most, cached) > 0) return most;
@@ -92,8 +93,9 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
   int32_t stored = 0;
   for (const Block& block : blocks) {
     const auto [start, end] = block.range;
-    // A shifted denoiser predicts the block's first position in the row before it. The pass that
-    // stores that row scores it. Without a cache, a separate pass does, so canvases agree.
+    // A shifted denoiser predicts the first position of the block from the row before the block.
+    // The pass that stores this row also scores it. Without a cache, a separate pass scores it, so
+    // that the canvases are the same as with a cache.
     const PassKind before = &block == &blocks.front() ? PassKind::prefill : PassKind::store;
     const int32_t size =
         policy.sub_block_length > 0 ? policy.sub_block_length : block.range.tokens();
@@ -112,7 +114,8 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
       const int32_t at_once =
           stored + tokens_at_once(engine, wanted - stored, stored, visible_block);
       if (is_opened && at_once == end) {
-        // Stores the block's own rows too; later passes over the block overwrite them.
+        // The pass also stores the rows of the block itself. Later passes over the block overwrite
+        // them.
         add({stored, end}, stored, CacheUse::append, before, false, opened, steps_of(0));
         stored = start;
         break;
@@ -139,7 +142,8 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
       }
       if (has_undecided(undecided, decided))
         add(rows, cached, CacheUse::append, PassKind::prefill, false, decided, steps);
-      // Reads the block's other rows. Includes the row that predicts the part's start.
+      // The pass reads the other rows of the block. It also runs the row that predicts the first
+      // position of the part.
       const Range part{std::max(start, decided.first - shift), decided.last};
       const int32_t around = end - part.tokens();
       add(part, around, around > 0 ? CacheUse::read : CacheUse::none, PassKind::denoise, true,

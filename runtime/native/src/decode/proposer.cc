@@ -33,7 +33,7 @@ class Argmax final : public Proposer {
   const Policy policy_;
 };
 
-// Proposes a sampled token. When editing, it proposes the most likely one.
+// Proposes a sampled token. In an editing turn, proposes the most likely token.
 class Sampled final : public Proposer {
  public:
   Sampled(const Denoiser& denoiser, const Policy& policy)
@@ -66,7 +66,7 @@ class Sampled final : public Proposer {
   }
 
  private:
-  // The outputs of a draw that the scores need.
+  // Returns which fields of a draw the scores need.
   Told told() const {
     if (policy_.score_of != ScoreOf::draw || policy_.score == Score::random) return Told::token;
     return policy_.score == Score::entropy ? Told::entropy : Told::distribution;

@@ -11,8 +11,8 @@
 namespace dlm {
 namespace {
 
-// ln p of the best token minus ln p of another. A probability that underflows counts as the
-// smallest double, so the loss is finite: at most 745 nats.
+// ln p of the best token minus ln p of another token. If the probability underflows to 0, the
+// smallest double is used instead. So the loss is finite, at most 745 nats.
 double log_prob_loss(double best, double prob) {
   constexpr double least = std::numeric_limits<double>::denorm_min();
   return std::max(0.0, std::log(std::max(best, least)) - std::log(std::max(prob, least)));
@@ -65,7 +65,8 @@ void Request::check_limits(const Engine& engine) const {
     const int32_t tokens = stage.rows.tokens();
     const bool is_opening = is_full && !stage.is_repeated;
     int32_t rows = count_undecided(stage.decided);
-    if (is_full && stage.is_repeated) --rows;  // the block's opening pass decides at least one
+    // The block's opening pass decides at least one position.
+    if (is_full && stage.is_repeated) --rows;
     if (is_full && rows == 0) continue;
     if (stage.is_last && policy_.remask == Remask::edit) rows = count_undecided(stage.block);
     if (std::max(1, rows) <= engine.max_rows(tokens, stage.cached)) continue;
@@ -91,7 +92,8 @@ bool Request::fits(const Request& other) const {
   };
   if (canvas_.size() != other.canvas_.size() || has_cache() != other.has_cache()) return false;
   if (!has_cache()) return true;
-  // If a slower request needed one more pass, it would store other rows than this one's last.
+  // With `reuse`, the last pass of a block also stores its rows. If a slower request of the lane
+  // needed one more pass, other rows would be stored than without lockstep.
   if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
   return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
 }
@@ -153,7 +155,8 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
            "overflow at this precision",
            positions_[row]);
   };
-  for (size_t row = 0; row < positions_.size(); ++row) {  // before any lookup of a token's logit
+  // Must come before the logit of the token is looked up.
+  for (size_t row = 0; row < positions_.size(); ++row) {
     const size_t best = row * denoiser_.top_k;
     check(row, predictions.tokens[best], predictions.probs[best], 0);
   }
@@ -165,10 +168,12 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
     proposals.losses[row] =
         log_prob_loss(predictions.probs[row * denoiser_.top_k], proposals.probs[row]);
   // With a shifted denoiser and a cache of full attention, only the block's opening pass has the
-  // row that predicts the block's first position. So that position must commit in the opening pass.
+  // row that predicts the first position of the block. So that position must commit in the opening
+  // pass.
   const bool is_opening = !stage().is_repeated && is_full(policy_.cache);
   if (is_opening && denoiser_.shift == 1 && positions_[0] == stage().block.first) {
-    // Its score must be the highest. If it stayed undecided, the next pass would score row -1.
+    // The first position gets the highest score, so that it commits. If it stayed undecided, the
+    // next pass would have to score row -1.
     const double best = *std::max_element(proposals.scores.begin(), proposals.scores.end());
     proposals.scores[0] = std::max(best, policy_.score == Score::entropy ? 0.0 : 1.0);
   }
@@ -189,7 +194,7 @@ void Request::commit(const Proposals& proposals) {
   take(proposals, order_);
 }
 
-// LLaDA2.1: replaces decided tokens when another token is clearly more likely.
+// Replaces decided tokens if another token is clearly more likely (LLaDA2.1).
 void Request::edit(const Proposals& proposals) {
   order_.clear();
   for (size_t row = 0; row < positions_.size(); ++row)
@@ -210,7 +215,8 @@ void Request::limit(const Proposals& proposals, std::vector<int32_t>& chosen) co
 }
 
 void Request::take(const Proposals& proposals, const std::vector<int32_t>& chosen) {
-  // A constraint may force a token whose probability rounds to 0. JSON has no infinity.
+  // A constraint may force a token whose probability rounds to 0. Its logarithm must stay finite,
+  // because JSON cannot represent infinity.
   constexpr double least = std::numeric_limits<double>::denorm_min();
   for (const int32_t row : chosen)
     take(positions_[row], proposals.tokens[row], std::log(std::max(proposals.probs[row], least)),
@@ -277,7 +283,8 @@ void Request::scaffold(Range range, const Predictions* predictions) {
   committed_ += static_cast<int32_t>(certain_.size());
 }
 
-// The loss of a token that needs no pass, from the last pass; 0 if its position was not scored.
+// The loss of a token that is decided without a pass, computed from the last pass. It is 0 if that
+// pass did not score the position.
 double Request::loss_of(const Certain& certain, const Predictions* predictions) const {
   const auto found = std::lower_bound(positions_.begin(), positions_.end(), certain.position);
   if (!is_constrained_ || predictions == nullptr || predictions->logits == nullptr) return 0;
@@ -288,15 +295,16 @@ double Request::loss_of(const Certain& certain, const Predictions* predictions) 
   return log_prob_loss(prob, prob_of(certain.token, logits, predictions->tokens[best], prob));
 }
 
-// Moves to the next stage with a pass to make. predictions: of the last pass, or NULL.
+// Moves to the next stage whose pass must be made. `predictions` are those of the last pass, or
+// NULL.
 void Request::settle(const Predictions* predictions) {
   while (!done()) {
     const Stage& now = stage();
     scaffold(now.block, predictions);
     const bool is_stored = keeps_rows(now.use);
     const bool is_undecided = count_undecided(now.decided) > 0;
-    // A block's opening pass can be skipped if the whole block is decided. With `refresh` it
-    // cannot, because the next opening pass would not reach back before this block.
+    // If the whole block is decided, its opening pass can be skipped. With `refresh` it cannot be
+    // skipped, because the next opening pass only runs the rows back to the start of this block.
     const bool is_idle =
         !is_undecided && (is_full(policy_.cache) ? policy_.refresh == 0 : now.rows == now.block);
     if (now.is_repeated ? is_undecided : !is_made_ && !is_idle && (is_stored || is_undecided))
@@ -315,7 +323,7 @@ void Request::settle(const Predictions* predictions) {
   }
 }
 
-// Returns whether an end token in the block ended the request.
+// Checks whether an end token in the block ends the request. Returns true if it did.
 bool Request::end_early(Range block) {
   if (policy_.stop != Stop::eos) return false;
   for (int32_t i = block.first; i < block.last; ++i) {

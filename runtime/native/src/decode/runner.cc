@@ -20,7 +20,7 @@ void Runner::guard(Job& job, Body body) {
   }
 }
 
-// Ends a job with its current canvas; if that throws, fails the job with the error.
+// Ends a job with its current canvas. If this throws, the job fails with the error.
 void Runner::end(Job& job, int32_t why) noexcept {
   try {
     job.request_.end(why);
@@ -36,7 +36,7 @@ void Runner::fail_job(Job& job, const Failure& failure) noexcept {
       job.message_ = failure.message;
       make_one_line(job.message_.data(), job.message_.size());
     } catch (...) {
-      job.message_.clear();  // no memory: report the status alone
+      job.message_.clear();  // no memory for the message: report only the status
     }
   }
   try {
@@ -46,7 +46,7 @@ void Runner::fail_job(Job& job, const Failure& failure) noexcept {
   }
 }
 
-// Ends every job with the current exception, and keeps it for submit().
+// Ends every job with the current exception. Also keeps the exception for submit().
 void Runner::fail_all_with_thrown() noexcept {
   {
     const std::lock_guard<std::mutex> lock(board_->mutex);
@@ -124,7 +124,8 @@ void Runner::run(Until until, const std::function<bool()>& before_pass) {
   if (is_paused) fail(DLM_CANCELLED, "before_pass asked to stop");
 }
 
-// The loop of run(). Enters with the lock held; unlocks to work. Returns false if before_pass did.
+// The loop of run(). It is called with the lock held, and unlocks it while it works. Returns false
+// if before_pass returned false.
 bool Runner::make_passes(Until until, const std::function<bool()>& before_pass,
                          std::unique_lock<std::mutex>& lock) {
   while (!is_stopping_) {
@@ -132,7 +133,7 @@ bool Runner::make_passes(Until until, const std::function<bool()>& before_pass,
     settle();
     if (!running_.empty()) {
       if (!before_pass()) return false;
-      settle();  // before_pass may have cancelled
+      settle();  // because before_pass may have cancelled jobs
     }
     if (!running_.empty()) {
       if (const auto chosen = choose(); !chosen.empty()) pass(chosen);
@@ -147,7 +148,7 @@ bool Runner::make_passes(Until until, const std::function<bool()>& before_pass,
   return true;
 }
 
-// Ends the jobs that are due, and starts waiting jobs that fit.
+// Ends the jobs that were cancelled or reached a limit, and starts the waiting jobs that fit.
 void Runner::settle() {
   {
     const std::lock_guard<std::mutex> lock(board_->mutex);
@@ -165,7 +166,7 @@ void Runner::stop() {
   board_->changed.notify_all();
 }
 
-// Ends a job that was cancelled, has used its passes, or is past its deadline.
+// Ends a job if it was cancelled, has used all its passes, or is past its deadline.
 void Runner::end_if_due(Job& job, Clock::time_point now) {
   const JobOptions& options = job.options_;
   if (job.is_cancelled_)
@@ -234,7 +235,7 @@ void Runner::finish(Job& job) noexcept {
     result.text = writer->text().c_str();
     result.text_size = writer->text().size();
     result.is_text_decided = writer->is_decided(job.request_) ? 1 : 0;
-    // A stop string in undecided proposals ends the text, but not the request.
+    // A stop string in text that is not decided ends the text, but it did not end the request.
     if (writer->is_stopped() && result.is_text_decided != 0) {
       result.finish = DLM_FINISH_STOP;
       result.completion_tokens = writer->completion_tokens();
@@ -248,7 +249,8 @@ void Runner::finish(Job& job) noexcept {
   board_->changed.notify_all();
 }
 
-// Chooses the jobs of the next pass, longest wait first. Returns an empty list if all failed.
+// Chooses the jobs of the next pass. The job that has waited longest comes first. Returns an empty
+// list if all of them failed.
 std::vector<std::shared_ptr<Job>> Runner::choose() {
   std::vector<std::shared_ptr<Job>> order(running_.begin(), running_.end()), chosen;
   std::stable_sort(order.begin(), order.end(), [](const auto& one, const auto& other) {
@@ -271,7 +273,7 @@ std::vector<std::shared_ptr<Job>> Runner::choose() {
   return chosen;
 }
 
-// Makes one pass of the chosen jobs, commits, and reports the steps.
+// Makes one pass for the chosen jobs, commits tokens, and reports the steps.
 void Runner::pass(const std::vector<std::shared_ptr<Job>>& chosen) {
   ++passes_;
   std::vector<Member*> members;
@@ -341,7 +343,7 @@ void Runner::commit(const std::vector<std::shared_ptr<Job>>& chosen, const dlm_p
   }
 }
 
-// Reports a step: reads its text (this may end the request) and calls on_step.
+// Reports a step of a job. Reads the new text, which may end the request, and calls on_step.
 void Runner::tell(Job& job) {
   TextWriter* const writer = job.options_.writer.get();
   if (writer != nullptr && !writer->read(job.request_) && !job.request_.done())
@@ -356,7 +358,8 @@ void Runner::tell(Job& job) {
     fail(DLM_CANCELLED, "a callback asked to stop after %d passes", job.step_.nfe);
 }
 
-// An exponential average over about ten passes. `times` counts as at most kMost.
+// Updates pace_, an exponential average over about ten passes. `times` is the measured time of a
+// pass divided by the predicted time. It is limited to kMost.
 void Runner::note_pace(double times) {
   constexpr double kShare = 0.1, kMost = 4;
   pace_ = std::max(1.0, pace_ + kShare * (std::min(times, kMost) - pace_));

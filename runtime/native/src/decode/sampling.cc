@@ -12,10 +12,12 @@ namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
 
-// At least 2^power, and at most 1.07 times that unless it is tiny. Read as a float, the bits
-// satisfy 2^n (1 + f) >= 2^(n + f); one thousandth is added for rounding.
+// Returns a number that is at least 2^power. Unless it is tiny, it is at most 1.07 times 2^power.
+// It is computed by reading an integer as the bits of a float, because 2^n (1 + f) >= 2^(n + f).
+// One thousandth is added to the power, for rounding errors.
 float exp_bound(float power) {
-  constexpr float kOne = 127, kStep = 8388608;  // the exponent of 1; the bits of one step of it
+  constexpr float kOne = 127, kStep = 8388608;  // exponent field of the number 1; number of bit
+                                                // patterns per exponent
   const float exponent = power + kOne;
   const auto bits =
       static_cast<int32_t>((exponent > 0 ? exponent < 254 ? exponent : 254 : 0) * kStep);
@@ -24,7 +26,7 @@ float exp_bound(float power) {
   return bound * 1.001f + 1e-37f;
 }
 
-// Descending logits, then ascending ids.
+// The order of tokens in a ranking: by descending logit, then by ascending id.
 struct IsBefore {
   const float* logits;
   bool operator()(int32_t a, int32_t b) const {
@@ -34,12 +36,13 @@ struct IsBefore {
 
 struct Best {
   int32_t token;
-  bool is_finite;  // no logit is NaN or +inf, and at least one is above -inf
+  bool is_finite;  // true if no logit is NaN or +inf, and at least one is above -inf
 };
 
 Best find_best(const float* logits, int32_t vocab_size, int32_t left_out) {
   constexpr float kInfinite = std::numeric_limits<float>::infinity();
-  std::array<float, 8> largest;  // eight independent maxima, which run in parallel
+  std::array<float, 8> largest;  // eight independent maxima, which the processor updates in
+                                 // parallel
   largest.fill(-kInfinite);
   std::array<int32_t, 8> bad{};
   const auto see = [&](int32_t token, size_t lane) {
@@ -67,7 +70,8 @@ void Winner::see(int32_t token, double log_weight) {
   const float bound = exp_bound(static_cast<float>(log_weight * kLog2E));
   if (spare_ != nullptr && spare_[token] > bound * scale_) return;
   const double u = uniform(token);
-  // -ln(-ln u) <= -ln(1 - u): this rejects almost all losers without a logarithm.
+  // Because -ln(-ln u) <= -ln(1 - u), this test rejects almost all losing tokens without a
+  // logarithm.
   if (1 - u > bound * scale_) return;
   const double value = log_weight - std::log(-std::log(u));
   if (value < best_ || (value == best_ && token > token_)) return;
@@ -76,7 +80,8 @@ void Winner::see(int32_t token, double log_weight) {
   scale_ = std::exp(-best_) * (1 + 1e-9);
 }
 
-// The first 24 bits of 1 - u for `count` tokens from an even one on; one more if count is odd.
+// Computes the first 24 bits of 1 - u for `count` tokens, starting with an even token. If count is
+// odd, one more is computed.
 void Winner::find_spare(int32_t first, int32_t count, float* spare) const {
   const auto bound = [](uint32_t word) {
     return static_cast<float>(static_cast<int32_t>(~word >> 8)) * 0x1p-24f;
@@ -93,11 +98,12 @@ void Winner::prepare(int32_t vocab_size, std::vector<float>& spare) {
   spare_ = spare.data();
 }
 
-// Like see(), for several tokens at a time.
+// Does the same as see(), for several tokens at a time.
 void Winner::see_row(const float* logits, int32_t first, int32_t last, float best,
                      double temperature) {
   constexpr int32_t kSome = 128;
-  // Halved, because differences can overflow. NaN (slope 0 times -inf) has a bound of 0.
+  // The slope is halved, because differences of logits can overflow. A NaN (slope 0 times -inf)
+  // gets the bound 0.
   const auto slope = static_cast<float>(std::min(2 * kLog2E / temperature, 1e30));
   const float half_best = 0.5f * best;
   std::array<float, kSome> weights, spare;
@@ -120,7 +126,7 @@ std::array<uint32_t, 4> Winner::words_of(int32_t pair) const {
   return philox(key_.seed, {key_.step, key_.position, static_cast<uint32_t>(pair), kDraws});
 }
 
-// Two tokens share a block of random words.
+// The uniform random number of a token. Two tokens share a block of random words.
 double Winner::uniform(int32_t token) {
   if (token / 2 != pair_) {
     pair_ = token / 2;
@@ -149,7 +155,8 @@ Cut Sampler::find_cut(const float* logits, int32_t vocab_size, int32_t left_out,
   temper({logits, best, sampling.temperature}, vocab_size, left_out);
   cut(logits, sampling);
   if (sampling.top_p >= 1 && kept_.size() < static_cast<size_t>(sampling.top_k)) {
-    // The rest of the top_k tokens are too unlikely to be drawn, but a constraint may need them.
+    // The top_k tokens that have no weight are too unlikely to be drawn. But a constraint may
+    // need them.
     kept_.clear();
     for (int32_t token = 0; token < vocab_size; ++token)
       if (token != left_out && logits[token] > -std::numeric_limits<float>::infinity())
@@ -178,7 +185,8 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out,
   }
   temper(tempered, vocab_size, left_out);
   double sum = 1, second = 0, product = 0;
-  const auto count = [&, best = best](int32_t token) {  // C++17 captures no structured binding
+  const auto count = [&, best = best](int32_t token) {  // in C++17, a lambda cannot capture a
+                                                        // structured binding
     const double weight = weights_[token];
     if (weight == 0 || token == best) return;
     sum += weight;
@@ -192,12 +200,12 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out,
   } else {
     for (int32_t token = 0; token < vocab_size; ++token) count(token);
   }
-  // ln p is the tempered logit minus the logarithm of the sum.
+  // ln p is the tempered logit minus the logarithm of the sum of weights.
   return {winner.token(), weights_[winner.token()] / sum, (1 - second) / sum,
           product / sum - std::log(sum)};
 }
 
-// Keeps the top_k best tokens in kept_; 0: all.
+// Puts the top_k best tokens into kept_. If top_k is 0, puts all tokens into it.
 void Sampler::keep_best(const float* logits, int32_t top_k) {
   const auto count = static_cast<size_t>(top_k);
   if (count == 0 || count >= kept_.size()) return;
@@ -205,10 +213,11 @@ void Sampler::keep_best(const float* logits, int32_t top_k) {
   kept_.resize(count);
 }
 
-// Finds the kept tokens in linear time by bisection.
+// Applies top_k and top_p. Finds the kept tokens by bisection, in linear time.
 void Sampler::cut(const float* logits, const Sampling& sampling) {
   kept_.clear();
-  // Lighter tokens together weigh less than the part that top_p leaves out, so all are cut.
+  // All tokens that are lighter than this together weigh less than the part that top_p leaves out.
+  // So all of them are cut.
   const double least = 0.5 * (1 - sampling.top_p) * total_ / static_cast<double>(weights_.size());
   for (size_t token = 0; token < weights_.size(); ++token)
     if (weights_[token] > 0 && weights_[token] >= least)
@@ -217,7 +226,8 @@ void Sampler::cut(const float* logits, const Sampling& sampling) {
   const auto at = [&](size_t rank) { return kept_.begin() + static_cast<std::ptrdiff_t>(rank); };
   keep_best(logits, sampling.top_k);
   if (sampling.top_p >= 1) return;
-  // Rank `first` is kept, rank `last` is not; `before` is the weight of the ranks below `first`.
+  // The rank `first` is kept, and the rank `last` is not. `before` is the total weight of the ranks
+  // below `first`.
   size_t first = 0, last = kept_.size();
   for (double before = 0; last - first > 1;) {
     const size_t middle = first + (last - first) / 2;

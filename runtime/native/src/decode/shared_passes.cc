@@ -1,8 +1,10 @@
-// Passes that requests share: each canvas is a segment of the pass, with a place in the arena.
+// The PassMaker that runs different requests in one pass. Each canvas is a segment of the pass, and
+// has a place in the arena.
 //
-// Pieces, arena parts and segments have the same order: member by member, canvas by canvas. Before
-// the pass, the arena moves the rows of members that read other rows than last time (kept). A
-// member owns its places until it is destroyed, so passes never see another request's rows.
+// Pieces, arena parts and segments have the same order: member by member, and canvas by canvas. If
+// a member must read other rows than in its last pass (Member::kept), the arena moves the member's
+// rows before the pass. A member owns its places until it is destroyed, so a pass never sees the
+// rows of another request.
 #include <algorithm>
 
 #include "cache/arena.h"
@@ -11,7 +13,8 @@
 namespace dlm {
 namespace {
 
-// The most bytes of logits in a pass of several requests; beyond it, requests take turns.
+// The most bytes of logits in a pass of several requests. If a pass would need more, requests take
+// turns.
 constexpr double kMostLogits = 256 << 20;
 
 std::vector<int32_t> rows_by_canvas(const Request& request) {
@@ -28,7 +31,8 @@ class SharingMember final : public Member {
     for (const Arena::Handle place : places) arena_.give_back(place);
   }
 
-  // Not in the constructor, so that the destructor frees the places taken if this throws.
+  // This is not done in the constructor. If it throws here, the destructor frees the places already
+  // taken.
   void take_places() {
     for (const int32_t rows : rows_by_canvas(request)) places.push_back(arena_.take(rows));
   }
@@ -79,7 +83,7 @@ class SharedPasses final : public PassMaker {
     buffers.score_rows.clear();
     std::vector<Piece> pieces;
     std::vector<Arena::Part> parts;
-    int64_t first = 0;  // of the canvas, among the rows of the pass
+    int64_t first = 0;  // first row of the canvas among the rows of the pass
     for (Member* const each : members) {
       auto& member = static_cast<SharingMember&>(*each);
       const Request& request = member.request;

@@ -17,7 +17,7 @@ class WindowDecoder {
     window_.insert(window_.end(), ids, ids + count);
     const std::string decoded = text_of(window_);
     std::string_view whole = decoded;
-    // An incomplete character at the end may be completed by the next ids.
+    // The text may end with an incomplete character, which the next ids may complete.
     const size_t mark = kReplacement.size();
     while (!is_last && whole.size() >= mark && whole.substr(whole.size() - mark) == kReplacement)
       whole.remove_suffix(mark);
@@ -50,7 +50,7 @@ class WindowDecoder {
   dlm_decode_fn decode_;
   void* user_;
   std::vector<int32_t> window_;
-  size_t told_ = 0;  // bytes of the window's text already returned
+  size_t told_ = 0;  // bytes of the window's text that were already returned
 };
 
 }  // namespace
@@ -94,9 +94,10 @@ bool TextWriter::read(const Request& request) {
   return !is_stopped_;
 }
 
-// Moves the part of held_ that cannot be the start of a stop string to text_.
+// Moves text from held_ to text_, up to where a stop string may start.
 void TextWriter::give(bool is_last) {
-  // Finds the stop string that is complete first, however the text is split.
+  // Finds the stop string that is complete first. The result does not depend on how the text
+  // arrives.
   size_t end = std::string::npos, stop_end = std::string::npos;
   for (const std::string& stop : stop_strings_) {
     const size_t at = held_.find(stop);

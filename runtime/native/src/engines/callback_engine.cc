@@ -1,4 +1,5 @@
-// The engine whose passes a callback makes, such as tests that run a torch denoiser.
+// The engine that calls the caller's function for each pass. Tests use it to run a denoiser in
+// torch.
 #include <limits>
 
 #include "base/error.h"
@@ -32,7 +33,8 @@ class Callback final : public HostEngine {
   std::string description() const override { return "callback"; }
 
  private:
-  // True if all logits except the mask token's are below +inf, and none of them is NaN.
+  // True if a row's logits can be used: except for the mask token's, they are below +inf and not
+  // NaN.
   bool is_usable(const float* logits) const {
     bool is_usable = true;
     for (const auto& [first, last] :

@@ -324,7 +324,8 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
       if (tiles_of(number) > 1) keep_new_rows(a, Part(a, number, i % a.kv_heads));
     });
   }
-  // Scores are exponents of 2. The factor for this is multiplied into the queries.
+  // The softmax uses powers of 2 instead of e. So queries are multiplied by log2(e), and by the
+  // usual 1 / sqrt(D).
   const float scale = kLog2e / __builtin_sqrtf(static_cast<float>(D));
   parallel.each(tiles * a.kv_heads, [&](int64_t i) {
     // The tiles of one request and head are contiguous.

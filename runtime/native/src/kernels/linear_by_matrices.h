@@ -4,9 +4,9 @@
 // results.
 //
 // A tile has 32 rows, which fill two registers of 16 rows. A panel has 32 columns, which also fill
-// two registers. The bytes of a panel are stored in the layout of these registers. Four more
-// registers hold the sums of the two by two products. So each loaded byte of a tile or panel is
-// used for 32 products.
+// two registers. The bytes of a panel are stored in the layout of these registers. Each of the
+// tile's two registers is multiplied by each of the panel's two, so four more registers hold the
+// sums. Each loaded byte of a tile or panel is used for 32 products.
 #pragma once
 
 #include "kernels/linear.h"

@@ -9,9 +9,9 @@
 namespace dlm {
 namespace {
 
-constexpr uint8_t kStarts = 255;          // the class of starters that may change
-constexpr char32_t kFirstChange = 0x300;  // all characters below are composed
-// Hangul syllables are composed by arithmetic (section 3.12 of the standard).
+constexpr uint8_t kStarts = 255;          // class of the starters that may change
+constexpr char32_t kFirstChange = 0x300;  // all text below this code point is already composed
+// Constants of Hangul, whose syllables are composed by arithmetic (section 3.12 of the standard).
 constexpr char32_t kSyllables = 0xAC00, kLeads = 0x1100, kVowels = 0x1161, kTails = 0x11A7;
 constexpr char32_t kLeadCount = 19, kVowelCount = 21, kTailCount = 28,
                    kSyllableCount = kLeadCount * kVowelCount * kTailCount;
@@ -46,7 +46,7 @@ void decompose(const TextFile& file, char32_t point, std::vector<Point>& out) {
   }
 }
 
-// The composition of two characters; 0 if they do not compose.
+// The composition of two characters, or 0 if they do not compose.
 char32_t composed(const TextFile& file, char32_t first, char32_t second) {
   if (first - kLeads < kLeadCount && second - kVowels < kVowelCount)
     return kSyllables + ((first - kLeads) * kVowelCount + (second - kVowels)) * kTailCount;
@@ -74,9 +74,11 @@ void sort_marks(std::vector<Point>& points) {
   }
 }
 
-// Joins each mark with its starter, unless a mark of the same class or a starter blocks it.
+// Composes each mark with its starter, unless a mark of the same class or a starter is between
+// them.
 void join(const TextFile& file, std::vector<Point>& points) {
-  size_t kept = 0, start = points.size();  // the last starter; none yet
+  // start: index of the last starter. At first, it is invalid.
+  size_t kept = 0, start = points.size();
   for (size_t i = 0; i < points.size(); ++i) {
     const Point point = points[i];
     const bool is_open = start + 1 == kept || (start < kept && points[kept - 1].order != 0 &&

@@ -12,13 +12,14 @@ namespace {
 constexpr char kMagic[] = "DLMTEXT";
 constexpr uint8_t kVersion = 1;
 constexpr size_t kMagicBytes = 8, kPages = kCodePoints / 256;
-constexpr int32_t kMostDecomposed = 18;  // per code point; Unicode's longest has 4
+constexpr int32_t kMostDecomposed = 18;  // code points in a decomposition; the longest in Unicode
+                                         // has 4
 constexpr int32_t kMostAround = 1024, kMostRoles = 16, kMostClasses = 255;
-constexpr int32_t kMostSplits = 64;  // released tokenizers have up to four
-// Per token. A denoiser that repeats a token must not fill the memory.
+constexpr int32_t kMostSplits = 64;  // released tokenizers have up to four splits
+// The most bytes of a token's text. A denoiser that repeats a token must not fill the memory.
 constexpr size_t kMostTokenBytes = size_t{1} << 16;
 
-// The header's sizes, in order.
+// The sizes in the header, in order.
 struct Sizes {
   int32_t vocab, token_bytes, chars, merges, added, raw_added, added_bytes, classes, class_pages,
       splits, states, nfc_pages, decomposed, decomposition_points, compositions, prefix, suffix,
@@ -43,7 +44,7 @@ class Reader {
     return out;
   }
 
-  // Reads numbers in lowest..highest.
+  // Reads `count` numbers from `lowest` to `highest`.
   Numbers numbers(const char* name, int64_t count, int32_t lowest, int32_t highest) {
     const Numbers out = take<int32_t>(count);
     for (const int32_t value : out)
@@ -53,7 +54,8 @@ class Reader {
     return out;
   }
 
-  // Reads `count` + 1 ascending numbers from 0 to `total` (equal ones may repeat).
+  // Reads `count` + 1 numbers in ascending order, from 0 to `total`. Equal numbers may follow each
+  // other.
   Numbers starts(const char* name, int64_t count, int32_t total) {
     const Numbers out = numbers(name, count + 1, 0, total);
     if (out[0] != 0 || out[out.size - 1] != total || !std::is_sorted(out.begin(), out.end()))
@@ -91,7 +93,7 @@ void check_sizes(const Sizes& s, const Reader& reader) {
     reader.refuse("splits", "have no classes of characters");
 }
 
-// Must come first: merges, characters and splits refer to this vocabulary.
+// Reads the vocabulary. This must come first, because merges, characters and splits refer to it.
 void read_vocabulary(TextFile& file, const Sizes& s, Reader& reader) {
   const int32_t last = s.vocab - 1;
   file.vocab_size = s.vocab;

@@ -11,8 +11,9 @@
 namespace dlm {
 namespace {
 
-constexpr size_t kMostProbes = 1024;  // at load factor 1/2, chance alone needs a few dozen
-constexpr size_t kStepsPerChar = 64;  // the most steps of a split per character
+constexpr size_t kMostProbes = 1024;  // at load factor 1/2, a few dozen are enough unless keys were
+                                      // chosen to collide
+constexpr size_t kStepsPerChar = 64;  // most steps of a split per character
 constexpr std::string_view kSpaceLetter = "\xE2\x96\x81";  // U+2581
 
 uint64_t mixed(uint64_t value) {
@@ -94,10 +95,11 @@ Text::Text(const void* data, size_t size, const std::string& where)
     starts_added_[i < file_.raw_added ? 0 : 1][static_cast<uint8_t>(file_.added[i][0])] = 1;
 }
 
-// The working state of one call of Text::encode or encode_chat.
+// The state of one call of Text::encode or Text::encode_chat.
 class Encoding {
  public:
-  // `chat`: a rendered chat, which decides about special tokens; nullptr for other text.
+  // `chat` is the rendered chat, which decides where special tokens are recognised. For other text,
+  // it is nullptr.
   Encoding(const Text& text, bool special_tokens, const RenderedChat* chat,
            std::vector<int32_t>& out)
       : text_(text), file_(text.file_), special_tokens_(special_tokens), chat_(chat), out_(out) {}
@@ -139,7 +141,8 @@ class Encoding {
     if (done < text.size()) piece(text.substr(done));
   }
 
-  // True if a special token's text is ordinary text here. Then no added token is found in it.
+  // True if the text of a special token must be encoded as ordinary text here. Then no added token
+  // is recognised in it.
   bool is_ordinary(size_t stage, size_t start, size_t end) const {
     if (chat_ == nullptr) return !special_tokens_;
     if (stage == 0) return touches_content(start, end);
@@ -161,11 +164,12 @@ class Encoding {
     return found != contents.end() && found->first < end;
   }
 
-  // The longest added text in [first, last) that `text` starts with, or `last`.
+  // The index of the longest added text in [first, last) that `text` starts with, or `last` if
+  // there is none.
   size_t longest_added(std::string_view text, size_t first, size_t last) const {
     size_t found = last;
     for (size_t length = 1; first < last && length <= text.size(); ++length) {
-      // Texts with the same start are adjacent, the shortest first.
+      // Texts with the same start are adjacent, and the shortest comes first.
       const auto next = static_cast<uint8_t>(text[length - 1]);
       const auto bound = [&](bool is_upper) {
         size_t low = first, high = last;
@@ -202,7 +206,7 @@ class Encoding {
     return spaced_;
   }
 
-  // Cuts text with the splits from `number` on.
+  // Splits text with the split `number` and the splits after it.
   void split(std::string_view text, size_t number) {
     if (number + 1 == file_.split_starts.size) return merge(text);
     const auto width = static_cast<size_t>(file_.class_count) + 1;
@@ -224,7 +228,7 @@ class Encoding {
         fail(DLM_BAD_BUNDLE, "%s: split %zu takes more than %zu steps per byte of this text",
              text_.where_.c_str(), number, kStepsPerChar);
       if (end == at) {
-        at += char_bytes(text[at]);  // not in a match
+        at += char_bytes(text[at]);  // not inside a match
         continue;
       }
       if (done < at) split(text.substr(done, at - done), number + 1);
@@ -242,7 +246,8 @@ class Encoding {
     });
   }
 
-  // Byte pair encoding of a piece: always merges the pair that was learned first, leftmost first.
+  // Merges the tokens of a piece (byte pair encoding). Each step merges the pair that comes first
+  // in the list of merges. If it occurs several times, the leftmost pair is merged.
   void merge(std::string_view text) {
     const int32_t whole = text_.wholes_.find(
         hash_of(text), [&](int32_t token) { return file_.tokens[token] == text; });
@@ -259,7 +264,7 @@ class Encoding {
       const auto at = static_cast<size_t>(top & 0xFFFFFFFF);
       Symbol& left = symbols_[at];
       if (left.merge != static_cast<int32_t>(top >> 32))
-        continue;  // one of the pair has already merged
+        continue;  // one of the two was already merged
       const size_t behind = left.next;
       left.id = file_.merges[3 * static_cast<size_t>(left.merge) + 2];
       left.next = symbols_[behind].next;
@@ -271,7 +276,7 @@ class Encoding {
     for (size_t i = 0; i < count; i = symbols_[i].next) put(symbols_[i].id);
   }
 
-  // A vocabulary may also have a special token's text as an ordinary token.
+  // Appends an id. A vocabulary may also have the text of a special token as an ordinary token.
   void put(int32_t id) {
     if (!special_tokens_ && text_.is_special(id))
       fail(DLM_INVALID_ARGUMENT,
@@ -304,7 +309,7 @@ class Encoding {
     }
   }
 
-  // Finds the merge of a symbol with the next one, and queues it.
+  // Looks for the merge of a symbol with the next symbol, and queues it.
   void offer(size_t at, bool is_heap) {
     Symbol& left = symbols_[at];
     left.merge = left.next < symbols_.size() ? merge_of(left.id, symbols_[left.next].id) : -1;
@@ -314,7 +319,7 @@ class Encoding {
   }
 
   struct Symbol {
-    int32_t id, merge;  // merge: with the next symbol; -1: none
+    int32_t id, merge;  // merge: index of the merge with the next symbol; -1: there is none
     uint32_t previous, next;
   };
 
@@ -323,8 +328,8 @@ class Encoding {
   const bool special_tokens_;
   const RenderedChat* const chat_;
   std::vector<int32_t>& out_;
-  size_t piece_start_ = 0, piece_size_ = 0;  // of the text being normalised
-  bool is_changed_ = false;                  // whether normalising changed the text
+  size_t piece_start_ = 0, piece_size_ = 0;  // in the text that is being normalised
+  bool is_changed_ = false;                  // true if normalisation changed the text
   std::string composed_, spaced_;
   std::vector<Symbol> symbols_;
   std::vector<uint64_t> heap_;

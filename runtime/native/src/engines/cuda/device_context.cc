@@ -40,7 +40,7 @@ class DeviceContext final : public Context {
     cache_.end(pass, use);
   }
 
-  // The engine uses other streams, so the moves must finish before this returns.
+  // The engine uses other streams, so the copies must be finished when this function returns.
   void keep_outside(int32_t first, int32_t last) override {
     const CudaDevice::Use use(device_);
     cache_.keep_outside(first, last, stream_.get());
@@ -50,7 +50,7 @@ class DeviceContext final : public Context {
   uint64_t cache_bytes() const override { return cache_.bytes(); }
 
  private:
-  // Past and present, one canvas each. Frees the old block before it allocates a larger one.
+  // Allocates past and present, each for one canvas. Frees the old memory before it allocates more.
   void make_room(int32_t batch, int32_t length) {
     const std::vector<size_t> offsets = offsets_of(batch, length);
     const CudaDevice::Use use(device_);
@@ -66,7 +66,8 @@ class DeviceContext final : public Context {
     point();
   }
 
-  // Makes room for `tokens` rows after each head's `cached` ones, which stay.
+  // Makes room for `tokens` new rows after the `cached` rows of each head. The cached rows are
+  // kept.
   void make_room_behind(int32_t batch, int32_t cached, int32_t tokens) {
     const int32_t rows = cached + tokens;
     if (cached == 0) return make_room(batch, rows);
@@ -112,7 +113,7 @@ class DeviceContext final : public Context {
     if (needed <= memory.free) return;
     size_t a_token = 0;
     for (const CacheLayer& layer : shape_) a_token += 4 * layer.tensor_bytes(batch, 1);
-    // The rounding of tensor sizes does not depend on the length.
+    // Tensor sizes are rounded up. This is the most that the rounding adds, whatever the length.
     const size_t rounding = 4 * shape_.size() * 256;
     const size_t fitting = memory.free < rounding ? 0 : (memory.free - rounding) / a_token;
     fail(DLM_OUT_OF_MEMORY,
@@ -128,10 +129,10 @@ class DeviceContext final : public Context {
 
   HostEngine& engine_;
   const CudaDevice& device_;
-  const CacheShape& shape_;  // the engine's
+  const CacheShape& shape_;  // belongs to the engine
   const int32_t longest_;
   int32_t capacity_ = 0;  // allocated rows per head of each tensor
-  KeyValues pointers_;    // on the device
+  KeyValues pointers_;    // pointers to device memory
   CudaStream stream_;
   std::unique_ptr<CudaMemory> memory_;
   DeviceCache cache_;

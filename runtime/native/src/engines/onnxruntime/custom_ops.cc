@@ -1,5 +1,5 @@
-// Connects ONNX Runtime's custom operators to the kernels. The graph is untrusted, so shapes are
-// checked here, in every pass, before a kernel gets a pointer.
+// Connects the custom operators of ONNX Runtime to the kernels. The graph is untrusted, so the
+// shapes are checked in every pass, before a kernel gets a pointer.
 #include <cstdio>
 #include <exception>
 #include <memory>
@@ -85,7 +85,7 @@ CustomOps::CustomOps(const ort::Api& api, const Kernels& kernels)
        {ops::linear_operators(), ops::expert_operators(), ops::attention_operators()})
     for (const ops::Definition& is : kind)
       ops_.push_back({ops::make_entry(), is, api, &kernels, memory_.get()});
-  for (const ops::Op& op : ops_)  // from here on they do not move
+  for (const ops::Op& op : ops_)  // the elements do not move after this
     ask<ort::CustomOpDomainAdd>(api, domain_.get(), &op.entry);
 }
 

@@ -1,4 +1,5 @@
-// Attention over a cache, norms of residual sums, and the candidates of a row.
+// Custom operators for attention over a cache, for RMSNorms of residual sums, and for the
+// candidates of a row.
 #include <cinttypes>
 
 #include "engines/onnxruntime/custom_op.h"
@@ -6,7 +7,7 @@
 namespace dlm::ops {
 namespace {
 
-constexpr int64_t kSegmentNumbers = 4;  // of each segment
+constexpr int64_t kSegmentNumbers = 4;  // numbers per segment
 
 void read_heads(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   ask<ort::KernelInfoGetAttributeInt64>(api, info, "heads", &node.heads);
@@ -39,7 +40,7 @@ template <CacheType kCache>
 void attend(const Kernels& kernels, const Node& node, Call& call) {
   const auto q = call.input<float>(0), k = call.input<float>(1), v = call.input<float>(2);
   const auto past_keys = call.input<uint8_t>(3),
-             past_values = call.input<uint8_t>(4);  // of any element type
+             past_values = call.input<uint8_t>(4);  // the element type does not matter here
   const auto positions = call.input<int64_t>(5);
   const auto cos = call.input<float>(6), sin = call.input<float>(7);
   Tensor<const int64_t> segments{nullptr, {0, kSegmentNumbers}, 2};
@@ -134,7 +135,7 @@ constexpr int F = kFloat, L = kInt64, H = kFloat16, I = kInt8;
 using Read = decltype(Definition::read);
 using Compute = decltype(Definition::compute);
 
-// row: the element type of cached rows.
+// Defines an attention operator. `row` is the element type of cached rows.
 Definition attention(const char* name, int row, Read read, Compute compute) {
   return {name, {F, F, F, row, row, L, F, F, L}, {F, row, row}, read, compute, true};
 }

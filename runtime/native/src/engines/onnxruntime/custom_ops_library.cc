@@ -1,6 +1,7 @@
-// The entry point that ONNX Runtime calls in a library of operators
-// (SessionOptions.register_custom_ops_library in Python, OrtApi::RegisterCustomOpsLibrary_V2 in C).
-// With it, a caller's own session runs a bundle's graph with our kernels.
+// The function that ONNX Runtime calls when a program loads this library as a library of custom
+// operators (SessionOptions.register_custom_ops_library in Python,
+// OrtApi::RegisterCustomOpsLibrary_V2 in C). After that, the program's own sessions can run a
+// bundle's graph with our kernels.
 #include <exception>
 #include <map>
 #include <memory>
@@ -14,13 +15,14 @@
 extern "C" DLM_API OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
                                                 const dlm::ort::ApiBase* base) {
   const void* const table = base->get_api(dlm::ort::kApiVersion);
-  if (table == nullptr) return nullptr;  // the library is too old; its sessions reject the graph
+  // This version of ONNX Runtime is too old. Its sessions reject the graph.
+  if (table == nullptr) return nullptr;
   const dlm::ort::Api api(table);
   try {
     const dlm::Kernels* const kernels = dlm::find_kernels();
-    if (kernels == nullptr) return nullptr;  // the graph's own functions run
-    // Sessions use them without reporting it, so there is one set for each copy of ONNX Runtime in
-    // the process and each set of kernels. It is never freed.
+    if (kernels == nullptr) return nullptr;  // ONNX Runtime then runs the functions in the graph
+    // Sessions do not say when they stop using the operators, so the operators are never freed.
+    // There is one set for each copy of ONNX Runtime in the process and each set of kernels.
     static std::mutex mutex;
     static auto& registered =
         *new std::map<std::pair<const void*, const dlm::Kernels*>, std::unique_ptr<dlm::CustomOps>>;

@@ -1,4 +1,5 @@
-// Linear layers, and embedding tables that share a tied head's weight.
+// Custom operators for linear layers, and for embedding tables that are stored as a tied head's
+// weight.
 #include <array>
 #include <cinttypes>
 
@@ -7,10 +8,11 @@
 namespace dlm::ops {
 namespace {
 
-// After x, every weight has two inputs: codes and scales. NVFP4's only weight has a third one.
+// The number of weights of a layer. After x, there are two inputs for each weight: codes and
+// scales. An NVFP4 layer has one weight, with a third input.
 size_t weights_of(const Definition& layer) { return (layer.inputs.size() - 1) / 2; }
 
-// The rows of a layer's input x [..., inputs], and its outputs [..., columns].
+// The rows of a layer's input x [..., inputs]. Allocates the outputs [..., columns].
 struct Rows {
   Call& call;
   Tensor<const float> x = call.input<float>(0);
@@ -40,8 +42,8 @@ void read_int4(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   read_group_size(api, info, node);
 }
 
-// True if codes and scales are a weight of these inputs and columns, in panels. INT4 if it has
-// groups.
+// True if the shapes of codes and scales are those of a weight with these inputs and columns,
+// stored in panels. With groups, the weight is INT4.
 bool is_in_panels(const Tensor<const uint8_t>& codes, const Tensor<const uint8_t>& scales,
                   int64_t inputs, int64_t columns, int64_t group_size) {
   const int64_t together = group_size == 0 ? kDot : kPairs;
@@ -120,7 +122,7 @@ void compute_nvfp4_linear(const Kernels& kernels, const Node& node, Call& call) 
 template <TableType kType>
 void compute_tied_head(const Kernels& kernels, const Node& node, Call& call) {
   const Rows rows(call);
-  const auto table = call.input<uint8_t>(1);  // of any element type
+  const auto table = call.input<uint8_t>(1);  // the element type does not matter here
   const int64_t columns = table.dims[0];
   if (rows.inputs < 1 || columns < 1 || columns > INT32_MAX || !table.is({columns, rows.inputs}))
     fail(DLM_BAD_BUNDLE, "the table does not have rows of %" PRId64, rows.inputs);

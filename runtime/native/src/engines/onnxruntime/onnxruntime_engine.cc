@@ -1,9 +1,10 @@
-// The ONNX Runtime engine, with libonnxruntime loaded at run time.
+// The engine that runs a bundle's graph with ONNX Runtime.
 //
-// libonnxruntime is not linked, so one build runs with the pip wheel's library or the system's;
-// engines/onnxruntime/ort_api.h declares its functions. The graph is untrusted: its inputs and
-// outputs are compared with the manifest when it is opened. Every output is bound to a buffer of
-// exactly the pass's shape, so the library writes nowhere else.
+// libonnxruntime is loaded at run time, not linked. So one build of the runtime works with the
+// library of the pip wheel and with the system's. engines/onnxruntime/ort_api.h declares its
+// functions. The graph is untrusted. When it is opened, its inputs and outputs are compared with
+// the manifest. Every output is bound to a buffer of exactly the shape that the pass needs, so ONNX
+// Runtime writes nowhere else.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -49,12 +50,14 @@ struct Library {
   std::string version;
 };
 
-// `provider`: the execution provider that will run the graph.
+// Loads the library. `provider` is the execution provider that will run the graph.
 Library load_library(const std::string& given, const ProviderChoice& provider) {
-  // The official builds store a device id and send telemetry from CreateEnv on. Only this variable
-  // stops it in time (their docs/Privacy.md). A value that the program has set stays.
+  // In the official builds, CreateEnv stores a device id and starts to send telemetry. Only this
+  // variable, set before, prevents it (docs/Privacy.md of ONNX Runtime). If the program has set it,
+  // its value is kept.
   setenv("ORT_DISABLE_TELEMETRY", "1", 0);
-  // The project's name, the development link, then Debian's names, which have the minor version.
+  // The names to try: the release name of the project, the name that linkers use, and then Debian's
+  // names, which contain the minor version.
   std::vector<std::string> names = {"libonnxruntime.so.1", "libonnxruntime.so"};
   for (long minor = 40; minor >= long{ort::kOpsetVersion}; --minor)
     names.push_back("libonnxruntime.so.1." + std::to_string(minor));
@@ -66,7 +69,7 @@ Library load_library(const std::string& given, const ProviderChoice& provider) {
     throw Error(DLM_ENGINE_MISSING,
                 name + " is not ONNX Runtime: it has no OrtGetApiBase. " + kAdvice);
   const ort::ApiBase* const base = get_base();
-  // The version is read first: without the table, the library prints to stderr.
+  // The version is read first. If the library lacks the table, get_api prints an error to stderr.
   const std::string version = one_line(base->get_version_string());
   char* point = nullptr;
   const long major = std::strtol(version.c_str(), &point, 10);
@@ -86,7 +89,8 @@ Library load_library(const std::string& given, const ProviderChoice& provider) {
   return {ort::Api(table), version};
 }
 
-// The status of a graph that could not be loaded: the bundle's fault or the library's.
+// The status for a graph that could not be loaded. It says whether the bundle or the library is at
+// fault.
 dlm_status load_failure(const ort::Api& api, const OrtStatus* reported) {
   const int code = reported != nullptr ? api.call<ort::GetErrorCode>(reported) : 0;
   if (code == ort::kNoSuchFile) return DLM_NOT_FOUND;
@@ -141,7 +145,8 @@ class OnnxRuntime final : public HostEngine {
                  ort::SessionGetOutputTypeInfo>("output", ports_.outputs);
     has_segments_ = find_segments();
     for (const Port& port : ports_.inputs) input_names_.push_back(port.name.c_str());
-    input_names_.push_back(graph_.ports.segments.c_str());  // last, so a pass can omit it
+    // Comes last, so that a pass can leave it out.
+    input_names_.push_back(graph_.ports.segments.c_str());
   }
 
   std::string description() const override {
@@ -156,16 +161,19 @@ class OnnxRuntime final : public HostEngine {
                    : HostEngine::open_context(longest);
   }
 
-  // Without kernels the library would score every request against all requests' rows.
+  // Segments require our kernels. Without kernels, the graph's own functions would compute every
+  // request against the rows of all requests.
   bool takes_segments() const override { return has_segments_ && !device_ && !kernels_.empty(); }
 
   void run(const dlm_pass& pass, const std::vector<Segment>& segments) override {
     check_pass(pass);
     Values values;
-    // Keys and values are where the context is. All else is in host memory; the library copies it.
+    // Keys and values are in the memory of the context. All other arrays are in host memory, and
+    // ONNX Runtime copies them.
     const OrtMemoryInfo* const host = memory_.get();
     const OrtMemoryInfo* const cache = device_ ? device_memory_.get() : host;
-    // The C API has only one kind of tensor over caller's memory. The library only reads inputs.
+    // The C API has no read-only tensors over memory of the caller. ONNX Runtime only reads inputs,
+    // so const may be cast away.
     const auto add_input = [&](const Port& port, const void* data, const OrtMemoryInfo* where) {
       values.inputs.push_back(tensor(values, pass, port, const_cast<void*>(data), where));
     };
@@ -173,7 +181,7 @@ class OnnxRuntime final : public HostEngine {
       add_input(ports_.inputs[port], data, port < kFirstPast ? host : cache);
     };
     const auto write = [&](size_t number, void* data) {
-      if (data == nullptr) return;  // not requested
+      if (data == nullptr) return;  // this output is not needed
       const Port& port = ports_.outputs[number];
       values.output_names.push_back(port.name.c_str());
       values.outputs.push_back(
@@ -229,28 +237,33 @@ class OnnxRuntime final : public HostEngine {
 
   void set_up(SessionOptions& options, int threads) const {
     set(api().call<ort::CreateSessionOptions>(options.out()));
-    // The process shares the environment; other code may have set a more verbose level.
+    // All sessions of the process share the environment. Other code may have set a more verbose
+    // level.
     set(api().call<ort::SetSessionLogSeverityLevel>(options.get(), ort::kLogFatal));
-    // 0: the library's choice, all physical cores.
+    // With 0, ONNX Runtime uses all physical cores.
     set(api().call<ort::SetIntraOpNumThreads>(options.get(), threads));
     set(api().call<ort::SetInterOpNumThreads>(options.get(), 1));
     set(api().call<ort::SetSessionExecutionMode>(options.get(), ort::kSequential));
     set(api().call<ort::SetSessionGraphOptimizationLevel>(options.get(), ort::kOptimizeAll));
-    // Otherwise threads of an idle session would keep spinning and take cores from the next one.
+    // Without this, the threads of an idle session would keep spinning, and take cores from the
+    // next session.
     configure(options, "session.force_spinning_stop", "1");
-    // Otherwise the library would quantise the activations of INT4 layers to eight bits.
+    // Without this, ONNX Runtime would quantise the activations of INT4 layers to eight bits.
     configure(options, "session.qdq_matmulnbits_accuracy_level", "1");
-    // T, S and R change with every pass, and the library would keep a memory plan for each
-    // combination: 10 MB after 1200 shapes of a 6-layer denoiser, without saving time. The arena
-    // stays on: it stops growing after the largest pass, while plain allocation varies by 20 MB.
+    // T, S and R change from pass to pass, and ONNX Runtime would keep a memory plan for each
+    // combination. For a 6-layer denoiser, this took 10 MB after 1200 shapes and saved no time. The
+    // memory arena stays on. It stops growing after the largest pass, while the memory of plain
+    // allocation varies by 20 MB.
     set(api().call<ort::DisableMemPattern>(options.get()));
   }
 
-  // Settings for the CPU, and our kernels for it.
+  // Sets up the session for the CPU, with our kernels.
   void set_up_processor(const SessionOptions& options) {
-    // Without VNNI, products of unsigned by signed bytes saturate. This makes both unsigned.
+    // Without VNNI, products of unsigned by signed bytes saturate. With this option, both are
+    // unsigned.
     configure(options, "session.x64quantprecision", "1");
-    // The library's fusions use FP8 kernels that it lacks. Without, it dequantises at load.
+    // Otherwise ONNX Runtime would fuse nodes into FP8 kernels that it does not have. With this
+    // option, it dequantises the weights when it loads the graph.
     if (graph_.simulated) configure(options, "session.disable_quant_qdq", "1");
     if (const Kernels* const kernels = find_kernels(); kernels != nullptr) {
       custom_ops_.emplace(api(), *kernels);
@@ -259,9 +272,10 @@ class OnnxRuntime final : public HostEngine {
     }
   }
 
-  // The first session adds our operators' domain to a table of the process. The library looks it up
-  // and adds it without a lock, so if two first sessions open at once, one fails. So sessions open
-  // one at a time until one has succeeded in this library.
+  // Creates a session. The first session adds our operators' domain to a table that the whole
+  // process shares. ONNX Runtime does this without a lock. So if two threads created first sessions
+  // at the same time, one of them would fail. Therefore sessions are created one at a time until
+  // one has been created.
   OrtStatus* try_session(const SessionOptions& options) {
     static std::mutex first;
     static std::atomic<const void*> has_domain{nullptr};
@@ -287,7 +301,8 @@ class OnnxRuntime final : public HostEngine {
           load_failure(api(), reported));
   }
 
-  // The library rejects a session that leaves nodes to the CPU. A second session finds their names.
+  // Opens a session on a GPU. ONNX Runtime rejects a session that would run nodes on the CPU. A
+  // second session is then opened to find the names of these nodes.
   void open_on_device(const SessionOptions& options, const ProviderChoice& provider) {
     check_provider_there(api(), library_.version, *provider_);
     device_.emplace(provider.device);
@@ -317,7 +332,7 @@ class OnnxRuntime final : public HostEngine {
                                        "them (allow_fallback, --allow-fallback)");
   }
 
-  // Throws if the device ran out of memory; the caller handles all other errors.
+  // Throws if the device ran out of memory. The caller handles all other errors.
   void check_memory(OrtStatus* reported, const std::string& what, const std::string& advice) {
     const std::string message = api().call<ort::GetErrorMessage>(reported);
     if (!device_ || !is_out_of_memory(message)) return;
@@ -330,8 +345,8 @@ class OnnxRuntime final : public HostEngine {
                                        ". " + one_line(message));
   }
 
-  // Rejects a graph that lacks a port, has one of another type or shape, or has an unknown input.
-  // Unknown outputs are never requested.
+  // Throws if the graph lacks a port, if a port has another type or shape than the manifest says,
+  // or if the graph has an unknown input. Unknown outputs are ignored.
   template <class GetCount, class GetName, class GetTypeInfo>
   void verify_ports(const char* kind, std::vector<Port>& ports) {
     ports_of<GetCount, GetName, GetTypeInfo>([&](const std::string& name, const OrtTypeInfo* info) {
@@ -346,7 +361,7 @@ class OnnxRuntime final : public HostEngine {
 
   void ask(OrtStatus* reported) const { check(api(), reported, path_, DLM_BAD_BUNDLE); }
 
-  // Calls visit(name, info) for each of the session's ports of a kind.
+  // Calls visit(name, info) for each input, or for each output, of the session.
   template <class GetCount, class GetName, class GetTypeInfo, class Visit>
   void ports_of(Visit visit) {
     OrtAllocator* allocator = nullptr;
@@ -392,7 +407,7 @@ class OnnxRuntime final : public HostEngine {
     note_port(path_, kind, port, type, dims);
   }
 
-  // A tensor over `data` with the port's shape in this pass.
+  // Makes a tensor over `data` with the shape that the port has in this pass.
   OrtValue* tensor(Values& values, const dlm_pass& pass, const Port& port, void* data,
                    const OrtMemoryInfo* where) const {
     const auto shape = port.shape(pass.batch, pass.tokens, pass.cached, pass.rows);
@@ -407,10 +422,10 @@ class OnnxRuntime final : public HostEngine {
     return value.get();
   }
 
-  // Destroyed from last to first: session, memory, environment, device.
+  // Members are destroyed from last to first: the session, the memory, the environment, the device.
   const GraphSpec graph_;
-  const std::string path_;          // of the graph that runs
-  const Provider* const provider_;  // nullptr: the CPU's
+  const std::string path_;          // path of the graph that runs
+  const Provider* const provider_;  // nullptr: the CPU runs the graph
   const Library library_;
   std::optional<CudaDevice> device_;
   std::string left_;  // nodes that the provider does not run

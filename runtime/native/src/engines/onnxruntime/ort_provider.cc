@@ -26,13 +26,14 @@ constexpr char kLibraries[] =
     "It needs CUDA's and cuDNN's libraries (provider \"tensorrt\" also TensorRT's) of the major "
     "versions that it was built with: `pip install 'onnxruntime-gpu[cuda,cudnn]'`, or name their "
     "folders in LD_LIBRARY_PATH.";
-constexpr size_t kMostOperators = 8, kMostNames = 3;  // listed in a message
+constexpr size_t kMostOperators = 8, kMostNames = 3;  // most that a message lists
 
 bool is(const Provider& provider, const char* name) {
   return std::strcmp(provider.name, name) == 0;
 }
 
-// Throws a provider's loading error, without its source line.
+// Throws the error that occurred when a provider was loaded, without the source line of ONNX
+// Runtime.
 void check_added(const ort::Api& api, OrtStatus* reported, const Provider& provider) {
   if (reported == nullptr) return;
   const std::string whole = api.call<ort::GetErrorMessage>(reported);
@@ -59,7 +60,8 @@ void add(const ort::Api& api, const Provider& provider, const Options& given,
 }
 
 void add_cuda(const ort::Api& api, int32_t device, OrtSessionOptions* options) {
-  // TensorFloat-32, the default, keeps ten bits of fp32. The arena grows only by the need.
+  // By default, CUDA would round fp32 to TensorFloat-32, which keeps ten bits of the fraction. The
+  // arena grows only by what is needed.
   const Options given = {{"device_id", std::to_string(device)},
                          {"use_tf32", "0"},
                          {"arena_extend_strategy", "kSameAsRequested"}};
@@ -128,7 +130,7 @@ std::string left_behind(const ort::Api& api, const OrtSession* session, const Pr
   };
   const OrtEpAssignedSubgraph* const* parts = nullptr;
   size_t part_count = 0, all = 0, left = 0;
-  std::map<std::string, std::vector<std::string>> names;  // of nodes, by operator
+  std::map<std::string, std::vector<std::string>> names;  // names of nodes, by operator
   ask(api.call<ort::GetPlacement>(session, &parts, &part_count));
   for (size_t i = 0; i < part_count; ++i) {
     const OrtEpAssignedNode* const* nodes = nullptr;

@@ -1,4 +1,5 @@
-// Replaces engines/tensorrt/tensorrt_engine.cc in a build without TensorRT's headers.
+// This file replaces engines/tensorrt/tensorrt_engine.cc if the library is built without TensorRT's
+// headers.
 #include "base/error.h"
 #include "engines/engine.h"
 

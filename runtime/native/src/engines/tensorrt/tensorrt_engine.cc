@@ -1,7 +1,9 @@
-// The TensorRT engine: chooses one of a bundle's engine files and checks it against the manifest.
+// The TensorRT engine. It chooses one of a bundle's engine files, and checks it against the
+// manifest.
 //
-// An engine file is code for one compute capability and one version, so both are compared before
-// the file is read. Then its ports and profiles are, because buffers have the manifest's sizes.
+// An engine file contains code for one compute capability and one version of TensorRT. Both are
+// compared before the file is read. After that, the engine's ports and profiles are compared with
+// the manifest, because the sizes of buffers are taken from the manifest.
 #include "engines/tensorrt/tensorrt_engine.h"
 
 #include <fcntl.h>
@@ -17,7 +19,7 @@
 namespace dlm::trt {
 namespace {
 
-// Chooses the engine that fits, or throws the reasons why none does.
+// Chooses the engine that can run here. If there is none, throws an error with the reason for each.
 const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Platform& platform) {
   std::string reasons;
   for (const EngineSpec& engine : engines) {
@@ -32,7 +34,7 @@ const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Pl
                                    ", or open the bundle with engine \"onnxruntime\"");
 }
 
-// A whole file, mapped into memory for the lifetime of the object.
+// A file that is mapped into memory for the lifetime of this object.
 class MappedFile {
  public:
   explicit MappedFile(const std::string& path) {
@@ -57,7 +59,7 @@ class MappedFile {
   size_t bytes_ = 0;
 };
 
-// 0 (undefined) for types that no port may have.
+// Returns 0 (undefined) for a type that no port may have.
 int32_t element_type(nvinfer1::DataType type) {
   using Type = nvinfer1::DataType;
   for (const auto& [theirs, ours] : {std::pair{Type::kFLOAT, kFloat},
@@ -135,7 +137,7 @@ void TensorRt::fail_call(const std::string& call) {
   throw Error(DLM_ENGINE_FAILED, std::string(kName) + ": " + call + " failed" + logger_.take());
 }
 
-// Throws if the engine's ports differ from the manifest's in type, shape or memory.
+// Throws if the ports of the engine differ from the manifest's in type, shape or kind of memory.
 void TensorRt::verify_ports() {
   for (int32_t i = 0; i < engine_->getNbIOTensors(); ++i) {
     const std::string name = engine_->getIOTensorName(i);
@@ -152,7 +154,8 @@ void TensorRt::verify_ports() {
   check_complete(spec_.path, "output", ports_.outputs);
 }
 
-// Buffers have the manifest's sizes, so an engine with larger profiles must not run.
+// Throws if the engine's profiles differ from the manifest's. Buffers have the sizes in the
+// manifest, so an engine with larger profiles would write beyond them.
 void TensorRt::verify_profiles() const {
   if (engine_->getNbOptimizationProfiles() != 2)
     fail(DLM_BAD_BUNDLE, "%s: has %d profiles instead of 2", spec_.path.c_str(),

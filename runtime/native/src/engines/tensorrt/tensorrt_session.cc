@@ -1,7 +1,8 @@
-// A session of the TensorRT engine has one allocation on the device: inputs, outputs, the rows of
-// the last pass (present), the kept rows (past), and TensorRT's working memory. Addresses never
-// change, so passes can be replayed as CUDA graphs. Passes read token ids from pinned host memory
-// and write candidates to it. Logits are copied only if needed. The host waits once per pass.
+// A session of the TensorRT engine. It makes one allocation on the device, which holds the inputs,
+// the outputs, the rows of the last pass (present), the kept rows (past) and TensorRT's working
+// memory. The addresses never change, so a pass can be replayed as a CUDA graph. Token ids are
+// copied from pinned host memory, and candidates are copied to it. Logits are copied only if they
+// are needed. The host waits once per pass.
 #include <algorithm>
 #include <cstring>
 #include <list>
@@ -15,7 +16,7 @@
 namespace dlm::trt {
 namespace {
 
-// Identifies a pass; each has its CUDA graph.
+// The sizes that identify a pass. There is one CUDA graph for each PassKey.
 struct PassKey {
   int32_t profile, tokens, cached, rows;
   bool operator==(const PassKey& other) const {
@@ -26,7 +27,7 @@ struct PassKey {
 
 class Session final : public Context {
  public:
-  // The device's context must be current.
+  // Must be called while the device's context is current.
   explicit Session(TensorRt& engine)
       : engine_(engine),
         cuda_(engine.device().cuda()),
@@ -91,26 +92,28 @@ class Session final : public Context {
   uint64_t cache_bytes() const override { return cache_.bytes(); }
 
  private:
-  // A captured pass is bound to its execution context, and changing that context afterwards is
-  // undefined. So TensorRT's developer guide (CUDA Graphs) requires one context per graph, and lets
-  // contexts share memory. The first time, a pass runs on its profile's context, which takes any
-  // size. The second time it gets a context, and from the third time on its graph is replayed.
+  // A pass that is repeated. A captured graph refers to the execution context that it was captured
+  // from, and must not be used after the context has changed. So each graph needs its own context,
+  // and the contexts may share working memory (CUDA Graphs in TensorRT's developer guide). The
+  // first time, a pass runs on the context of its profile, which can run any size. The second time,
+  // it gets its own context. From the third time on, its graph is replayed.
   struct Repeated {
     PassKey key;
-    std::unique_ptr<nvinfer1::IExecutionContext> context;  // set from the second time on
-    CudaGraphExec graph;                                   // nullptr if it could not be captured
+    std::unique_ptr<nvinfer1::IExecutionContext> context;  // created the second time
+    CudaGraphExec graph;  // nullptr if the pass could not be captured
   };
-  static constexpr size_t kMostRepeated = 32;  // each uses an execution context's host memory
+  static constexpr size_t kMostRepeated = 32;  // limited, because each execution context uses host
+                                               // memory
 
-  // Parts of the staging memory: the first three inputs, then the first three outputs.
+  // The parts of the staging memory: the first three inputs, then the first three outputs.
   enum Staged : size_t { kIds, kPositions, kRows, kTokens, kProbs, kEntropies };
-  static constexpr size_t kLogits = 3;  // the index of the output after these
+  static constexpr size_t kLogits = 3;  // index of the output after these three
 
   static size_t bytes_of(const Port& port, const Largest& sizes) {
     return port.bytes(port.shape(1, sizes.tokens, sizes.cached, sizes.rows));
   }
 
-  // Inputs, outputs, working memory.
+  // The sizes of the inputs, the outputs and the working memory.
   static std::vector<size_t> lay_out_device(const TensorRt& engine) {
     const Largest sizes = largest(engine.spec());
     std::vector<size_t> bytes;
@@ -138,7 +141,8 @@ class Session final : public Context {
     cuda_.check(cuda_.cuStreamSynchronize(stream_.get()), "cuStreamSynchronize");
   }
 
-  // A context of the profile with all addresses set. Contexts share working memory, on one stream.
+  // Creates a context for the profile, and sets all its addresses. The contexts share working
+  // memory, which is safe because they all use one stream.
   std::unique_ptr<nvinfer1::IExecutionContext> create_context(int32_t profile) {
     auto context = engine_.create_context();
     const size_t working = offsets_.size() - 2;
@@ -165,7 +169,8 @@ class Session final : public Context {
         engine_.fail_call("setInputShape(\"" + port.name + "\")");
   }
 
-  // Copies the pass's inputs to the staging memory. Surplus rows repeat the first.
+  // Copies the pass's inputs to the staging memory. If the pass has fewer than `rows` rows, the
+  // first row is repeated.
   void fill_staging(const dlm_pass& pass, int32_t rows) {
     const auto put = [&](Staged part, const int64_t* from, int32_t count) {
       std::memcpy(staging_.host(staging_offsets_[part]), from, count * sizeof *from);
@@ -177,7 +182,7 @@ class Session final : public Context {
     std::fill(scored + pass.rows, scored + rows, scored[0]);
   }
 
-  // All work of a pass on the stream, so that one graph can hold it.
+  // Queues all work of a pass on the stream, so that it can be captured as one graph.
   void enqueue(nvinfer1::IExecutionContext& context, const PassKey& key) {
     const size_t tokens = key.tokens, rows = key.rows, candidates = rows * engine_.graph().top_k;
     const auto put = [&](Staged part, size_t bytes) {
@@ -218,7 +223,8 @@ class Session final : public Context {
     repeated_.push_front({key, nullptr, CudaGraphExec(nullptr, CudaDelete{&cuda_})});
   }
 
-  // For the second time. A context's first pass of new shapes does work that must not be captured.
+  // Gives a pass that runs for the second time its own context. The first run of a context with new
+  // shapes does work that must not be captured.
   void repeat(Repeated& known) {
     auto context = create_context(known.key.profile);
     set_shapes(*context, known.key);
@@ -227,16 +233,17 @@ class Session final : public Context {
     capture(known);
   }
 
-  // Leaves known.graph empty if the pass cannot be captured; it then runs without a graph.
+  // Captures a pass. If that is impossible, known.graph stays empty, and the pass runs without a
+  // graph.
   void capture(Repeated& known) {
-    // The capture must not be affected by other threads' calls.
+    // With this mode, calls of other threads do not affect the capture.
     if (cuda_.cuStreamBeginCapture_v2(stream_.get(), CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) !=
         CUDA_SUCCESS)
       return;
     bool is_whole = true;
     try {
       enqueue(*known.context, known.key);
-    } catch (...) {  // in any case, the capture must be ended
+    } catch (...) {  // the capture must be ended in any case
       is_whole = false;
     }
     CUgraph captured = nullptr;
@@ -250,10 +257,10 @@ class Session final : public Context {
 
   TensorRt& engine_;
   const Cuda& cuda_;
-  // Set by the destructor, so that the device's context is current until all members below are
+  // Set by the destructor, so that the device's context is current while all members below are
   // freed.
   std::optional<CudaDevice::Use> current_;
-  CudaStream stream_;  // must be freed after the others
+  CudaStream stream_;  // freed after the members below
   const std::vector<size_t> offsets_, staging_offsets_;
   const CudaMemory memory_, staging_;
   DeviceCache cache_;

@@ -1,5 +1,6 @@
-// Replaces CUDA's header of this name, which TensorRT's headers include for two opaque types, so
-// that CUDA's headers are not needed. engines/cuda/cuda_api.h has them under other names.
+// Replaces the CUDA header of this name. TensorRT's headers include it for two opaque types. With
+// this file, CUDA's headers are not needed. engines/cuda/cuda_api.h declares the same types under
+// other names.
 #pragma once
 
 typedef struct CUstream_st* cudaStream_t;
