@@ -166,8 +166,7 @@ class GraphMaker {
     State result = kUnknown;  // of the frame that finished last
     while (!frames.empty()) {
       budget_.check();
-      budget_.check_memory(graph_.bytes() + entered_.size() * sizeof(Entered) +
-                           entered_index_.bytes() + frames.size() * sizeof(Frame));
+      budget_.check_memory(graph_.bytes() + entered_.size() * 64 + frames.size() * sizeof(Frame));
       Frame& frame = frames.back();
       const Node node = frame.node;
       if (frame.stage == 0) {

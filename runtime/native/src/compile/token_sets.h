@@ -56,6 +56,11 @@ class TokenSets {
   // The number of nodes below those of the set.
   int32_t below(int32_t set) const { return sets_[index(set)].below; }
   bool has_tokens(int32_t set) const { return sets_[index(set)].has_tokens; }
+  size_t count(int32_t set) const { return sets_[index(set)].count; }
+  // Returns the set of one node of a set.
+  int32_t alone(int32_t set, size_t number) {
+    return set_of({nodes_[sets_[index(set)].first + number]}, depth(set));
+  }
   // Returns whether a set has only this node.
   bool is_node(int32_t set, int32_t node) const {
     return sets_[index(set)].count == 1 && nodes_[sets_[index(set)].first] == node;

@@ -21,7 +21,11 @@ namespace {
 
 constexpr int32_t kSharedNodes = 8;  // steps of larger subtrees are stored
 constexpr int kMostNesting = 16;     // nested walks
-constexpr size_t kTextBytes = 192;   // an estimate for an entry of first_nodes_
+// Many states may lead to a hub by nearly all first bytes, for example if "abc" may occur anywhere
+// in a text. After the first such walks to a hub, each first byte is walked alone, and shared.
+constexpr int32_t kLargeSet = 4096;  // nodes below it
+constexpr int kMostLargeSets = 3;
+constexpr size_t kTextBytes = 192;  // an estimate for an entry of first_nodes_
 constexpr int32_t kNone = -1;
 
 }  // namespace
@@ -128,7 +132,12 @@ void TokenWalks::go_on(int32_t set, int32_t state, std::vector<Step>& out) {
   if (number < 0) {
     std::vector<Step> found;
     ++nesting_;
-    walk_below(set, state, found);
+    const size_t nodes = sets_.count(set);
+    if (nodes > 1 && sets_.below(set) > kLargeSet && sets_.depth(set) == 1 &&
+        table_.is_hub(state) && ++large_sets_[state] > kMostLargeSets)
+      for (size_t i = 0; i < nodes; ++i) go_on(sets_.alone(set, i), state, found);
+    else
+      walk_below(set, state, found);
     --nesting_;
     sort_steps(found);
     const size_t first = shared_.size();

@@ -125,6 +125,7 @@ class TokenWalks {
   std::vector<Step> shared_;
   std::vector<Shared> gone_on_;
   HashIndex gone_on_index_;                               // of gone_on_
+  std::unordered_map<int32_t, int> large_sets_;           // by hub: how many were walked
   std::unordered_map<std::string, int32_t> first_nodes_;  // by forced text; -1 if there is none
 };
 
