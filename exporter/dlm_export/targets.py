@@ -241,7 +241,7 @@ GENERIC = {f"sm{sm}": sm for sm in TENSORRT_BY_SM}
 def find(name: str) -> Target:
     """Find a target by its name. A name such as ``sm89`` stands for any GPU of that SM.
 
-    The TargetError for another name lists the choices.
+    For an unknown name, the TargetError lists the known names.
     """
     if name in GENERIC:
         sm = GENERIC[name]

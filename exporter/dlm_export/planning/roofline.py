@@ -136,7 +136,7 @@ def kinds_of(
 ) -> tuple[MatrixKind, ...]:
     """The matrices of a network in the formats of ``layers``, grouped by cost.
 
-    A tied head that is not quantised has elements of ``table_bytes``.
+    Each element of a tied head that is not quantised takes ``table_bytes`` bytes.
     """
     table_bytes = table_bytes or element_bytes
     found: Counter[tuple[str, str, int, float, int, int]] = Counter()

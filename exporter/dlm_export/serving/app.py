@@ -129,7 +129,7 @@ class Server:
         if not self._keys or path in OPEN_PATHS:
             return True
         scheme, _, key = authorization.partition(b" ")
-        # Each key is compared, so the time does not tell which one is close.
+        # All keys are compared, even after a match, so the time does not show which one matches.
         matches = [hmac.compare_digest(key.strip(), each) for each in self._keys]
         return scheme.lower() == b"bearer" and any(matches)
 

@@ -58,7 +58,7 @@ class BundlePredictor:
         return scores(turn, logits, policy)
 
     def speed(self) -> dict[str, Any] | None:
-        """Return the speed of the loops so far, and the machine.
+        """Return the speed of the loops that ran so far, and a description of the machine.
 
         Returns ``None`` if no loop ran, or if a CPU simulated the number formats.
         """
