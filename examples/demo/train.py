@@ -31,7 +31,7 @@ from tokenizer import EOS, MASK, SPACE, save_tokenizer, train_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from training import Training, draw_layers
+from training import Training, draw_layers, out_option, rate_option
 
 from dlm_export.network.denoiser import Attention, Denoiser
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
@@ -266,12 +266,7 @@ def masked_loss(
 
 
 @click.command()
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Folder for tokenizer, config and weights.",
-)
+@out_option
 @click.option(
     "--init",
     type=click.Path(path_type=Path),
@@ -286,13 +281,7 @@ def masked_loss(
     default=None,
     help="Budget of processor time; ends the decay early.  [default: none]",
 )
-@click.option(
-    "--rate",
-    type=float,
-    default=0.005,
-    show_default=True,
-    help="Peak learning rate of the matrices.",
-)
+@rate_option(0.005)
 @click.option(
     "--rows", type=click.IntRange(1), default=96, show_default=True, help="Commands a step."
 )

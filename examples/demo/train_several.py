@@ -30,7 +30,7 @@ from tokenizer import save_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
 from train import easy_tokens
-from training import Training
+from training import Training, out_option, rate_option
 
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import NetworkSpec
@@ -256,12 +256,7 @@ def lessons(training: Training, seed: int, easy_steps: int) -> Iterator[Request]
     type=click.Path(path_type=Path),
     help="Continue from these weights of the second demo.",
 )
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Folder for tokenizer, config and weights.",
-)
+@out_option
 @click.option(
     "--state",
     type=click.Path(path_type=Path),
@@ -275,13 +270,7 @@ def lessons(training: Training, seed: int, easy_steps: int) -> Iterator[Request]
     show_default=True,
     help="Total minutes of processor time.",
 )
-@click.option(
-    "--rate",
-    type=float,
-    default=0.004,
-    show_default=True,
-    help="Peak learning rate of the matrices.",
-)
+@rate_option(0.004)
 @click.option(
     "--tokens",
     type=click.IntRange(1),

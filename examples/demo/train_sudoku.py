@@ -20,7 +20,7 @@ from tokenizer import EOS, save_tokenizer, train_tokenizer
 from tokenizers import Tokenizer
 from torch import Tensor
 from train import describe, easy_tokens, masked_loss
-from training import Training, draw_layers
+from training import Training, draw_layers, out_option, rate_option
 
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSpec, Rope
@@ -62,22 +62,11 @@ def batches(tokenizer: Tokenizer, seed: int, rows: int) -> Iterator[tuple[Tensor
 
 
 @click.command()
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="Folder for tokenizer, config and weights.",
-)
+@out_option
 @click.option(
     "--steps", type=click.IntRange(1), default=1000, show_default=True, help="Optimiser steps."
 )
-@click.option(
-    "--rate",
-    type=float,
-    default=0.01,
-    show_default=True,
-    help="Peak learning rate of the matrices.",
-)
+@rate_option(0.01)
 @click.option("--rows", type=click.IntRange(1), default=64, show_default=True, help="Grids a step.")
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Seed of data, noise and weights."

@@ -23,6 +23,25 @@ from torch import Tensor
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.linear import has_bf16_kernels
 
+out_option = click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Folder for tokenizer, config and weights.",
+)
+
+
+def rate_option(default: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the option ``--rate`` of a training command, with its default."""
+    return click.option(
+        "--rate",
+        type=float,
+        default=default,
+        show_default=True,
+        help="Peak learning rate of the matrices.",
+    )
+
+
 MOMENTUM, DECAY = 0.95, 0.02
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 AVERAGED_STEPS = 200  # approximate length of the moving average
