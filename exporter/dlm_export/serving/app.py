@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio
@@ -30,12 +30,9 @@ from dlm_export.serving.metrics import Metrics
 from dlm_export.serving.openapi import DOCS_PAGE, document
 from dlm_export.serving.replies import (
     Answer,
+    Form,
     Head,
     answer,
-    chat_choice,
-    chat_logprobs,
-    text_choice,
-    text_logprobs,
     usage,
 )
 from dlm_export.serving.streams import Writer
@@ -168,20 +165,20 @@ class Server:
     async def _chat(self, request: Request) -> Response:
         body: fields.ChatBody = fields.read(fields.ChatBody, await self._body(request))
         head = Head("chatcmpl", "chat.completion", body.model)
-        choice = functools.partial(_chat_choice, has_logprobs=bool(body.logprobs))
-        return await self._complete(request, body, conversation.chat, head, choice, True)
+        form = Form(is_chat=True, has_logprobs=bool(body.logprobs))
+        return await self._complete(request, body, conversation.chat, head, form)
 
     async def _completion(self, request: Request) -> Response:
         body: fields.CompletionBody = fields.read(fields.CompletionBody, await self._body(request))
         head = Head("cmpl", "text_completion", body.model)
-        choice = functools.partial(_text_choice, has_logprobs=body.logprobs is not None)
-        return await self._complete(request, body, conversation.completion, head, choice, False)
+        form = Form(is_chat=False, has_logprobs=body.logprobs is not None)
+        return await self._complete(request, body, conversation.completion, head, form)
 
     async def _fim(self, request: Request) -> Response:
         body: fields.FimBody = fields.read(fields.FimBody, await self._body(request))
         head = Head("fim", "text_completion", body.model)
-        choice = functools.partial(_text_choice, has_logprobs=False)
-        return await self._complete(request, body, conversation.fim, head, choice, False)
+        form = Form(is_chat=False, has_logprobs=False)
+        return await self._complete(request, body, conversation.fim, head, form)
 
     async def _complete(
         self,
@@ -189,8 +186,7 @@ class Server:
         body: Any,
         read: Callable[[Any, Model], Ask],
         head: Head,
-        choice: Callable[..., dict[str, Any]],
-        is_chat: bool,
+        form: Form,
     ) -> Response:
         """Run a request for text, at once or as a stream."""
         model = self._models.named(body.model)
@@ -202,10 +198,9 @@ class Server:
                 ask, jobs = await asyncio.to_thread(_started, read, body, model)
             if body.stream:
                 has_usage = body.stream_options is not None and body.stream_options.include_usage
-                chunk_head = Head(
-                    head.prefix, f"{head.kind}.chunk" if is_chat else head.kind, head.model
-                )
-                writer = Writer(chunk_head, ask, model, is_chat, has_usage)
+                if form.is_chat:
+                    head = replace(head, kind=f"{head.kind}.chunk")
+                writer = Writer(head, ask, model, form.is_chat, has_usage)
                 is_streaming = True
                 return StreamingResponse(
                     self._streamed(request, writer, jobs, ask, bool(body.diffusing), model),
@@ -213,7 +208,7 @@ class Server:
                     headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
                 )
             made = await _unless_gone(request, _results(jobs))
-            answers, choices = await asyncio.to_thread(_choices, choice, ask, model, made)
+            answers, choices = await asyncio.to_thread(_choices, form, ask, model, made)
             counts = usage(answers, ask)
             self._count(request, counts)
             return JSONResponse(head.around(choices=choices, usage=counts))
@@ -372,11 +367,11 @@ def _started(read: Callable[[Any, Model], Ask], body: Any, model: Model) -> tupl
 
 
 def _choices(
-    choice: Callable[..., dict[str, Any]], ask: Ask, model: Model, made: Sequence[Generation]
+    form: Form, ask: Ask, model: Model, made: Sequence[Generation]
 ) -> tuple[list[Answer], list[dict[str, Any]]]:
     """The answers of results, and their form in the response."""
     answers = [answer(ask, model, each) for each in made]
-    return answers, [choice(index, model, each) for index, each in enumerate(answers)]
+    return answers, [form.choice(index, model, each) for index, each in enumerate(answers)]
 
 
 async def _results(jobs: Sequence[Job]) -> list[Any]:
@@ -409,18 +404,6 @@ async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _chat_choice(index: int, model: Model, found: Any, has_logprobs: bool) -> dict[str, Any]:
-    return chat_choice(
-        index, found, chat_logprobs(model, found.generation) if has_logprobs else None
-    )
-
-
-def _text_choice(index: int, model: Model, found: Any, has_logprobs: bool) -> dict[str, Any]:
-    return text_choice(
-        index, found, text_logprobs(model, found.generation) if has_logprobs else None
-    )
 
 
 def _tokenizer(model: Model) -> Any:

@@ -99,20 +99,26 @@ def tool_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
     ]
 
 
-def chat_choice(index: int, found: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": found.text, "refusal": None}
-    if found.calls:
-        message |= {"content": None, "tool_calls": tool_calls(found.calls)}
-    return {
-        "index": index,
-        "message": message,
-        "logprobs": logprobs,
-        "finish_reason": found.finish,
-    }
+@dataclass(frozen=True)
+class Form:
+    """The form of answers: messages of a chat or texts, with or without log probabilities."""
 
+    is_chat: bool
+    has_logprobs: bool
 
-def text_choice(index: int, found: Answer, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-    return {"index": index, "text": found.text, "logprobs": logprobs, "finish_reason": found.finish}
+    def choice(self, index: int, model: Model, found: Answer) -> dict[str, Any]:
+        """Return one entry of ``choices``."""
+        logprobs = None
+        if self.has_logprobs:
+            read_logprobs = _chat_logprobs if self.is_chat else _text_logprobs
+            logprobs = read_logprobs(model, found.generation)
+        beside = {"logprobs": logprobs, "finish_reason": found.finish}
+        if not self.is_chat:
+            return {"index": index, "text": found.text, **beside}
+        message: dict[str, Any] = {"role": "assistant", "content": found.text, "refusal": None}
+        if found.calls:
+            message |= {"content": None, "tool_calls": tool_calls(found.calls)}
+        return {"index": index, "message": message, **beside}
 
 
 def _chosen(model: Model, made: Generation) -> list[tuple[str, float]]:
@@ -126,7 +132,7 @@ def _chosen(model: Model, made: Generation) -> list[tuple[str, float]]:
     ]
 
 
-def chat_logprobs(model: Model, made: Generation) -> dict[str, Any]:
+def _chat_logprobs(model: Model, made: Generation) -> dict[str, Any]:
     """The probability of each token of a chat's answer, without alternatives."""
     content = [
         {
@@ -140,7 +146,7 @@ def chat_logprobs(model: Model, made: Generation) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(model: Model, made: Generation) -> dict[str, Any]:
+def _text_logprobs(model: Model, made: Generation) -> dict[str, Any]:
     """The probability of each token of a completion, without alternatives."""
     chosen, offsets, at = _chosen(model, made), [], 0
     for text, _ in chosen:
