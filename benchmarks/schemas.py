@@ -56,7 +56,7 @@ class Ours(Compiler):
         self.bundle.constraint(enum=["a"], cache_dir=None)  # reads the vocabulary
 
     def compile(self, schema: str) -> int | None:
-        made = self.bundle.constraint(schema=json.loads(schema), cache_dir=None)
+        made = self.bundle.constraint(schema=schema, cache_dir=None)
         return made.states
 
 

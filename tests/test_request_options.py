@@ -399,7 +399,7 @@ def test_equal_content_is_compiled_once(
 
     with monkeypatch.context() as patched:
         patched.setattr(compiling, "compile_content", never)
-        for same in (SCHEMA, json.loads(json.dumps(SCHEMA)), Day):
+        for same in (SCHEMA, json.loads(json.dumps(SCHEMA)), Day, json.dumps(SCHEMA)):
             assert unrun.constraint(schema=same) is made
         assert unrun.constraint(tools=unrun.tools(json.loads(json.dumps(CALLS)))) is tools
         assert unrun.constraint(schema=SCHEMA, json_layout=Layout(", ", ": ")) is spaced
@@ -416,6 +416,12 @@ def test_equal_content_is_compiled_once(
         RequestError, match=r"schema: .*Broken.*model_json_schema\(\) failed \(no schema\)"
     ):
         unrun.constraint(schema=Broken)
+    for name in ("schema", "json_lines", "csv"):
+        with pytest.raises(RequestError, match=f"{name}: .*not JSON"):
+            unrun.constraint(**{name: '{"type": '})  # type: ignore[arg-type]
+    rows = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
+    of_text, of_value = (unrun.constraint(csv=each) for each in (rows, json.loads(rows)))
+    assert of_text is of_value
 
 
 def test_text_before_the_answer_is_refused_with_the_layout_in_force(unrun: Bundle) -> None:

@@ -150,7 +150,8 @@ class Bundle:
         them twice.
 
         Args:
-            schema: A JSON Schema, or a class with a method ``model_json_schema`` such as a Pydantic model.
+            schema: A JSON Schema as a value or as JSON text, or a class with a method
+                ``model_json_schema``, such as a Pydantic model.
             regex: A regular expression that matches the whole text, in the syntax of Rust's regex crate.
             grammar: A grammar of the text in GBNF, the notation of llama.cpp.
             enum: The allowed texts.

@@ -227,6 +227,8 @@ def _content(kind: str, value: Any) -> str:
             )
         value = [value.listed, value.choice, asdict(value.written), value.is_parallel]
     elif kind == "schema":
+        if isinstance(value, str):
+            return value  # the native compiler parses it
         value = _schema(kind, value)
     elif kind in RECORD_KINDS:
         value = _record(kind, value)
@@ -237,9 +239,14 @@ def _content(kind: str, value: Any) -> str:
 
 
 def _schema(kind: str, value: Any) -> Any:
-    """Return a schema as JSON. If ``value`` is a class that can write its schema, ask the class.
-    Raises RequestError.
+    """Convert a schema to a JSON value. ``value`` is that value already, its JSON text, or a class
+    that can write its schema. Raises RequestError.
     """
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except ValueError as err:
+            raise RequestError(f"{kind}: {shown(value)} is not JSON ({err})"[:300]) from err
     make = getattr(value, "model_json_schema", None)
     if not callable(make):
         return value
