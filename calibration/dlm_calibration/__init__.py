@@ -1,5 +1,5 @@
-"""Calibration data and number formats for diffusion language models.
+"""Makes calibration data for diffusion language models, and defines their number formats.
 
-This package makes the partly masked canvases that a denoiser is run on for calibration and for
-parity checks. It also quantises weights and activations.
+This package makes partly masked canvases. A denoiser is run on them for calibration and for parity
+checks. The package also quantises weights and activations.
 """

@@ -1,7 +1,6 @@
 """Processes matrices on all cores.
 
-Each matrix is divided into blocks that fit the cache of a core. Other functions process a matrix in
-groups of rows.
+Each matrix is divided into blocks that fit the cache of a core, or into groups of rows.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ _SMALL_GROUP = 32
 
 
 def group_amax(w: np.ndarray | Lazy, group_size: int) -> np.ndarray:
-    """The largest absolute value of each group of ``group_size`` rows, fp32 ``[ceil(K /
-    group_size), N]``.
+    """Return the largest absolute value of each group of ``group_size`` rows, in every column.
 
-    The last group may be shorter. Raises QuantisationError if a value of ``w`` ``[K, N]`` is not
-    finite.
+    The matrix ``w`` is ``[K, N]``, and the result is fp32 ``[ceil(K / group_size), N]``. The last
+    group may be shorter. Raises QuantisationError if an element of ``w`` is not finite.
     """
     rows, columns = w.shape
     out = np.empty((-(-rows // group_size), columns), dtype=np.float32)
@@ -36,14 +34,14 @@ def group_amax(w: np.ndarray | Lazy, group_size: int) -> np.ndarray:
 
 
 def check_finite(w: np.ndarray | Lazy) -> None:
-    """Raises QuantisationError if a value is NaN or infinite.
+    """Check that all elements are finite. Raises QuantisationError otherwise.
 
-    The error gives the number of such values, and the position of the first one.
+    The error states the number of NaN or infinite elements, and the position of the first.
     """
     count, first = 0, (0, 0)
     for start, stop in row_blocks(w.shape[0], w.shape[1], 1):
         block = np.asarray(w[start:stop, :], dtype=np.float32)
-        # max and min propagate NaN. Checking them first needs no temporary array.
+        # max and min return NaN if an element is NaN. Testing them first avoids a temporary array.
         if np.isfinite(block.max()) and np.isfinite(block.min()):
             continue
         bad = np.argwhere(~np.isfinite(block))
@@ -68,7 +66,8 @@ def row_blocks(rows: int, columns: int, multiple: int) -> Iterator[tuple[int, in
 
 
 def for_columns(w: np.ndarray | Lazy, function: Callable[[slice], None]) -> None:
-    """Call ``function``, on all cores, for slices that together cover the columns of ``w``.
+    """Call ``function`` for slices of columns, on all cores. Together, the slices cover all columns
+    of ``w``.
 
     The columns of a slice have about ``_BLOCK`` elements.
     """
@@ -82,15 +81,15 @@ def columns_of(w: np.ndarray | Lazy, at: slice) -> np.ndarray:
 
 
 def ranges_of(w: np.ndarray | Lazy, block: np.ndarray, group_size: int) -> np.ndarray:
-    """The result of ``group_amax`` for ``block``, which holds some columns of ``w``."""
+    """Return the result of ``group_amax`` for ``block``, which has some columns of ``w``."""
     magnitude = np.abs(block)
     out = np.empty((-(-len(block) // group_size), block.shape[1]), dtype=np.float32)
     for groups, values in by_group(magnitude, group_size):
         if group_size > _SMALL_GROUP:
             values.max(axis=1, out=out[groups])
             continue
-        # numpy is slow at reducing a short axis. Processing one row of every group at a time takes
-        # a quarter of the time.
+        # numpy is slow at reducing a short axis. The loop below processes one row of every group at
+        # a time, which takes a quarter of the time.
         largest = values[:, 0].copy(order="K")
         for i in range(1, values.shape[1]):
             np.maximum(largest, values[:, i], out=largest)
@@ -101,11 +100,11 @@ def ranges_of(w: np.ndarray | Lazy, block: np.ndarray, group_size: int) -> np.nd
 
 
 def by_group(matrix: np.ndarray, group_size: int) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield the groups of rows of ``matrix`` ``[K, N]``, as pairs of group numbers (a slice) and a
-    view.
+    """Yield the groups of rows of ``matrix`` ``[K, N]`` in at most two steps.
 
-    The view is ``[groups, rows, N]``. The first pair has all full groups. If the last group is
-    shorter, a second pair has that group.
+    Each step yields the numbers of some groups (a slice), and a view ``[groups, rows, N]`` of them.
+    The first step has all full groups. If the last group is shorter, the second step has this
+    group.
     """
     whole = len(matrix) // group_size
     if whole:
@@ -115,11 +114,11 @@ def by_group(matrix: np.ndarray, group_size: int) -> Iterator[tuple[slice, np.nd
 
 
 def put(out: np.ndarray, block: np.ndarray) -> None:
-    """Copy a block of bytes into ``out``. Both may be in any memory order."""
+    """Copy a block of bytes into ``out``. Both arrays may be in any memory order."""
     if block.strides[0] < block.strides[1] and not out.strides[0] < out.strides[1]:
-        # If the distance between columns is a power of two, the columns compete for the same cache
-        # lines, and a transposition takes ten times as long. A copy with another distance avoids
-        # this.
+        # If the distance between columns in memory is a power of two, they compete for the same
+        # cache lines, and a transposition takes ten times as long. A copy with another distance
+        # avoids this.
         apart = np.empty((block.shape[1], block.shape[0] + 64), block.dtype)[:, : block.shape[0]].T
         apart[...] = block
         block = apart

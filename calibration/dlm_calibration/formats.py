@@ -1,12 +1,13 @@
-"""The number formats of quantised denoisers in numpy, equal bit by bit to those of the runtimes.
+"""The number formats of quantised denoisers in numpy. Results equal those of the runtimes bit by
+bit.
 
 INT8 and INT4 are symmetric integers. FP8 is E4M3 without infinities (arXiv:2209.05433). NVFP4 is
 E2M1 (OCP Microscaling Formats 1.0) in groups of 16 values. As in NVIDIA's modelopt, each group has
 an E4M3 scale, and each tensor has an fp32 scale. All rounding is half to even, as in ONNX
 QuantizeLinear.
 
-Matrices are quantised in blocks on all cores. The temporary memory is therefore a few MiB per core,
-whatever the size of the matrix.
+Matrices are quantised in blocks on all cores. For a matrix of any size, this needs only a few MiB
+of temporary memory per core.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ _SMALLEST_E4M3 = np.float32(2**-9)
 # must stay a normal number.
 _SMALLEST_SCALE = np.finfo(np.float32).tiny
 _INT4_LEVELS = (7, 7.5, 8, 8.5, 9, 9.5)
-"""Magnitudes of the code that the largest value of an INT4 group may get. All of them are tried.
+"""Candidates for the code of the largest value in an INT4 group. All of them are tried.
 
-A value whose code would be outside the format saturates. This costs less than coarser steps for the
-whole group.
+If the code is outside the format, the value saturates. The loss of accuracy may then be smaller
+than with a larger scale for the whole group.
 """
-# A subnormal fp16 number with four significant bits. Rounding a smaller scale to fp16 could cause
-# an error of more than one code.
+# A subnormal fp16 number with four significant bits. If a smaller scale were rounded to fp16, codes
+# could be wrong by more than 1.
 SMALLEST_FP16_SCALE = np.float32(2.0**-20)
-# Smallest range of a row of activations, so that a row of zeros does not divide by 0.
+# Smallest range of a row of activations. It prevents a division by 0 if a row has only zeros.
 SMALLEST_ROW = np.float32(1e-30)
 _SMALLEST_GLOBAL_SCALE = _SMALLEST_SCALE / _SMALLEST_E4M3
 
@@ -89,12 +90,12 @@ class QuantisedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(K, N)``, whatever the layout of the codes."""
+        """``(K, N)``, in every format."""
         first, second = self.codes.shape
         return (second, first) if self.format == "nvfp4" else (first, second)
 
     def dequantise(self) -> np.ndarray:
-        """The matrix as fp32 ``[K, N]``. Factors are multiplied in the same order as in ONNX
+        """Return the matrix as fp32 ``[K, N]``. Factors are multiplied in the same order as in ONNX
         DequantizeLinear.
         """
         rows, columns = self.shape
@@ -144,15 +145,16 @@ def quantise_weight(
     | fp8 | E4M3 | amax / 448 per column |
     | nvfp4 | E2M1 | global: amax / (6 * 448); per group of 16: E4M3(amax of the group / (6 * global scale)) |
 
-    ``amax`` is the largest absolute value of the column, group or tensor. Where it is zero, the
-    scale is 1 and the codes are 0.
+    ``amax`` is the largest absolute value of the column, group or tensor. If it is zero, the scale
+    is 1 and the codes are 0.
 
     Args:
         w: The matrix.
         format: One of ``NUMBER_FORMATS``.
         group_size: Rows in a group of int4; default 128.
         amax: Range to use instead of the largest absolute value. It is a scalar, or an array that
-            broadcasts to the shape of the scales; for nvfp4 it is a scalar. Larger values saturate.
+            broadcasts to the shape of the scales. For nvfp4, it must be a scalar. Larger magnitudes
+            saturate.
         scale_dtype: The type of scales in the graph. Scales are rounded to this type before the
             codes are chosen, and are returned as fp32.
         is_signed: Allow negative scales in int4; other formats ignore this.
@@ -195,12 +197,12 @@ def quantise_weight(
 
 
 def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> np.ndarray:
-    """Codes of finite fp32 ``values`` in int8, int4 or fp8. The fp32 ``scales`` broadcast to the
-    values.
+    """Return the codes of finite fp32 ``values`` in int8, int4 or fp8. ``scales``, fp32, broadcast
+    to the values.
 
-    The function divides by the scale, as ONNX QuantizeLinear does, because a product with the
-    reciprocal would round differently. Codes saturate: int8 at -127 and 127, int4 at -8 and 7, fp8
-    at -448 and 448.
+    The function divides by the scale, as ONNX QuantizeLinear does. Multiplying by the reciprocal
+    would round differently. Codes saturate: int8 at -127 and 127, int4 at -8 and 7, fp8 at -448 and
+    448.
     """
     low, high = _CODE_LIMITS[format]
     with np.errstate(over="ignore"):  # values far outside the range saturate
@@ -215,11 +217,11 @@ def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> 
 
 
 def scales_of(amax: np.ndarray, format: str, scale_dtype: ScaleType = FP32) -> np.ndarray:
-    """fp32 scales that map ``amax`` to the largest code of the format. For nvfp4 this is the global
-    scale.
+    """Return fp32 scales that map ``amax`` to the largest code of the format. In nvfp4, this is the
+    global scale.
 
-    Where amax is tiny, the scale is 1. Scales are numbers that ``scale_dtype`` represents exactly.
-    Scales in fp16 are at least ``SMALLEST_FP16_SCALE``.
+    If amax is tiny, the scale is 1. Scales are rounded to ``scale_dtype``. Scales in fp16 are at
+    least ``SMALLEST_FP16_SCALE``.
     """
     smallest = _SMALLEST_GLOBAL_SCALE if format == "nvfp4" else _SMALLEST_SCALE
     scales = np.asarray(amax, dtype=np.float32) / _LEVELS[format]
@@ -239,20 +241,21 @@ def int4_scales(
 ) -> np.ndarray:
     """Find the best fp32 scale for each group of int4 values.
 
-    For each group, the function tries six scales, from amax / 7 to amax / 9.5, and takes the one
-    with the smallest weighted squared error. Among equal errors, the largest scale wins. The weight
-    of an error is the square of the value, as in llama.cpp's IQ4_NL, because clipping large weights
-    costs a network more than the plain error suggests (figures in BENCHMARKS.md).
+    For each group, the function tries six scales, from amax / 7 to amax / 9.5. It returns the scale
+    with the smallest weighted squared error, or the largest of several such scales. Each squared
+    error is multiplied by the square of the value, as in llama.cpp's IQ4_NL. The reason is that
+    clipping large weights costs more accuracy than the plain error suggests (figures in
+    BENCHMARKS.md).
 
     Args:
         values: Finite fp32 groups ``[G, size, N]``.
         amax: The largest absolute value of each group, ``[G, N]``.
         scale_dtype: The type that scales are rounded to.
-        weights: Additional factors for the weights of errors; an array that broadcasts to ``[G,
-            size, N]``.
-        is_signed: Make the scale negative if the largest value is positive. That value then gets a
-            negative code. This helps because there are eight negative codes and seven positive
-            ones.
+        weights: Additional factors of the squared errors; an array that broadcasts to
+            ``[G, size, N]``.
+        is_signed: Make the scale negative if the largest value is positive. The largest value then
+            has a negative code. This is more accurate, because there are eight negative codes and
+            only seven positive codes.
     """
     widest = scales_of(amax, "int4", scale_dtype)
     sign = np.float32(1)
@@ -269,12 +272,12 @@ def int4_scales(
         error = np.rint(exact)
         np.clip(error, *_CODE_LIMITS["int4"], out=error)
         error -= exact
-        # Errors are measured in steps, so their squares stay within the range of fp32 however large
-        # the weights are.
+        # Errors are divided by the scale. Even for large weights, their squares are then within the
+        # range of fp32.
         error *= error
         error *= counted
-        # Groups below the smallest scale keep scale 1, because none of their candidates has a
-        # smaller error.
+        # If the range of a group is below the smallest scale, no candidate has a smaller error than
+        # scale 1, so the scale stays 1.
         with np.errstate(over="ignore", invalid="ignore"):
             total = error.sum(1) * (scales / widest) ** 2
         best = np.where(total < least, scales, best)
@@ -293,7 +296,7 @@ def round_scales(scales: np.ndarray, scale_dtype: ScaleType) -> np.ndarray:
 
 
 def with_scales(weight: QuantisedWeight, scale_dtype: ScaleType) -> QuantisedWeight:
-    """The same weight with its scales rounded to ``scale_dtype``. The codes do not change."""
+    """Return the same weight with its scales rounded to ``scale_dtype``. The codes do not change."""
     if weight.global_scale is not None:
         rounded = round_scales(np.asarray(weight.global_scale), scale_dtype)
         return replace(weight, global_scale=np.float32(float(rounded)))
@@ -303,10 +306,11 @@ def with_scales(weight: QuantisedWeight, scale_dtype: ScaleType) -> QuantisedWei
 def weight_ranges(
     w: np.ndarray | Lazy, format: str, group_size: int | None = None
 ) -> tuple[np.ndarray, int | None]:
-    """Each group's largest absolute value, fp32 ``[G, N]``, and the group size of the format.
+    """Return the largest absolute value of each group, fp32 ``[G, N]``, and the group size of the
+    format.
 
-    The group size is ``None`` if each column is one group. Raises QuantisationError as
-    ``quantise_weight`` does.
+    The group size is ``None`` if each column is one group. Raises QuantisationError in the same
+    cases as ``quantise_weight``.
     """
     group_size = _checked_group_size(format, group_size)
     _check_matrix(w, format)
@@ -316,17 +320,19 @@ def weight_ranges(
 def quantise_activation(
     x: np.ndarray, format: str, amax: float | None, scale_dtype: ScaleType = FP32
 ) -> np.ndarray:
-    """Quantise ``x`` (fp32, any shape) and dequantise it again. The result is the input that the
-    layer sees.
+    """Quantise ``x`` (fp32, any shape) and dequantise it again.
+
+    The result is the input with which a quantised layer computes.
 
     - int8: the scale is ``amax / 127`` for the whole tensor, and codes are -128..127. If amax is
-      ``None``, each row of the last axis has its own range, and codes are -127..127.
+      ``None``, each vector along the last axis has its own range, and codes are -127..127.
     - fp8: the scale is ``amax / 448`` for the whole tensor.
     - nvfp4: the global scale is ``amax / (6 * 448)``, and groups of 16 along the last axis have
       dynamic scales.
 
-    Values beyond amax saturate. Raises QuantisationError for other formats, a missing or invalid
-    amax, a last axis that is not a multiple of 16 in nvfp4, and values that are not finite.
+    Magnitudes above amax saturate. Raises QuantisationError for other formats, for a missing or
+    invalid amax, and for values that are not finite. In nvfp4, the length of the last axis must be
+    a multiple of 16.
     """
     if format not in ("int8", "fp8", "nvfp4"):
         raise QuantisationError(
@@ -365,17 +371,17 @@ def quantise_activation(
 
 
 def activation_scale(format: str, amax: float | None, scale_dtype: ScaleType = FP32) -> np.float32:
-    """The static scale for an activation range, rounded to ``scale_dtype``.
+    """Return the static scale for an activation range, rounded to ``scale_dtype``.
 
-    The graph and ``quantise_activation`` both use it. Raises QuantisationError if amax is missing,
-    not finite or not positive.
+    The graph and ``quantise_activation`` use the same scale. Raises QuantisationError if amax is
+    missing, not finite or not positive.
     """
     if amax is None or not np.isfinite(amax) or amax <= 0:
         raise QuantisationError(
             f"{format} activations need a positive range, not {amax}: calibrate the layer first."
         )
     scale = float(np.float32(amax) / _LEVELS[format])
-    # An input that was almost zero during calibration keeps a tiny range.
+    # The range is tiny if an input was almost zero during calibration.
     usable = np.float32(
         max(scale, float(_SMALLEST_GLOBAL_SCALE if format == "nvfp4" else _SMALLEST_SCALE))
     )
@@ -384,9 +390,9 @@ def activation_scale(format: str, amax: float | None, scale_dtype: ScaleType = F
 
 
 def nvfp4_group_scales(amax: np.ndarray, global_scale: np.float32) -> np.ndarray:
-    """E4M3 scales of groups whose largest absolute values are ``amax``.
+    """Return the E4M3 scales of groups. ``amax`` has the largest absolute value of each group.
 
-    A group of zeros gets scale 1. Other scales are clipped to 2**-9..448.
+    The scale of a group of zeros is 1. Other scales are clipped to 2**-9..448.
     """
     with np.errstate(over="ignore"):
         scales = amax / np.float32(np.float32(6) * global_scale)
@@ -398,14 +404,13 @@ def nvfp4_group_scales(amax: np.ndarray, global_scale: np.float32) -> np.ndarray
 
 
 def e2m1_codes(values: np.ndarray) -> np.ndarray:
-    """The E2M1 code, uint8 0..15, of each fp32 value.
+    """Return the E2M1 code, uint8 0..15, of each fp32 value.
 
-    Values are rounded half to even and saturate at 6. -0 gets the code of 0.
+    Values are rounded half to even and saturate at 6. -0 and 0 have the same code.
     """
-    # The values of neighbouring codes are 1/2 apart up to 2, 1 apart up to 4, and 2 apart up to 6.
-    # The code below rounds each value at each of the three distances and counts the result in
-    # codes. The smallest of the three results is the right one. A value halfway between two codes
-    # gets the even code.
+    # The distance between the values of neighbouring codes is 1/2 up to 2, 1 from 2 to 4, and 2
+    # from 4 to 6. Each value is rounded to a multiple of each distance, which gives three codes.
+    # The smallest code is the right one. A value halfway between two codes gets the even code.
     magnitude = np.abs(values)
     np.minimum(magnitude, np.float32(6), out=magnitude)
     codes = np.rint(magnitude + magnitude)
@@ -417,8 +422,8 @@ def e2m1_codes(values: np.ndarray) -> np.ndarray:
     magnitude += np.float32(4)
     np.minimum(codes, magnitude, out=codes)
     unsigned: np.ndarray = codes.astype(np.uint8)
-    # As in modelopt, a negative value that rounds to zero keeps its sign bit. Minus zero itself
-    # gets no sign bit.
+    # As in modelopt, a negative value that is rounded to zero gets a sign bit, and minus zero does
+    # not.
     unsigned |= (values < 0).view(np.uint8) << np.uint8(3)
     return unsigned
 
@@ -439,7 +444,7 @@ def pack_nibbles(codes: np.ndarray) -> np.ndarray:
 
 
 def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
-    """The inverse of ``pack_nibbles``: uint8 0..15, with a last axis twice as long."""
+    """Reverse ``pack_nibbles``. Returns uint8 0..15; the last axis is twice as long."""
     assert packed.dtype == np.uint8
     codes = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=np.uint8)
     codes[..., 0::2] = packed & np.uint8(15)
@@ -475,7 +480,7 @@ def _quantise_nvfp4(
 
 
 def _quantise_rows(x: np.ndarray) -> np.ndarray:
-    """Quantise each row of the last axis with its own symmetric range, and dequantise it.
+    """Quantise each vector along the last axis with its own symmetric range, and dequantise it.
 
     ``dlm_export.graph.functions`` has the ONNX version of this function.
     """

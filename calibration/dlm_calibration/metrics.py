@@ -1,13 +1,14 @@
-"""Metrics that say how much a quantised denoiser lost, computed from logits, canvases and texts.
+"""Measures how much accuracy a quantised denoiser lost, from logits, canvases and texts.
 
-There are four kinds:
+There are four kinds of metrics:
 
 - cross-entropy, agreement and Kullback-Leibler divergence at masked positions, in nats;
 - the likelihood bound of masked diffusion (arXiv:2502.09992, equation 6), in bits per byte;
-- comparisons of free runs, which are whole generations;
+- comparisons of whole generations (free runs);
 - paired bootstrap intervals (Efron 1979).
 
-Everything is computed in float64, because quantisation changes digits that sums in fp32 lose.
+Everything is computed in float64. In fp32, the rounding of sums could hide the effect of
+quantisation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import MASK_RATIOS
 
-RESAMPLES = 1000  # resamples of a bootstrap; 25 of them lie beyond each end of a 95% interval
+RESAMPLES = 1000  # resamples of a bootstrap; 25 of them are below a 95% interval, and 25 above
 LEVEL = 0.95
 TOP = 5
 SHOWN_SAMPLES = 12  # largest number of free runs whose texts are reported
@@ -39,13 +40,14 @@ Decode = Callable[[list[int]], str | None]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Metrics of two denoisers, a reference and a candidate, at R positions; float64 or int64
-    ``[R]``.
+    """Metrics of two denoisers at R positions, float64 or int64 ``[R]``.
+
+    One denoiser is the reference, and the other is the candidate.
 
     ``reference_ce`` and ``candidate_ce`` are the cross-entropies of the true token. ``kl`` is the
     divergence of the candidate from the reference. ``rank`` is the number of tokens that the
-    candidate ranks before the reference's best token; equal probabilities are ranked by id. A rank
-    of 0 means that both have the same best token.
+    candidate ranks before the reference's best token. Tokens of equal probability are ranked by id.
+    A rank of 0 means that both denoisers have the same best token.
     """
 
     reference_ce: np.ndarray
@@ -62,7 +64,9 @@ class Rows:
         return cls(*(np.concatenate(column) for column in columns))
 
     def take(self, chosen: np.ndarray) -> Rows:
-        """The rows selected by ``chosen``, which is bool ``[R]`` or an array of indices."""
+        """Return the metrics at the positions ``chosen``, which is bool ``[R]`` or an array of
+        indices.
+        """
         return Rows(
             self.reference_ce[chosen], self.candidate_ce[chosen], self.kl[chosen], self.rank[chosen]
         )
@@ -72,9 +76,10 @@ class Rows:
 
 
 def log_probabilities(logits: np.ndarray, mask_token_id: int) -> np.ndarray:
-    """Log-softmax ``[R, V]`` in float64 of raw logits ``[R, V]``.
+    """Return the log-softmax ``[R, V]`` in float64 of raw logits ``[R, V]``.
 
-    The mask token gets -inf, because it is never predicted. NaN or infinite logits give NaN.
+    The result is -inf for the mask token, which is never predicted. NaN or infinite logits give
+    NaN.
     """
     x = np.array(logits, dtype=np.float64)
     x[:, mask_token_id] = -np.inf
@@ -85,9 +90,9 @@ def log_probabilities(logits: np.ndarray, mask_token_id: int) -> np.ndarray:
 
 
 def divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
-    """KL(p || q) in nats, ``[R]``, of log-probabilities ``[R, V]``.
+    """Return KL(p || q) in nats, ``[R]``, of log-probabilities ``[R, V]``.
 
-    The result is at least 0. It is infinite if q gives probability 0 to a token that p allows.
+    The result is at least 0. It is infinite if a token has probability 0 in q and not in p.
     """
     p = np.exp(log_p)
     with np.errstate(invalid="ignore"):
@@ -98,10 +103,9 @@ def divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
 
 
 def rank_of(tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-    """For each row of ``[R, V]``, the number of tokens that rank before the token in ``tokens``
-    ``[R]``.
+    """For each of R rows, count the tokens that rank before the token in ``tokens`` ``[R]``.
 
-    A token ranks before another one if it is likelier, or if it is equally likely and has a lower
+    A token ranks before another token if it is likelier, or if it is equally likely and has a lower
     id.
     """
     value = np.take_along_axis(log_probs, tokens[:, None], 1)
@@ -113,11 +117,11 @@ def rank_of(tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
 def compare_rows(
     reference: np.ndarray, candidate: np.ndarray, truth: np.ndarray, mask_token_id: int
 ) -> Rows:
-    """Compare the raw logits ``[R, V]`` of two denoisers at positions with true tokens ``truth``
-    ``[R]``.
+    """Compare the raw logits ``[R, V]`` of two denoisers at R positions, whose true tokens are
+    ``truth`` ``[R]``.
 
-    Where logits are NaN or infinite, the metrics are NaN or infinite too. Temporary memory does not
-    grow with ``R`` or ``V``.
+    NaN or infinite logits give NaN or infinite metrics. Temporary memory does not grow with ``R``
+    or ``V``.
     """
     assert reference.shape == candidate.shape, (reference.shape, candidate.shape)
     count, vocab = reference.shape
@@ -139,14 +143,13 @@ def compare_rows(
 
 
 def summarise(rows: Rows, sample: np.ndarray, samples: int, seed: int) -> dict[str, Any]:
-    """Summarise rows: the mean of each metric, and the bootstrap interval of the increase in
-    cross-entropy.
+    """Return the mean of each metric, and the bootstrap interval of the increase in cross-entropy.
 
-    ``sample`` ``[R]`` is the index of the sample that each row belongs to, and ``samples`` is the
-    number of samples. ``ce_increase`` is relative: 0.01 is an increase of one per cent. It is
+    ``sample`` ``[R]`` is the index of the sample that contains each position, and ``samples`` is
+    the number of samples. ``ce_increase`` is relative: 0.01 is an increase of one per cent. It is
     ``None`` if the reference's loss is 0 and the candidate's loss is not. ``top5`` is the share of
     positions where the reference's best token is among the candidate's best five. Raises ValueError
-    without rows.
+    if there are no positions.
     """
     if not len(rows):
         raise ValueError("no rows to summarise")
@@ -168,9 +171,10 @@ def summarise(rows: Rows, sample: np.ndarray, samples: int, seed: int) -> dict[s
 
 
 def is_told_from_zero(row: Mapping[str, Any]) -> bool:
-    """True if a row of ``summarise`` shows a significant increase in cross-entropy.
+    """True if a result of ``summarise`` shows a significant increase in cross-entropy.
 
-    An increase is significant if its interval is above 0, or if the increase is unbounded.
+    An increase is significant if its interval is above 0, or if ``ce_increase`` is ``None`` or not
+    finite.
     """
     increase, interval = row["ce_increase"], row["ce_increase_interval"]
     if increase is None or not np.isfinite(increase):
@@ -179,17 +183,19 @@ def is_told_from_zero(row: Mapping[str, Any]) -> bool:
 
 
 def ratio(above: float, below: float) -> float | None:
-    """``above / below``. If both are 0 the ratio is 1; if only ``below`` is 0 it is ``None``."""
+    """Return ``above / below``. If both are 0, the ratio is 1. If only ``below`` is 0, it is
+    ``None``.
+    """
     if below == 0:
         return 1.0 if above == 0 else None
     return above / below
 
 
 def ratio_interval(above: np.ndarray, below: np.ndarray, seed: int) -> tuple[float, float] | None:
-    """95% bootstrap interval of ``sum(above) / sum(below)``.
+    """Return the 95% bootstrap interval of ``sum(above) / sum(below)``.
 
-    Each resample draws N pairs ``(above[i], below[i])`` with replacement. The two numbers of a pair
-    belong to the same sample, so the difficulty of the sample cancels out in the ratio. Returns
+    Each resample draws N pairs ``(above[i], below[i])`` with replacement. Both numbers of a pair
+    are from the same sample, so the difficulty of the sample cancels out in the ratio. Returns
     ``None`` if the ratio of a resample is undefined.
     """
     rng = np.random.default_rng(seed)
@@ -205,14 +211,14 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, seed: int) -> tuple[flo
 
 
 def difference_interval(differences: np.ndarray, seed: int) -> tuple[float, float]:
-    """95% bootstrap interval of the mean of paired differences ``[N]``."""
+    """Return the 95% bootstrap interval of the mean of paired differences ``[N]``."""
     interval = ratio_interval(differences, np.ones(len(differences)), seed)
     assert interval is not None  # the denominators are 1
     return interval
 
 
 def bits_per_byte(nats: float, text_bytes: int) -> float | None:
-    """Convert ``nats``, a bound on the negative log-likelihood of a text, to bits per byte of the
+    """Convert a bound on the negative log-likelihood of a text from nats to bits per byte of the
     text.
 
     Returns ``None`` if the text is empty.
@@ -224,10 +230,10 @@ def bits_per_byte(nats: float, text_bytes: int) -> float | None:
 
 
 def jaccard(first: np.ndarray, second: np.ndarray) -> float:
-    """Jaccard index of two sets, bool ``[M]``: the size of the intersection divided by that of the
-    union.
+    """Return the Jaccard index of two sets, bool ``[M]``.
 
-    Returns 1 if both sets are empty.
+    This is the size of their intersection divided by the size of their union, or 1 if both sets are
+    empty.
     """
     union = int((first | second).sum())
     return int((first & second).sum()) / union if union else 1.0
@@ -235,9 +241,10 @@ def jaccard(first: np.ndarray, second: np.ndarray) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Commitment:
-    """The tokens that a denoiser would commit at the ``M`` masked positions of a block.
+    """A denoiser's predictions at the ``M`` masked positions of a block, and which of them it would
+    commit.
 
-    ``logits`` are the raw logits ``[M, V]``, ``guess`` the most likely tokens ``[M]``.
+    ``logits`` are the raw logits ``[M, V]``, and ``guess`` the most likely tokens ``[M]``.
     ``is_chosen``, bool ``[M]``, says which positions would be committed.
     """
 
@@ -247,9 +254,9 @@ class Commitment:
 
 
 class Frontier:
-    """Compares what two denoisers would commit, for each range of mask ratios.
+    """Compares the tokens that two denoisers would commit, for each range of mask ratios.
 
-    The caller adds the states one at a time.
+    The caller adds one state after another.
     """
 
     def __init__(self, mask_token_id: int) -> None:
@@ -265,7 +272,7 @@ class Frontier:
         """Compare both denoisers at one state.
 
         ``mask_ratio`` is the share of positions after the prompt that are masked. A flip is a
-        position where both denoisers commit, but different tokens.
+        position where both denoisers commit different tokens.
         """
         both = reference.is_chosen & candidate.is_chosen
         rows = compare_rows(
@@ -280,16 +287,18 @@ class Frontier:
 
     @property
     def kl(self) -> float:
-        """Mean KL in nats over all masked positions of the current blocks."""
+        """Mean KL divergence in nats, over all masked positions of the current blocks."""
         return float(np.concatenate(self._kl).mean())
 
     @property
     def frontier_kl(self) -> float:
-        """Mean KL in nats over the positions that the reference commits."""
+        """Mean KL divergence in nats, over the positions that the reference commits."""
         return float(np.concatenate(self._frontier_kl).mean())
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for accuracy.json. Mask ratios without states are left out."""
+        """Return the results as plain Python objects, for accuracy.json. Mask ratios without states
+        are left out.
+        """
         buckets, shared = np.array(self._buckets), np.array(self._jaccard)
         committed, flips = np.array(self._committed), np.array(self._flips)
 
@@ -315,7 +324,7 @@ class Frontier:
 
 
 def until_end(tokens: Sequence[int], eos_token_ids: Iterable[int]) -> list[int]:
-    """``tokens`` up to and including the first end token."""
+    """Return ``tokens`` up to and including the first end token."""
     ends = set(eos_token_ids)
     for i, token in enumerate(tokens):
         if token in ends:
@@ -324,14 +333,14 @@ def until_end(tokens: Sequence[int], eos_token_ids: Iterable[int]) -> list[int]:
 
 
 def token_agreement(first: Sequence[int], second: Sequence[int]) -> tuple[int, int]:
-    """The number of positions with equal tokens, and the length of the longer sequence."""
+    """Return the number of positions with equal tokens, and the length of the longer sequence."""
     return sum(a == b for a, b in zip(first, second, strict=False)), max(len(first), len(second))
 
 
 def first_divergence(first: Sequence[int], second: Sequence[int]) -> int | None:
-    """Position of the first difference, or ``None`` for equal sequences.
+    """Return the position of the first difference, or ``None`` for equal sequences.
 
-    If one sequence is the start of the other, they differ at the end of the shorter one.
+    If one sequence is a prefix of the other, the result is the length of the shorter sequence.
     """
     for i, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
@@ -342,9 +351,9 @@ def first_divergence(first: Sequence[int], second: Sequence[int]) -> int | None:
 def same_answer(text: str | None, answer: str) -> bool:
     """True if ``text`` gives the same answer as ``answer``.
 
-    If ``answer`` is a JSON object or array, the two are compared as JSON values: key order,
-    spacing, and the difference between 1 and 1.0 do not matter. Other answers are compared as text,
-    where any run of whitespace counts as one space. If ``text`` is ``None``, the result is False.
+    If ``answer`` is a JSON object or array, both texts are parsed and compared. Key order, spacing,
+    and the difference between 1 and 1.0 do not matter. Other answers are compared as text, where
+    any run of whitespace equals one space. If ``text`` is ``None``, the result is False.
     """
     if text is None:
         return False
@@ -369,7 +378,7 @@ def _same_json(first: Any, second: Any) -> bool:
         return len(first) == len(second) and all(
             _same_json(a, b) for a, b in zip(first, second, strict=True)
         )
-    # In Python True equals 1; in JSON true and 1 differ.
+    # True equals 1 in Python, but true and 1 are different values in JSON.
     return isinstance(first, bool) == isinstance(second, bool) and bool(first == second)
 
 
@@ -408,8 +417,8 @@ def summarise_runs(
     """Compare the free runs of two denoisers, for accuracy.json. ``prompts`` are the prompt texts
     to show.
 
-    A run of the reference may be unknown (``None``). Then figures that compare texts are ``None``,
-    and ``reference_nfe`` has an estimate of the number of passes for each prompt.
+    A run of the reference may be unknown (``None``). The figures that compare texts are then
+    ``None``, and ``reference_nfe`` has an estimated number of passes for each prompt.
     """
     known = [run for run in reference if run is not None]
     pairs = list(zip(known, candidate, strict=True)) if len(known) == len(candidate) else []
@@ -456,10 +465,10 @@ def summarise_runs(
 def _task(
     samples: Sequence[Sample], reference: Sequence[Run | None], candidate: Sequence[Run], seed: int
 ) -> dict[str, Any] | None:
-    """Share of right answers of both denoisers, over the samples that have an answer.
+    """Return each denoiser's share of right answers, over the samples that have an answer.
 
-    Returns ``None`` if no sample has an answer. The reference's share and the difference are
-    ``None`` unless all of the reference's runs are known.
+    Returns ``None`` if no sample has an answer. If a run of the reference is unknown, the
+    reference's share and the difference are ``None``.
     """
     answered = [
         (sample.answer, theirs, ours)

@@ -2,13 +2,16 @@
 ratios.
 
 Statistics are kept separately for masked and committed positions, and for each bucket of mask
-ratios. A range that is found on clean text alone would be wrong for the partly masked canvases that
-a denoiser works on (arXiv:2508.14896).
+ratios. Ranges that are found on clean text only would be wrong for partly masked canvases
+(arXiv:2508.14896).
 
 Magnitudes are counted in a histogram of 2048 bins of equal relative width, 32 per octave, from
-2**-32 to 2**32. This has three advantages: no range must be known in advance, the order of passes
-does not matter, and a single huge activation, which is common in language models, does not make the
-bins of the others coarser. The memory per layer is constant.
+2**-32 to 2**32. This has four advantages:
+
+- No range must be known in advance.
+- The order of passes does not matter.
+- A single huge activation, which is common in language models, does not change the other bins.
+- The memory per layer is constant.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ Method = Literal["max", "percentile", "mse", "entropy"]
 Levels = Literal["int8", "fp8"]
 
 SMALLEST_AMAX = 2.0**-64
-"""Range of an input that was always zero. Every format derives a normal (not subnormal) fp32 scale
-from it.
+"""Range of an input that was always zero. In every format, this range gives a normal (not
+subnormal) fp32 scale.
 """
 PERCENTILE = 99.99
-"""Percentage of magnitudes that the method ``percentile`` keeps."""
+"""Percentage of magnitudes that the method ``percentile`` does not clip."""
 
 _BINS = 2048
 _BITS = 5  # mantissa bits that select a bin, which gives 32 bins per octave
@@ -39,7 +42,8 @@ _EDGES = np.ldexp(1 + np.arange(32) / 32, np.arange(_FIRST_OCTAVE, -_FIRST_OCTAV
 _EDGES = np.append(_EDGES, np.ldexp(1.0, -_FIRST_OCTAVE))
 _EDGES[0] = 0.0  # the first bin includes zeros and tiny values
 
-# Ten for mask ratios, then one for clean states (their bucket, -1, is the last index).
+# The first ten buckets are ranges of mask ratios. The last bucket is for clean states. Index -1
+# also selects it.
 _BUCKETS = 11
 _CHUNK = 1 << 18  # elements processed at a time
 # Clipping ranges to try, as shares of the largest magnitude, down to 1/1024.
@@ -56,8 +60,8 @@ _ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = (
 class Observer:
     """Statistics of the input of one layer, which has ``channels`` features.
 
-    The observer also keeps ``keep_rows`` input vectors: a uniform random sample, drawn with
-    ``seed``.
+    The observer also stores a uniform random sample of ``keep_rows`` input vectors. ``seed`` is the
+    seed of its random numbers.
     """
 
     def __init__(self, layer: str, channels: int, *, keep_rows: int = 0, seed: int = 0) -> None:
@@ -82,7 +86,7 @@ class Observer:
             bucket: The state's bucket, -1..9.
 
         Raises:
-            CalibrationError: ``x`` contains NaN or infinity; then nothing is added.
+            CalibrationError: ``x`` contains NaN or infinity. The statistics are then unchanged.
         """
         x = np.ascontiguousarray(x, dtype=np.float32)
         assert x.shape == (len(x), self.channels), (
@@ -122,12 +126,12 @@ class Observer:
 
     @property
     def rows(self) -> np.ndarray:
-        """The input vectors that were kept, fp32 ``[at most keep_rows, K]``."""
+        """The random sample of input vectors: fp32, at most ``keep_rows`` rows of K features."""
         return self._rows[: self.count]
 
     def amax(self, method: Method, *, levels: Levels) -> float:
-        """The clipping range for magnitudes. It is greater than 0 and at most the largest magnitude
-        seen.
+        """Return the clipping range for magnitudes: greater than 0, and at most the largest
+        observed magnitude.
 
         Args:
             method: How the range is chosen. ``max`` takes the largest magnitude. ``percentile``
@@ -161,13 +165,16 @@ class Observer:
     def statistics(
         self, *, bucket: int | None = None, is_masked: bool | None = None
     ) -> dict[str, float | None]:
-        """Statistics of the inputs in one bucket, or in all buckets.
+        """Return statistics of the inputs in one bucket, or in all buckets.
 
-        The keys are ``count`` (the number of input vectors), ``amax``, ``p999`` and ``p9999`` (the
-        largest magnitude and two percentiles), and ``kurtosis`` of the values. ``bucket`` selects
-        one bucket; -1 selects clean states, and ``None`` selects all. ``is_masked`` selects masked
-        or committed positions; ``None`` selects both. If nothing was observed, everything except
-        the count is ``None``. If all values are equal, the kurtosis is ``None``.
+        - ``count``: the number of input vectors.
+        - ``amax``: the largest magnitude.
+        - ``p999``, ``p9999``: the 99.9th and the 99.99th percentile of magnitudes.
+        - ``kurtosis``: the kurtosis of the inputs, or ``None`` if all inputs are equal.
+
+        ``bucket`` selects one bucket. -1 selects clean states, and ``None`` selects all states.
+        ``is_masked`` selects masked or committed positions. ``None`` selects both. If there were no
+        inputs, everything except the count is ``None``.
         """
         buckets = slice(None) if bucket is None else [bucket]
         groups = slice(None) if is_masked is None else [int(is_masked)]
@@ -187,12 +194,12 @@ class Observer:
         }
 
     def summary(self) -> dict[str, Any]:
-        """The layer's row of the table of range drift, as plain values.
+        """Return how the layer's range changes with the mask ratio, as plain Python objects.
 
-        ``by_bucket``, ``masked_by_bucket`` and ``committed_by_bucket`` are the largest magnitudes
-        in each of the ten buckets of mask ratios; ``None`` means that nothing was observed.
+        ``by_bucket``, ``masked_by_bucket`` and ``committed_by_bucket`` have the largest magnitude
+        in each of the ten buckets of mask ratios, or ``None`` for a bucket without inputs.
         ``drift`` is the largest number of ``by_bucket`` divided by the smallest. It is ``None`` if
-        fewer than two buckets have observations.
+        fewer than two buckets have inputs.
         """
         masked, committed = (
             [
@@ -223,14 +230,14 @@ class Observer:
         magnitudes = np.abs(x)
         channels = magnitudes.max(0)
         amax = float(channels.max())
-        # The bin is given by the exponent and the first mantissa bits. In a positive fp32 number
-        # these are the upper bits.
+        # The exponent and the first mantissa bits select the bin. In a positive fp32 number, these
+        # are the upper bits.
         bins = magnitudes.view(np.int32) >> (23 - _BITS)
         bins -= _OFFSET
         np.clip(bins, 0, _BINS - 1, out=bins)
-        if amax > SMALLEST_AMAX:  # tiny values would not change the power sums
-            # The values are divided by the largest one, so that powers cannot overflow. Each chunk
-            # is summed in fp32.
+        if amax > SMALLEST_AMAX:  # values this small would not change the sums of powers
+            # The values are divided by the largest value, so that powers cannot overflow. Each
+            # chunk is summed in fp32.
             values = (x / np.float32(amax)).ravel()
             squares = values * values
             powers = (
@@ -252,16 +259,18 @@ class Observer:
         at = np.arange(self.count, self.count + len(x))
         slots = np.where(at < len(self._rows), at, self._rng.integers(0, at + 1))
         kept = np.flatnonzero(slots < len(self._rows))
-        self._rows[slots[kept]] = x[
-            kept
-        ]  # If two rows get the same slot, the later row must win. numpy assigns in this order.
+        # If two rows are assigned to the same slot, the later row must be stored. numpy assigns in
+        # this order.
+        self._rows[slots[kept]] = x[kept]
 
 
 class Observers(dict[str, Observer]):
     """The observers of a denoiser's layers, by name of the layer."""
 
     def check(self, layers: Iterable[str]) -> None:
-        """Raises CalibrationError if a layer was never observed. The error names all such layers."""
+        """Check that every layer was observed. Raises CalibrationError, which names the layers that
+        were not.
+        """
         missing = [layer for layer in layers if layer not in self or not self[layer].count]
         if missing:
             raise CalibrationError(
@@ -294,9 +303,9 @@ _ROUNDINGS: dict[Levels, Callable[[np.ndarray, float], np.ndarray]] = {
 
 
 def _cumulative(counts: np.ndarray, largest: float) -> tuple[np.ndarray, np.ndarray]:
-    """The bin edges in ascending order, and for each edge the number of values below it.
+    """Return the bin edges in ascending order, and the number of magnitudes below each edge.
 
-    The last bin that contains values ends at ``largest``.
+    The last bin that is not empty ends at ``largest``.
     """
     last = int(np.flatnonzero(counts)[-1])
     edges = _EDGES[: last + 2].copy()
@@ -305,7 +314,7 @@ def _cumulative(counts: np.ndarray, largest: float) -> tuple[np.ndarray, np.ndar
 
 
 def _percentile(counts: np.ndarray, percent: float, largest: float) -> float:
-    """The magnitude that ``percent`` per cent of the values do not exceed. It is interpolated
+    """Return the magnitude that ``percent`` per cent of all magnitudes do not exceed, interpolated
     within its bin.
     """
     edges, cumulative = _cumulative(counts, largest)
@@ -316,13 +325,14 @@ def _percentile(counts: np.ndarray, percent: float, largest: float) -> float:
 
 
 def _kurtosis(powers: np.ndarray, count: int) -> float | None:
-    """Kurtosis from sums of powers: the fourth central moment divided by the squared variance.
+    """Return the kurtosis, computed from sums of powers: the fourth central moment divided by the
+    squared variance.
 
     It is 3 for a normal distribution, and ``None`` if all values are equal.
     """
     mean, second, third, fourth = (float(power) / count for power in powers)
     variance = second - mean**2
-    if variance <= 1e-12 * second:  # nothing but rounding errors, so the values are constant
+    if variance <= 1e-12 * second:  # the difference is a rounding error, so all values are equal
         return None
     return (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2
 
@@ -330,9 +340,9 @@ def _kurtosis(powers: np.ndarray, count: int) -> float | None:
 def _least_squares(
     counts: np.ndarray, largest: float, rounded: Callable[[np.ndarray, float], np.ndarray]
 ) -> float:
-    """The clipping range with the smallest squared rounding error.
+    """Return the clipping range with the smallest squared rounding error.
 
-    The error is summed over points that are spread evenly through each bin.
+    The error is summed over points at equal distances in each bin.
     """
     edges, _ = _cumulative(counts, largest)
     used = np.flatnonzero(counts)
@@ -343,16 +353,17 @@ def _least_squares(
     weights = np.repeat(counts[used], _MSE_POINTS).astype(np.float64)
     clips = largest * _MSE_CLIPS
     errors = [float(weights @ (points - rounded(points, clip)) ** 2) for clip in clips]
-    # argmin takes the first, so among equal errors the widest range wins
+    # argmin returns the first minimum, so the widest of several equal ranges is used
     return float(clips[int(np.argmin(errors))])
 
 
 def _least_divergence(
     counts: np.ndarray, largest: float, rounded: Callable[[np.ndarray, float], np.ndarray]
 ) -> float:
-    """The clipping range that loses the least information.
+    """Return the clipping range that loses the least information.
 
-    It minimises the Kullback-Leibler divergence of the rounded magnitudes from the clipped ones.
+    It minimises the Kullback-Leibler divergence of the rounded magnitudes from the clipped
+    magnitudes.
     """
     edges, cumulative = _cumulative(counts, largest)
     grid = np.linspace(0, largest, _ENTROPY_BINS + 1)
@@ -378,9 +389,9 @@ def _least_divergence(
 
 
 def _divergence(p: np.ndarray, q: np.ndarray) -> float:
-    """Kullback-Leibler divergence of two histograms, which are normalised first.
+    """Normalise two histograms, and return the Kullback-Leibler divergence of ``p`` from ``q``.
 
-    It is infinite if ``q`` is zero where ``p`` is not.
+    It is infinite if a bin is empty in ``q`` and not in ``p``.
     """
     if not p.any() or not q.any():
         return float(np.inf)

@@ -13,19 +13,22 @@ from typing import TypeVar
 import numpy as np
 
 Index = tuple[slice, ...]
-"""A part of an array: one slice for each of the leading axes. An empty tuple selects everything."""
+"""An index that selects a part of an array: one slice for each of the first axes. An empty tuple
+selects the whole array.
+"""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 PIECE = 1 << 20  # elements in a piece
 _FEWEST_ROWS = 32  # smallest number of rows in a piece of a matrix
-MOST_CORES = 8  # a disk cannot feed more, and each core needs memory
+MOST_CORES = 8  # more cores would wait for the disk, and each core needs memory
 
 
 @dataclass(frozen=True)
 class Lazy:
-    """An array that is read in parts, when they are indexed. ``read`` may return a part in any
-    memory order.
+    """An array whose parts are read when they are indexed.
+
+    ``read`` may return a part in any memory order.
     """
 
     shape: tuple[int, ...]
@@ -43,9 +46,9 @@ def slices(length: int, step: int) -> list[slice]:
 def row_slices(shape: tuple[int, ...]) -> list[slice]:
     """Split the first axis of an array into slices of about ``PIECE`` elements.
 
-    A slice has an even number of rows. Slices of a matrix have enough rows to use whole cache lines
-    even if the matrix is stored transposed. If the array is a stack of large matrices, each slice
-    has one matrix.
+    A slice has an even number of rows. A slice of a matrix has enough rows to use whole cache
+    lines, even if the matrix is stored transposed. If the array is a stack of large matrices, each
+    slice has one matrix.
     """
     size = math.prod(shape[1:])
     fewest = _FEWEST_ROWS if len(shape) < 3 else 1 + size % 2
@@ -54,11 +57,11 @@ def row_slices(shape: tuple[int, ...]) -> list[slice]:
 
 
 def ahead(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator[Result]:
-    """Yield the function's result for each item, in order. All cores compute results of the next
-    few items in advance.
+    """Yield the function's result for each item, in order.
 
-    If ``function`` raises an exception, it is raised here when the item's result is due. To benefit
-    from several cores, the function should release Python's global lock most of the time.
+    All cores compute the results of the next few items in advance. If ``function`` raises an
+    exception for an item, it is raised again instead of yielding the item's result. The function
+    should release Python's global lock most of the time. Otherwise, only one core is used.
     """
     cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
     if cores == 1 or len(items) < 2:

@@ -1,4 +1,5 @@
-"""Quantisation recipes as data: which layer gets which format, and how its numbers are found.
+"""Quantisation recipes: which layer gets which format, and how ranges, scales and weights are
+found.
 
 A recipe is a preset of ``RECIPES`` or a TOML file:
 
@@ -41,7 +42,7 @@ else:
 
 
 class RecipeError(DlmError):
-    """A recipe uses an unknown name or an invalid value."""
+    """Raised if a recipe uses an unknown name or an invalid value."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -68,7 +69,7 @@ class Recipe:
     description: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        """Raises RecipeError that lists the valid choices."""
+        """Check the fields. Raises RecipeError, which lists the valid choices."""
         for name, value, choices in (
             ("observer", self.observer, OBSERVERS),
             ("solver", self.solver, SOLVERS),
@@ -102,7 +103,7 @@ class Recipe:
         return is_static or self.solver != "nearest" or self.smoothing is not None
 
     def as_dict(self) -> dict[str, Any]:
-        """The recipe as plain values for the manifest. ``recipe_from`` reads them."""
+        """Return the recipe as plain Python objects, for the manifest. ``recipe_from`` reads them."""
         values = {
             key: value
             for key, value in asdict(self).items()
@@ -116,7 +117,7 @@ def _recipe(name: str, description: str, layers: Mapping[str, str], **options: A
 
 
 def _int4(group_size: int) -> dict[str, str]:
-    """Formats of a network with INT4 layers and dynamic activations. The head is in INT8."""
+    """Return the formats of a recipe with INT4 layers, dynamic activations and an INT8 head."""
     return {"*": "int8-dynamic", "blocks.*": f"int4-g{group_size}-dynamic"}
 
 
@@ -195,13 +196,14 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 _MOST_BYTES = 1 << 20
-# limit of dots in a line, because tomllib's time grows with the square of a dotted key's parts
+# limit of dots in a line, because tomllib is slow for keys with many dots (quadratic time)
 _MOST_PARTS = 200
 
 
 def find(name: str) -> Recipe:
-    """Find a preset by its name, or read a ``.toml`` file. The RecipeError for other names lists
-    the presets.
+    """Return the preset with this name, or the recipe in a ``.toml`` file.
+
+    For other names, raises RecipeError, which lists the presets.
     """
     if name in RECIPES:
         return RECIPES[name]
@@ -215,7 +217,8 @@ def find(name: str) -> Recipe:
 def for_experts(recipe: Recipe) -> Recipe:
     """Adapt a preset to a network with experts.
 
-    Only ``nvfp4`` changes: attention, which is a small part of such a network, is kept in FP8.
+    Only the preset ``nvfp4`` changes. Attention stays in FP8, because it is a small part of such a
+    network.
     """
     preset = RECIPES["nvfp4"]
     is_preset = (recipe.name, recipe.layers) == (preset.name, preset.layers)
@@ -232,15 +235,15 @@ def read_recipe(path: Path) -> Recipe:
     except (
         ValueError,
         RecursionError,
-        # TOMLDecodeError is a ValueError. Python raises ValueError too for an integer with thousands of
-        # digits.
+        # TOMLDecodeError is a ValueError. Python also raises ValueError for an integer with
+        # thousands of digits.
     ) as err:
         raise RecipeError(f"{path}: not TOML ({err})") from err
     return recipe_from(values, str(path))
 
 
 def recipe_from(values: Mapping[str, Any], where: str) -> Recipe:
-    """Create a recipe from plain values. This is the reverse of ``as_dict``. Raises RecipeError."""
+    """Create a recipe from the result of ``as_dict``. Raises RecipeError."""
     types: dict[str, tuple[type, ...]] = {
         "name": (str,),
         "layers": (dict,),
@@ -275,7 +278,9 @@ def recipe_from(values: Mapping[str, Any], where: str) -> Recipe:
 
 
 def abridged(layers: Sequence[str]) -> str:
-    """List layer names for an error message: block numbers become N, and each name occurs once."""
+    """List layer names for an error message. Block numbers are replaced by N, and each name is
+    listed once.
+    """
     return ", ".join(
         dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.N.", layer) for layer in layers)
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dlm_runtime.text.tokenizer import Tokenizer
 
 _BUILTIN = Path(__file__).parent / "builtin.jsonl"
-_MOST_SAMPLES = 100_000  # limits memory, together with the length of a canvas
+_MOST_SAMPLES = 100_000  # this number and the length of a canvas limit the memory
 _MOST_BYTES = 1 << 20  # largest line or paragraph, far more than any canvas holds
 
 
@@ -30,7 +30,7 @@ class Sample:
     There are three kinds of samples. The ``tokens``, int64 ``[L]``, are:
 
     - a prompt, its completion and one end token; or
-    - a prompt alone, when completions are not read (``answer`` is ``None``); or
+    - a prompt without its completion (``answer`` is ``None``); or
     - plain text (``prompt`` and ``answer`` are ``None``).
 
     The first ``prompt_length`` tokens are never masked; the number is 0 for plain text. ``prompt``
@@ -58,8 +58,8 @@ def read_samples(
     is used. Other keys and blank lines are ignored.
 
     - ``prompt`` and ``completion``.
-    - ``messages``: the assistant's last message is the completion; the messages before it are the
-      prompt.
+    - ``messages``: a chat. The assistant's last message is the completion, and the messages before
+      it are the prompt.
     - ``text``: plain text.
 
     Args:
@@ -72,9 +72,9 @@ def read_samples(
             messages may end with the user's message.
 
     Raises:
-        CalibrationError: A line is not UTF-8, is not JSON, has none of these keys, or is too long;
-            the error names its number. Also raised if the file is unreadable or has no samples, and
-            if there is no tokenizer or no chat template.
+        CalibrationError: A line is not UTF-8, is not JSON, has none of these keys, or is too long.
+            The error has the number of the line. Also raised if the file is unreadable or has no
+            samples, and if there is no tokenizer or no chat template.
     """
     if tokenizer is None:
         raise CalibrationError(
@@ -116,11 +116,12 @@ def builtin_samples(
     max_canvas_length: int,
     limit: int | None = None,
 ) -> list[Sample]:
-    """The short English prompts and completions that come with this package.
+    """Return the short English prompts and completions that come with this package.
 
-    They are for use without data of the denoiser's own task, where activation ranges may differ. If
-    the tokenizer has a chat template, the samples are formatted as chats. Samples that are too long
-    for the canvas are skipped. Raises CalibrationError without a tokenizer, or if no sample fits.
+    They are used if the user gives no data of the denoiser's real task. On the real task,
+    activation ranges may be different. If the tokenizer has a chat template, the samples are
+    formatted as chats. Samples that are too long for the canvas are skipped. Raises
+    CalibrationError without a tokenizer, or if no sample fits.
     """
     if tokenizer is None:
         raise CalibrationError(
@@ -145,7 +146,7 @@ def builtin_samples(
 
 
 def samples_sha256(samples: Iterable[Sample]) -> str:
-    """Hash of the samples' tokens, prompt lengths and answers, in order."""
+    """Return a hash of the samples' tokens, prompt lengths and answers, in order."""
     digest = hashlib.sha256()
     for sample in samples:
         answer = b"" if sample.answer is None else sample.answer.encode("utf-8", "surrogatepass")
@@ -245,8 +246,8 @@ def _conversation(messages: Any, prompts_only: bool) -> tuple[list[dict[str, Any
     """Split a chat into the messages before the assistant's last message, and the text of that
     message.
 
-    With ``prompts_only``, the text is ``None``, and only a final message of the assistant is left
-    out. Raises ValueError.
+    With ``prompts_only``, the text is ``None``. If the last message of the chat is the assistant's,
+    it is left out. Raises ValueError.
     """
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages is not a list of objects with role and content")
@@ -304,7 +305,7 @@ def _text_sample(text: str, tokenizer: Tokenizer, eos_token_id: int | None) -> S
     plain, wrapped = tokenizer.encode_plain(text, True), tokenizer.encode(text, True)
     if not plain:
         raise ValueError("there is no text: leave this line out")
-    # Some tokenizers start every text with a special token. That token is kept, because its
+    # Some tokenizers put a special token before every text. This token is kept, because its
     # activations are often the largest. Other tokens that the tokenizer puts around a prompt are
     # left out.
     tokens = wrapped if wrapped[-len(plain) :] == plain else plain

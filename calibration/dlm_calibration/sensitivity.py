@@ -1,8 +1,9 @@
 """Finds which layers to quantise first, from the loss of each layer in each format.
 
-The result is a path of assignments of formats to layers. Each assignment on the path needs fewer
-bytes than the one before. Its predicted loss is the sum of the layers' losses, which is accurate
-while they are small. The caller measures the real loss of the assignments that it considers.
+An assignment gives a format to every layer. The result is a list of assignments, each smaller in
+bytes than the assignment before. The predicted loss of an assignment is the sum of the layers'
+losses. This sum is accurate if the losses are small. The caller measures the real loss of the
+assignments that it considers.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from dataclasses import dataclass
 class Choice:
     """One format for one layer.
 
-    ``loss`` is the frontier KL in nats when only this layer is quantised. ``cost`` is its size in
-    bytes.
+    ``loss`` is the mean KL divergence in nats, at the positions that the reference would commit, if
+    only this layer is quantised. ``cost`` is the layer's size in bytes.
     """
 
     format: str
@@ -37,17 +38,19 @@ class Point:
 
 
 def efficient(choices: list[Choice]) -> list[Choice]:
-    """Return the lower convex hull of loss over cost, starting with the most expensive choice.
+    """Return the choices on the lower convex hull of loss over cost, starting with the most
+    expensive choice.
 
-    If costs are equal, the smaller loss wins. If losses are equal too, the name that sorts first
-    wins, so that the result does not depend on the order of the input.
+    Of choices with equal costs, the choice with the smallest loss is used. If losses are equal too,
+    the format whose name sorts first is used. The result therefore does not depend on the order of
+    the input.
     """
     ranked = sorted(choices, key=lambda c: (-c.cost, c.loss, c.format))
     hull: list[Choice] = []
     for choice in ranked:
         if hull and choice.cost == hull[-1].cost:
             continue
-        # A choice that is more expensive and loses at least as much is useless.
+        # A choice is useless if another choice is cheaper and its loss is not larger.
         while hull and hull[-1].loss >= choice.loss:
             hull.pop()
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], choice):
@@ -61,11 +64,11 @@ def _slope(dear: Choice, cheap: Choice) -> float:
 
 
 def trade_off(layers: Mapping[str, list[Choice]]) -> list[Point]:
-    """Return the path of assignments from the most expensive to the cheapest.
+    """Return a list of assignments, from the most expensive to the cheapest.
 
-    Each step changes the format of one layer: the one where the change loses least per byte saved.
-    Every layer needs at least one choice. The result is deterministic, because ties are resolved by
-    the order of ``layers``.
+    Each step changes the format of the layer where the change loses least per byte saved. Among
+    equal layers, the first in the order of ``layers`` is changed. Every layer needs at least one
+    choice.
     """
     hulls = {layer: efficient(choices) for layer, choices in layers.items()}
     now = dict.fromkeys(layers, 0)
@@ -83,7 +86,8 @@ def trade_off(layers: Mapping[str, list[Choice]]) -> list[Point]:
         )
 
     path = [point()]
-    # Slopes rise along a hull, so the sorted order keeps the moves of each layer in their order.
+    # Along the hull of a layer, the loss per byte saved grows. Sorting therefore keeps the steps of
+    # each layer in order.
     for _, _, index, layer in sorted(moves):
         now[layer] = index
         path.append(point())

@@ -23,16 +23,16 @@ _LARGEST_ROTATION = 1024
 def smooth_scales(
     activation_channel_amax: np.ndarray, weight_channel_amax: np.ndarray, alpha: float = 0.5
 ) -> np.ndarray:
-    """SmoothQuant's scale of each input channel.
+    """Return SmoothQuant's scale of each input channel.
 
     The scale is ``activation_amax ** alpha / weight_amax ** (1 - alpha)``. It is 1 for a channel
-    where the activations or the weights are all zero.
+    where all activations or all weights are zero.
 
     Args:
         activation_channel_amax: Largest input magnitude per channel, ``[K]``.
-        weight_channel_amax: Largest weight magnitude per channel, ``[K]``, over all matrices that
-            read the input.
-        alpha: How much of the range moves from activations to weights, 0..1; default 0.5.
+        weight_channel_amax: Largest weight magnitude per channel, ``[K]``, over all matrices with
+            this input.
+        alpha: How strongly activations are scaled down and weights scaled up, 0..1; default 0.5.
 
     Returns:
         fp32 ``[K]``, clipped to 1e-4..1e4.
@@ -69,12 +69,12 @@ def awq_scales(
     quantise: Callable[[np.ndarray], np.ndarray],
     grid: int = 20,
 ) -> tuple[np.ndarray, float, float]:
-    """Search for AWQ's scale of each input channel: the channel's mean input magnitude to the power
-    of a ratio.
+    """Find AWQ's scale of each input channel.
 
-    All channels use the same ratio. The function tries the ratios 0 (no scaling), 1 / grid, 2 /
-    grid, up to 1, and takes the ratio with the smallest loss. Among equal losses, the smallest
-    ratio wins. Channels whose inputs are all zero get scale 1.
+    A scale is the channel's mean input magnitude to the power of a ratio. All channels use the same
+    ratio. The function tries the ratios 0 (no scaling), 1 / grid, 2 / grid, up to 1, and uses the
+    ratio with the smallest loss. Among equal losses, the smallest ratio is used. If all inputs of a
+    channel are zero, its scale is 1.
 
     Args:
         inputs: Calibration inputs ``[P, K]`` of each matrix.
@@ -126,8 +126,8 @@ def awq_scales(
     for ratio in np.arange(1, grid + 1) / grid if is_live.any() else ():
         scales = np.ones(inputs[0].shape[1])
         scales[is_live] = magnitude[is_live] ** ratio
-        # As in AWQ, the scales are centred on 1. A common factor would not change the rounding, but
-        # it could take fp16 weights out of range.
+        # As in AWQ, the scales are divided by a common factor, so that they are centred on 1. This
+        # does not change the rounding, and keeps fp16 weights in range.
         scales[is_live] /= np.sqrt(scales[is_live].max()) * np.sqrt(scales[is_live].min())
         candidate = np.clip(scales, 1 / _SCALE_LIMIT, _SCALE_LIMIT).astype(np.float32)
         candidate_loss = loss(candidate)
@@ -137,7 +137,7 @@ def awq_scales(
 
 
 def hadamard(size: int) -> np.ndarray:
-    """The orthonormal Hadamard matrix in Sylvester's construction, fp32 ``[n, n]``. The matrix is
+    """Return the orthonormal Hadamard matrix of Sylvester's construction, fp32 ``[n, n]``. It is
     symmetric.
 
     n is the largest power of two that divides ``size``, but at most 1024. For an odd size, n is 1.
@@ -154,8 +154,8 @@ def hadamard(size: int) -> np.ndarray:
 
 
 def rotate(x: np.ndarray) -> np.ndarray:
-    """Multiply each group of n neighbouring channels of ``x`` ``[..., K]`` by ``hadamard(K)``, in
-    fp32.
+    """Multiply each group of n neighbouring channels of ``x`` ``[..., K]`` by ``hadamard(K)``
+    ``[n, n]``, in fp32.
 
     The product of the layer does not change: ``rotate(x) @ rotate_rows(w)`` equals ``x @ w``.
     """
@@ -166,8 +166,10 @@ def rotate(x: np.ndarray) -> np.ndarray:
 
 
 def rotate_rows(w: np.ndarray) -> np.ndarray:
-    """Multiply each group of n neighbouring rows of ``w`` ``[K, N]`` by ``hadamard(K)``, in fp32;
-    see ``rotate``.
+    """Multiply each group of n neighbouring rows of ``w`` ``[K, N]`` by ``hadamard(K)`` ``[n, n]``,
+    in fp32.
+
+    See ``rotate``.
     """
     matrix = hadamard(w.shape[0])
     blocks = np.asarray(w, dtype=np.float32).reshape(-1, len(matrix), w.shape[1])

@@ -1,10 +1,11 @@
-"""Makes calibration states, which are canvases to run a denoiser on, from samples.
+"""Makes calibration states from samples. A calibration state is a canvas on which a denoiser is
+run.
 
 There are three kinds of state. A masked state is a sample with random mask tokens, as in the
 forward process of masked diffusion (arXiv:2502.09992, section 2.1). The mask ratios are stratified,
-so that every range of ratios gets states. A trajectory state is a canvas from a real generation,
-where the denoiser has already committed the easy positions. Random masking almost never produces
-such canvases. A clean state is the sample without mask tokens.
+so that every range of ratios gets states. A trajectory state is a canvas from a real generation.
+The denoiser has already committed the positions that were easy to predict, and random masking
+almost never produces such canvases. A clean state is the sample without mask tokens.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from dlm_calibration.samples import Sample
 if TYPE_CHECKING:
     pass
 
-# The middle of each of ten buckets.
+# The mask ratio in the middle of each of ten buckets.
 MASK_RATIOS = tuple(round(0.05 + 0.1 * i, 2) for i in range(10))
-# Positions in a run: 0 is its first pass, 1 its last pass.
+# Points of a generation, as shares of its passes: 0 is the first pass, and 1 the last pass.
 TRAJECTORY_POINTS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 Source = Literal["masked", "trajectory", "clean"]
 SOURCES: tuple[Source, ...] = ("masked", "trajectory", "clean")
-MIX = (0.5, 0.4, 0.1)  # default share of each of SOURCES
+MIX = (0.5, 0.4, 0.1)  # default share of each entry of SOURCES
 PER_SAMPLE = 8
 
 Trajectories = Callable[[Sequence["Sample"]], Iterable[Sequence[np.ndarray]]]
@@ -47,7 +48,7 @@ class State:
     """One canvas to run the denoiser on, int64 ``[L]``.
 
     The canvas contains mask tokens unless ``source`` is "clean". ``mask_ratio`` is the share of
-    positions after the prompt that hold the mask token.
+    mask tokens among the positions after the prompt.
     """
 
     canvas: np.ndarray
@@ -60,20 +61,20 @@ class State:
         """The mask ratio in tenths, rounded down: 0..9. A ratio of 1 is in bucket 9, and clean
         states have bucket -1.
         """
-        # The ratio is a quotient of small integers, so it may be slightly too small. Adding 1e-9
-        # corrects this error. It is far less than the difference that one position makes.
+        # The ratio is a rounded quotient of small integers, so it may be slightly too small. Adding
+        # 1e-9 corrects this. One position changes the ratio by far more than 1e-9.
         return -1 if self.source == "clean" else min(9, math.floor(self.mask_ratio * 10 + 1e-9))
 
     @functools.cached_property
     def sha256(self) -> str:
-        """Hash of the canvas and of the prompt's length."""
+        """A hash of the canvas and of the prompt's length."""
         return hashlib.sha256(
             np.array([self.prompt_length, *self.canvas], "<i8").tobytes()
         ).hexdigest()
 
 
 def write_states(states: Sequence[State], path: Path) -> None:
-    """Write states to a file. The file appears only when it is complete."""
+    """Write states to a file. It is written to a temporary name, and renamed when it is complete."""
     arrays = {
         "tokens": np.concatenate([state.canvas for state in states]),
         "lengths": np.array([len(state.canvas) for state in states], np.int64),
@@ -128,13 +129,13 @@ def make_states(
     """Yield calibration states of every sample, one at a time. Equal arguments give equal states.
 
     A sample has at most one clean state, so ``mix=(0, 0, 1)`` gives one state per sample. Over all
-    samples together, each mask ratio and each trajectory point is used about equally often.
+    samples, each mask ratio is used about equally often. The same is true of each trajectory point.
 
     Args:
         samples: The data.
         mask_token_id: The mask token.
-        pad_token_id: The token that pads a completion to a whole number of blocks, as training and
-            decoding do. A canvas never gets longer than ``max_canvas_length``. With ``None``,
+        pad_token_id: The token that pads a completion to a whole number of blocks, as in training
+            and decoding. A canvas never gets longer than ``max_canvas_length``. With ``None``,
             completions are not padded.
         block_length: Length of a block in tokens. With 0, completions are not padded.
         max_canvas_length: Longest canvas in tokens.
@@ -145,8 +146,8 @@ def make_states(
             that need trajectory states. For each of these samples, in order, it returns the
             canvases after each pass. The states are taken from these canvases at
             ``TRAJECTORY_POINTS``: point 0 is the canvas before the first pass, and point 1 is the
-            last canvas that has a mask token. Without this function, or where a run has too few
-            passes, randomly masked states take their place.
+            last canvas that has a mask token. Without this function, or if a run has too few
+            passes, randomly masked states are used instead.
 
     Raises:
         CalibrationError: The mix is not valid, or a sample contains the mask token.
@@ -220,7 +221,7 @@ def mask_independently(
     rng: np.random.Generator,
     protected: int = 0,
 ) -> np.ndarray:
-    """Return a copy of ``tokens`` ``[L]`` where each position is masked independently.
+    """Return a copy of ``tokens`` ``[L]`` in which each position is masked independently.
 
     Each position after the first ``protected`` positions is masked with probability ``mask_ratio``.
     At least one position is masked. Raises ValueError if the ratio is outside (0, 1] or if all
@@ -250,9 +251,8 @@ def mask_share(
     """
     _check_maskable(tokens, mask_ratio, protected)
     positions = len(tokens) - protected
-    count = max(
-        1, math.ceil(mask_ratio * positions - 0.5)
-    )  # Halves round down, so that the real ratio stays in its bucket: 1.5 of 10 positions gives 1.
+    # Halves are rounded down, so that the real ratio stays in its bucket: 1.5 positions become 1.
+    count = max(1, math.ceil(mask_ratio * positions - 0.5))
     out = np.array(tokens, dtype=np.int64)
     out[protected + rng.choice(positions, size=count, replace=False)] = mask_token_id
     return out
@@ -261,8 +261,8 @@ def mask_share(
 def random_tokens(
     length: int, vocab_size: int, excluded: tuple[int, ...], rng: np.random.Generator
 ) -> np.ndarray:
-    """Draw ``length`` token ids uniformly from the vocabulary, int64. The ids in ``excluded`` are
-    never drawn.
+    """Return ``length`` uniformly random token ids of the vocabulary, int64. The ids in
+    ``excluded`` do not occur.
     """
     allowed = np.setdiff1d(np.arange(vocab_size), np.array(excluded, dtype=np.int64))
     return rng.choice(allowed, size=length).astype(np.int64)
@@ -278,7 +278,7 @@ def _check_maskable(tokens: np.ndarray, mask_ratio: float, protected: int) -> No
 def _rounds(values: Sequence[float], rng: np.random.Generator) -> Iterator[float]:
     """Yield the values forever. Each round yields every value once, in a new random order.
 
-    The order changes so that no value always falls on the same samples.
+    Without a new order in each round, some values would always be used for the same samples.
     """
     while True:
         for i in rng.permutation(len(values)):
@@ -288,8 +288,7 @@ def _rounds(values: Sequence[float], rng: np.random.Generator) -> Iterator[float
 def _alternating(shares: Sequence[float]) -> Iterator[int]:
     """Yield indices of ``shares`` forever, so that each index occurs in proportion to its share.
 
-    At any time, the number of times that an index has occurred is as close to its share as integers
-    allow.
+    At any time, the number of occurrences of an index is as close to its share as integers allow.
     """
     owed = [0.0] * len(shares)
     while True:
@@ -302,7 +301,7 @@ def _alternating(shares: Sequence[float]) -> Iterator[int]:
 def pad_to_blocks(
     sample: Sample, pad_token_id: int | None, block_length: int, max_canvas_length: int
 ) -> np.ndarray:
-    """The sample's tokens ``[L]``, where a completion is padded to a whole number of blocks.
+    """Return the sample's tokens ``[L]``. A completion is padded to a whole number of blocks.
 
     The result is not padded beyond ``max_canvas_length``.
     """
@@ -318,7 +317,7 @@ def pad_to_blocks(
 def _pass_inputs(
     canvases: Sequence[np.ndarray], mask_token_id: int, prompt_length: int
 ) -> list[np.ndarray]:
-    """The canvases that went into the passes of a run: the initial canvas, then each canvas that
+    """Return the canvases before each pass of a run: the initial canvas, and each later canvas that
     still contains a mask token.
     """
     inputs = [canvas for canvas in canvases if (canvas == mask_token_id).any()]
@@ -332,12 +331,12 @@ def _pass_inputs(
 def _next_pass(
     count: int, taken: set[int], uses: np.ndarray, rng: np.random.Generator
 ) -> int | None:
-    """Choose a pass of a run for the next trajectory state; returns its index among ``count``
+    """Choose a pass of a run for the next trajectory state. Returns its index among ``count``
     passes.
 
-    The trajectory points are tried in turn, the least used point first. The first point whose pass
-    is not in ``taken`` is chosen. Returns ``None`` if there is no such point. Updates ``taken`` and
-    ``uses``, which counts the states per point (int64).
+    The trajectory points are tried in order of their use, the least used point first. The first
+    point whose pass is not in ``taken`` is chosen. Returns ``None`` if there is no such point.
+    Updates ``taken`` and ``uses`` (int64), the number of states for each point.
     """
     for point in np.lexsort((rng.random(len(uses)), uses)) if count else ():
         index = round(TRAJECTORY_POINTS[point] * (count - 1))

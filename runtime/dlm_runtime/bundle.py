@@ -54,7 +54,7 @@ class Bundle:
         checks_hashes: bool = True,
         provider: str = "cpu",
     ) -> None:
-        """``folder`` has the tokenizer's files, if any. With ``checks_hashes``, their hashes are checked."""
+        """``folder`` has the tokenizer's files, if there are any. With ``checks_hashes``, their hashes are checked."""
         self._handle = handle
         self._library = _native.library()
         self._tokenizer: Tokenizer | None = None
@@ -79,8 +79,9 @@ class Bundle:
         return self.engine.startswith("onnxruntime") and self.provider == "cpu"
 
     def close(self) -> None:
-        """Reject new requests, and free the engine when the running requests have ended. A running ``stream`` raises
-        RequestError at its next step. In a forked process, ``close`` raises ForkError.
+        """Reject new requests, and free the engine when the running requests have ended.
+
+        A running ``stream`` raises RequestError at its next step. In a forked process, ``close`` raises ForkError.
         """
         self._handle.close()
 
@@ -146,8 +147,8 @@ class Bundle:
     ) -> Constraint:
         """Compile a constraint on generated texts, for this bundle's tokenizer.
 
-        Pass exactly one of the first nine arguments. The bundle keeps its last 64 constraints, and compiles none of
-        them twice.
+        Pass exactly one of the first nine arguments. The bundle remembers the last 64 constraints, and does not compile
+        them again.
 
         Args:
             schema: A JSON Schema as a value or as JSON text, or a class with a method
@@ -160,9 +161,9 @@ class Bundle:
             csv: A CSV table: a schema of each row, or ``Csv``.
             xml: An XML element: a schema with the keyword ``xml`` of OpenAPI.
             tools: The result of ``Bundle.tools``; the text is a call of these functions.
-            max_depth: How often a recursive schema may contain itself, and how deeply containers may be nested where a
-                schema allows any value. For a grammar, how deeply recursive references may be nested. 0 to 64. If None,
-                the limit is 3, or less if the result would be too large.
+            max_depth: Limit on recursion, 0 to 64. For a schema: how often it may contain itself, and how deeply
+                containers may be nested where it allows any value. For a grammar: how deeply recursive references may
+                be nested. If None, the limit is 3, or less if the result would be too large.
             any_order: If True, the properties of a JSON object may have any order if there are at most 6 of them. By
                 default, they have the order of the schema.
             more_properties: If True, a text may have properties that the schema allows but does not name.
@@ -238,7 +239,8 @@ class Bundle:
 
         Args:
             preset: Name of a preset. If None, the bundle's default preset.
-            effort: "instant", "low", "medium" or "high": the policy fitted for this effort level. If None, the preset.
+            effort: "instant", "low", "medium" or "high". Returns the policy that was fitted for this effort level. If
+                None, the policy of the preset.
             changes: Fields of ``Policy``, by name.
 
         Raises:
@@ -248,7 +250,7 @@ class Bundle:
         return self._handle.policy(preset, effort).with_fields(changes)
 
     def _policy_for(self, method: str, options: Options) -> Policy:
-        """``policy`` for a method. An error message may also suggest an argument of this method."""
+        """Like ``policy``, for another method. An error message may also suggest an argument of that method."""
         beside = (*_arguments(method), *OPTION_NAMES)
         found = self._handle.policy(options.preset, options.effort)
         return found.with_fields(dict(options.policy), beside)
@@ -270,15 +272,15 @@ class Bundle:
             prompt: The prompt as text.
             tokens: Token ids, 0..vocab_size-1.
             chat: Messages for the chat template, each with ``role`` and ``content``.
-            cancel: Another thread may set this event. The request then ends within one pass.
+            cancel: An event that another thread may set. The request then ends within one pass.
             options: The fields of ``Options`` and ``Policy``, such as ``max_new_tokens=64, preset="fast-dllm",
                 threshold=0.8``.
 
         Returns:
-            The result. Its ``timings`` are in seconds. Two of them are time in the engine: ``prefill`` for the passes
-                that fill a cache, and ``passes`` for all other passes. Two are time outside the engine: ``selection``
-                for scoring, ranking and committing tokens, and ``cache`` for moving keys and values. ``total`` includes
-                these four and the loop's bookkeeping.
+            The result. Its ``timings`` are in seconds. ``prefill`` is the engine's time for passes that fill a cache,
+            and ``passes`` its time for all other passes. ``selection`` is the time to score, rank and commit tokens,
+            and ``cache`` the time to move keys and values. ``total`` includes these four times and the loop's
+            bookkeeping.
 
         Raises:
             RequestError: A token id, a length or the policy is invalid for this bundle.
@@ -307,18 +309,18 @@ class Bundle:
         cancel: threading.Event | Sequence[threading.Event | None] | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[Generation]:
-        """Run several requests, at most ``max_batch`` of them in shared passes.
+        """Run several requests. At most ``max_batch`` requests share a pass.
 
-        On a CPU, all requests can share passes, and a new request starts whenever another one ends. On other engines,
+        On a CPU, all requests can share passes, and a new request starts when another request ends. On other engines,
         requests share passes if their canvases have the same length. If they use a cache, their mask tokens must also
-        be in the same blocks. Each result has its own statistics and equals the result of ``generate``, except for
-        floating-point noise of the engine. The seconds of a shared pass are divided among its requests.
+        be in the same blocks. Each result equals the result of ``generate``, except for floating-point noise of the
+        engine. The seconds of a shared pass are divided among its requests.
 
         Args:
             prompts: Texts, one per request. Pass one of ``prompts``, ``tokens`` and ``chats``.
             tokens: Lists of token ids, one per request.
             chats: Lists of messages, one per request.
-            max_batch: The most requests in a pass, 1..4096.
+            max_batch: The largest number of requests in a pass, 1..4096.
             policies: Changes to policy fields: one dict per request, for example with a different ``seed`` each.
             cancel: One event for all requests, or a list with an event or None for each request.
             options: The options of ``generate``. Limits and ``stop_strings`` apply to each request separately.
@@ -327,8 +329,8 @@ class Bundle:
             The results, in the order of the requests.
 
         Raises:
-            RequestError: As for ``generate``; the message names the index of the request. Or ``max_batch`` exceeds the
-                limit of the engine (TensorRT: 1).
+            RequestError: As for ``generate``. The message has the index of the request. Also raised if ``max_batch``
+                exceeds the limit of the engine (TensorRT: 1).
             EngineError: A pass failed.
         """
         given = {"prompt": prompts, "tokens": tokens, "chat": chats}
@@ -440,16 +442,16 @@ class Bundle:
     ) -> Infill:
         """Fill the holes of a text. A hole is written as ``<mask>``: ``"def f(x): <mask> return y"``.
 
-        The text of a hole ends before the first end token that the denoiser puts there, so it may have fewer tokens
-        than the hole. Tokens that the tokenizer adds at the start of a prompt are added to the text too, unless it has
-        them already. Tokens that the tokenizer adds at the end of a prompt are left out.
+        The text of a hole ends before the first end token in the hole, so it may have fewer tokens than the hole. If
+        the tokenizer adds tokens at the start of a prompt, they are also added to the text, unless it starts with them.
+        Tokens that the tokenizer adds at the end of a prompt are left out.
 
         Args:
             text: Text with at least one ``<mask>``. If ``prompt`` or ``chat`` is passed, the text is the answer to it.
             lengths: Tokens per hole, 1 or more. A number applies to all holes. A list has one entry for each hole, or a
-                single entry for all holes. An entry that is itself a list has several lengths to try. Each combination
-                of lengths runs as a separate request, at most 64 of them. The result is the one with the highest mean
-                ln p of the tokens in the holes.
+                single entry for all holes. An entry that is a list has several lengths to try. Each combination of
+                lengths is a separate request. At most 64 combinations are allowed. The result with the highest mean ln
+                p of the tokens in the holes is returned.
             constrain_from: An index into the characters of ``text``. The constraint then covers the text from this
                 character to the end, and the text must have only one hole. If None, the constraint covers the text of
                 each hole.
@@ -497,12 +499,12 @@ class Bundle:
     def time_passes(
         self, tokens: int, cached: int, rows: int, repeats: int, batch: int = 1
     ) -> list[float]:
-        """Measure the time that the engine needs for passes of a given size. The tokens are arbitrary.
+        """Measure the engine's time for passes of a given size, with arbitrary tokens.
 
         Args:
             tokens: Number of tokens of each request in the pass, 1 or more.
-            cached: Number of cached tokens that the pass reads. If above 0, a full pass, which is not timed, fills the
-                cache first.
+            cached: Number of cached tokens that the pass reads. If this is above 0, a full pass fills the cache first.
+                The full pass is not timed.
             rows: Number of rows of each request for which the pass computes scores, 1..tokens.
             repeats: Number of passes. If 0, only the sizes are checked.
             batch: Number of requests that share the pass, 1..4096.
@@ -543,7 +545,7 @@ class Bundle:
                 yield event
 
     def _check(self, status: int, session: C.c_void_p, requests: Sequence[Request] = ()) -> None:
-        """Raise the error of a failed native call, or the exception that the tokenizer raised in it."""
+        """Raise the error of a failed native call, or the exception of the tokenizer if there was one."""
         raised = next((one.error for one in requests if one.error is not None), None)
         if status and raised is not None:
             raise raised
@@ -559,20 +561,20 @@ class Bundle:
         max_pass_ms: float = 0.0,
         cost: PassCost | None = None,
     ) -> Scheduler:
-        """Create a scheduler, which accepts requests from any thread and runs their passes on its own thread.
+        """Create a scheduler. It accepts requests from any thread, and runs their passes on a separate thread.
 
-        If the engine allows it, requests share passes. Otherwise they take turns. Requests start in the order of
-        submission.
+        If the engine allows it, requests share passes. Otherwise, each pass computes one request, and requests take
+        turns. Requests start in the order of submission.
 
         Args:
             max_running: The largest number of requests that run at once, 1..4096.
             max_waiting: The largest number of requests in the queue, 1..1048576. Further requests raise BusyError.
-            max_tokens: The largest number of tokens in a shared pass. Requests that do not fit into a pass join the
-                next one.
+            max_tokens: The largest number of tokens in a shared pass. Requests that do not fit into a pass wait for the
+                next pass.
             cache_bytes: Limit on the bytes of keys and values of all running requests together. If 0, the limit is 1
-                GiB, or the bytes for the longest canvas if they are more.
-            max_pass_ms: Limit on the expected milliseconds of a shared pass. A waiting request starts only when the
-                pass stays within this limit. If 0, there is no limit.
+                GiB, or more if the longest canvas needs more.
+            max_pass_ms: Limit on the expected milliseconds of a shared pass. A waiting request starts only if the pass
+                then stays within this limit. If 0, there is no limit.
             cost: The measured cost of passes on this machine. It is needed for ``max_pass_ms``.
 
         Raises:
@@ -592,6 +594,6 @@ class Bundle:
 
 @functools.cache
 def _arguments(method: str) -> tuple[str, ...]:
-    """The names of the keyword arguments of a method of ``Bundle``, without those in ``**options``."""
+    """Return the names of the keyword arguments of a method of ``Bundle``, without those in ``**options``."""
     parameters = inspect.signature(getattr(Bundle, method)).parameters.values()
     return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)

@@ -1,9 +1,8 @@
-"""Runs the native loop with a Python function in place of an engine: the function computes each
-pass.
+"""Runs the native loop with a Python function that computes each pass, instead of an engine.
 
-Tests use this module to run a torch denoiser under the native loop, so that errors of the loop can
-be told from errors of the exported graph. It also runs networks that cannot be exported yet. It is
-slow, because every pass calls Python.
+Tests use this module to run a torch denoiser with the native loop. They can then distinguish errors
+of the loop from errors of the exported graph. The module can also run networks that cannot be
+exported. It is slow, because every pass calls Python.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ class DenoiserInfo:
         head_size: Size of a head, 1..4096.
         shift: 1 if row i of the output predicts position i + 1. 0 if it predicts position i.
         has_cache: True if passes read and write keys and values.
-        top_k: K, the number of candidate tokens per row, 2..64 and below V.
+        top_k: K, the number of most likely tokens that a pass returns for each row, 2..64 and below
+            V.
         visible_block: The block length of block-causal attention. If None, attention is full.
     """
 
@@ -56,8 +56,10 @@ class DenoiserInfo:
 
 @dataclass(frozen=True)
 class CallbackPass:
-    """The inputs and outputs of one request in a pass. The arrays are numpy views of the loop's
-    memory. The callback must fill every output that is not None.
+    """The inputs and outputs of one request in a pass.
+
+    The arrays are numpy views of the loop's memory. The callback must fill every output that is not
+    None.
 
     T is the number of tokens in the pass, R the number of rows to score, and S the number of cached
     tokens. Hkv and D are ``kv_heads`` and ``head_size`` of ``DenoiserInfo``.
@@ -93,7 +95,7 @@ def _view(pointer: object, shape: tuple[int, ...]) -> np.ndarray:
 def _rows(
     info: DenoiserInfo, keys: Any, values: Any, batch: int, rows: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The keys and values of every layer, each with the shape ``[B, Hkv, rows, D]``."""
+    """Return the keys and values of every layer, each with the shape ``[B, Hkv, rows, D]``."""
     shape = (batch, info.kv_heads, rows, info.head_size)
     layers = [
         (C.cast(keys[i], _native.f32p), C.cast(values[i], _native.f32p)) for i in range(info.layers)
@@ -102,7 +104,7 @@ def _rows(
 
 
 def _passes(info: DenoiserInfo, p: Any) -> Iterator[CallbackPass]:
-    """Yield the part of a pass that belongs to each request of the batch."""
+    """For each request of the batch, yield its part of the pass."""
     B, T, S, R = p.batch, p.tokens, p.cached, p.rows
     ids, positions, rows = (
         _view(p.input_ids, (B, T)),
@@ -145,9 +147,8 @@ def from_callback(
     If ``run`` raises an Exception, the request ends, and ``generate`` raises an EngineError with
     this exception as its cause. Other exceptions, such as KeyboardInterrupt, are raised unchanged.
     """
-    raised = (
-        threading.local()
-    )  # per thread: sessions make passes on the caller's thread, schedulers on their own
+    # Per thread: sessions run passes on the caller's thread, and schedulers on a separate thread.
+    raised = threading.local()
 
     def call(_: int, pointer: object) -> int:
         try:

@@ -1,9 +1,8 @@
 """Finds the files that a C or C++ program needs to embed the runtime: the header, the libraries,
 the pkg-config file and the CMake package.
 
-The files have the layout that ``cmake --install`` writes, under one prefix. The whole folder can be
-moved. ``_native`` loads the shared library from the same folder. ``dlm-export embed`` prints these
-paths.
+The files are in one folder, with the layout of ``cmake --install``. The whole folder can be moved.
+``_native`` loads the shared library from the same folder. ``dlm-export embed`` prints these paths.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from pathlib import Path
 from dlm_runtime.abi import native as _native
 from dlm_runtime.errors import EngineError
 
-# The system libraries that a program must also link when it links the static library.
+# A program that links the static library must also link these system libraries.
 _STATIC_NEEDS = "-lstdc++ -lm -ldl -lpthread"
 
 
 def prefix() -> Path:
-    """The folder that contains ``include/dlm_runtime.h`` and ``lib/``.
+    """Return the folder that contains ``include/dlm_runtime.h`` and ``lib/``.
 
     Raises EngineError if the package was installed without these files.
     """
@@ -33,13 +32,17 @@ def prefix() -> Path:
 
 
 def cflags() -> str:
-    """Compiler options for a C or C++ program that includes the header, quoted for a shell."""
+    """Return the compiler options for a C or C++ program that includes the header, quoted for a
+    shell.
+    """
     return shlex.quote(f"-I{prefix() / 'include'}")
 
 
 def libs(*, static: bool = False) -> str:
-    """Linker options, quoted for a shell. By default they link the shared library and set its run
-    path. With ``static``, they link the static library.
+    """Return the linker options, quoted for a shell.
+
+    By default, they link the shared library and set its run path. With ``static``, they link the
+    static library.
     """
     folder = prefix() / "lib"
     if static:
@@ -48,7 +51,8 @@ def libs(*, static: bool = False) -> str:
 
 
 def engine_library() -> str | None:
-    """The path of the installed ONNX Runtime's library, as a value for ``$DLM_ONNXRUNTIME``. None
-    if ONNX Runtime is not installed.
+    """Return the path of the installed ONNX Runtime's library, for ``$DLM_ONNXRUNTIME``.
+
+    Returns None if ONNX Runtime is not installed.
     """
     return _native.onnxruntime_library()

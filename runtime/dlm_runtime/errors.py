@@ -1,7 +1,7 @@
 """The errors that dlm-export's packages raise on purpose.
 
-Errors that a user can cause derive from ``DlmError``. Messages say what happened, where, and what
-to do. The command line prints such an error as one line; any other exception is a defect of
+Errors that a user can cause derive from ``DlmError``. Their messages say what happened, where, and
+what to do. The command line prints such an error as one line. Any other exception is a bug in
 dlm-export.
 """
 
@@ -11,45 +11,46 @@ from dlm_runtime.exit_codes import ExitCode as ExitCode
 
 
 class DlmError(Exception):
-    """An error that a user can fix. The message says what is wrong, where, and what to do."""
+    """The base class of errors that a user can fix."""
 
     exit_code = ExitCode.COULD_NOT
 
 
 class DlmWarning(UserWarning):
-    """A request was carried out, but not exactly as it was made. The command line prints the
-    warning as one line.
+    """Warns that a request was carried out with changes, which the message explains.
+
+    The command line prints the warning as one line.
     """
 
 
 class BundleError(DlmError):
-    """A bundle is missing, damaged or edited, or its format version is unknown to this runtime."""
+    """Raised if a bundle is missing, damaged or edited, or if this runtime does not know its format
+    version.
+    """
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class RequestError(DlmError, ValueError):
-    """A request (tokens, policy, lengths) is invalid for this bundle."""
+    """Raised if a request (tokens, policy, lengths) is invalid for a bundle."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class ClosedError(RequestError):
-    """A bundle or a scheduler was used after it was closed."""
+    """Raised if a bundle or a scheduler is used after it was closed."""
 
 
 class EngineError(DlmError):
-    """The inference engine is missing, too old, or failed while it ran."""
+    """Raised if the inference engine is missing, is too old, or failed in a pass."""
 
 
 class ForkError(DlmError, RuntimeError):
-    """A bundle, scheduler or job was used in a process that was forked from the process that
-    created it.
-    """
+    """Raised if a bundle, scheduler or job is used in a forked process that did not create it."""
 
 
 class BusyError(DlmError):
-    """The scheduler's queue is full. Submit the request again later."""
+    """Raised if the scheduler's queue is full. The caller may submit the request again later."""
 
 
 class CancelledError(DlmError):
@@ -57,17 +58,19 @@ class CancelledError(DlmError):
 
 
 class SchemaWarning(DlmWarning):
-    """A keyword of a JSON Schema looks misspelled, or a part of a schema is not used."""
+    """Warns that a keyword of a JSON Schema looks misspelled, or that a part of a schema is not
+    used.
+    """
 
 
 class ConstraintWarning(DlmWarning):
-    """A constraint forced a text that is far less likely than the text that the denoiser would
-    choose.
+    """Warns that a constraint forced a text that is far less likely than the text without the
+    constraint.
     """
 
 
 def shown(value: object) -> str:
-    """A short form of any value, for an error message."""
+    """Return a short form of any value, for an error message."""
     try:
         return reprlib.repr(value)
     except Exception:  # such as an integer of more digits than Python prints

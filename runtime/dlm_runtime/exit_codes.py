@@ -6,22 +6,23 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """The exit codes for failures. Success is 0, and a command that signal n ended exits with 128 +
-    n.
+    """The exit codes for failures. Success is 0. If signal n ended a command, its exit code is 128
+    + n.
 
-    The exit code says what must change before the same command can succeed. The table for users is
-    in docs/guides/troubleshooting.md.
+    A failure's exit code says what must change before the same command can succeed. The table for
+    users is in docs/guides/troubleshooting.md.
     """
 
     COULD_NOT = 1
     """The input is correct, but the machine lacks a package, an engine, a device, memory, disk
-    space or a permission. Also if another process blocks the command, or if it was interrupted.
+    space or a permission. Also used if another process blocks the command, or if the command was
+    interrupted.
     """
     WRONG_INPUT = 2
     """An option, a path or the data at a path is missing, damaged or unsuitable, or the command
     would overwrite a file.
     """
     MISSED = 3
-    """The command ran to its end, but parity or an accuracy budget was missed, or the audit of an
-    engine failed.
+    """The command finished, but a check failed: the bundle differs from PyTorch, an accuracy budget
+    is exceeded, or the audit of an engine failed.
     """

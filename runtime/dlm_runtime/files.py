@@ -1,8 +1,8 @@
 """Reads small files that are not trusted.
 
-Only regular files up to a size limit are read. Pipes and devices are rejected, because they may
-never end. Text must be valid UTF-8, and the numbers of JSON must be ones that Python can compute
-with. Every function raises ``error``, with a message that names the file and ends with ``hint``.
+Only regular files up to a size limit are read. Pipes and devices are rejected, because reading them
+may never end. Text must be valid UTF-8. Every function raises ``error`` if it fails. The message
+names the file and ends with ``hint``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ _PIECE_BYTES = 1 << 16
 def read_bytes(
     path: Path, limit_bytes: int, error: type[DlmError], hint: str = "", sha256: str | None = None
 ) -> bytes:
-    """Read a regular file, following symbolic links. ``sha256`` is the expected hash; None accepts
-    any.
+    """Read a regular file, following symbolic links. ``sha256`` is the expected hash, or None to
+    accept any content.
     """
     try:
         # Opening a pipe would wait for a writer, so the file is opened without blocking. The type
-        # is checked on the open file, because a path could be replaced after the check.
+        # of the open file is checked, because the file at the path could be replaced after a check
+        # of the path.
         with open(
             os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb"
         ) as file:
@@ -38,8 +39,8 @@ def read_bytes(
                 raise error(
                     f"{path}: {info.st_size} bytes is too large: the limit is {limit_bytes}.{hint}"
                 )
-            # Reads as many bytes as the file system reports, instead of the limit, because Python
-            # allocates the whole amount at once. For files in /proc, the reported size is 0.
+            # Python allocates as many bytes as ``read`` asks for. Therefore the size that the file
+            # system reports is used, and not the limit. For files in /proc, the reported size is 0.
             data = file.read(info.st_size + 1)
             while len(data) <= limit_bytes and (more := file.read(_PIECE_BYTES)):
                 data += more
@@ -56,7 +57,7 @@ def read_bytes(
         raise error(f"{path}: no such file.{hint}") from err
     except OSError as err:
         raise error(f"{path}: not readable ({err.strerror}).{hint}") from err
-    except ValueError as err:  # a NUL in its name
+    except ValueError as err:  # the path contains a NUL
         raise error(f"{path!r}: not a valid file name ({err}).{hint}") from err
 
 
@@ -89,8 +90,8 @@ def read_object(
 def parse_json(text: str) -> Any:
     """Parse JSON. Raises ValueError if a string is not valid UTF-8.
 
-    Integers that do not fit 64 bits become doubles, and integers of more than 308 digits become
-    infinity. Later code can then compare them with its limits and reject them.
+    Integers that do not fit into 64 bits are converted to doubles. Integers of more than 308 digits
+    become infinity. Callers can then compare such numbers with their limits, and reject them.
     """
     try:
         value = json.loads(

@@ -1,8 +1,8 @@
 """Checks the parts of a bundle's manifest that the native reader does not use.
 
 When the native library opens a bundle, it checks the members ``loop`` and ``files``. The other
-members describe the bundle to people and to the exporter. Code that reads one of these members must
-first check the manifest with the functions of this module. They use ``manifest.schema.json``.
+members are for people and for the exporter. Code that reads one of these members must first check
+the manifest with the functions of this module. These functions use ``manifest.schema.json``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _MESSAGE_LIMIT = 300  # characters: names and values may be as long as a manifes
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The paths of a bundle's tokenizer and chat template, if it has them, and the texts of the
-    special tokens that the template may use.
+    """The text files of a bundle: the paths of its tokenizer and chat template, if it has them.
+
+    ``special_tokens`` has the texts of the special tokens that the template may use.
     """
 
     tokenizer: Path | None
@@ -49,7 +50,7 @@ def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
     """
     from jsonschema.exceptions import best_match
 
-    # Only the first error is reported, because a hostile manifest may have a million.
+    # Only the first error is reported, because a hostile manifest may have a million errors.
     error = best_match(itertools.islice(validator().iter_errors(manifest), 1))
     if error is not None:
         _refuse(folder, _place(error), _reason(error))
@@ -99,8 +100,9 @@ def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
 
 @functools.cache
 def schema() -> dict[str, Any]:
-    """Load manifest.schema.json and add the lists that the code defines: the fields of a policy,
-    and the names of layer formats, JSON layouts and call formats.
+    """Load manifest.schema.json, and add lists that are defined in Python code.
+
+    They are the fields of a policy, and the names of layer formats, JSON layouts and call formats.
     """
     found: dict[str, Any] = json.loads(
         Path(__file__).with_name("manifest.schema.json").read_text(encoding="utf-8")
@@ -128,8 +130,8 @@ def _policy_rule(field: Any) -> dict[str, Any]:
 
 @functools.cache
 def validator() -> Draft202012Validator:
-    """A validator for manifests. It accepts an integer only if it is written without a fraction,
-    like the native reader.
+    """Create a validator for manifests. Like the native reader, it accepts an integer only without
+    a fraction.
     """
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
@@ -146,8 +148,8 @@ def validator() -> Draft202012Validator:
 
 
 def _place(error: ValidationError) -> str:
-    """The member at which an error occurred, in the notation of the native reader: ``layers["a
-    b"]``, ``targets[0]``.
+    """Return the member at which an error occurred, in the notation of the native reader:
+    ``layers["a b"]``, ``targets[0]``.
     """
     place = ""
     for key in error.absolute_path:
@@ -159,7 +161,7 @@ def _place(error: ValidationError) -> str:
 
 
 def _reason(error: ValidationError) -> str:
-    """The message of the schema validator, with the rejected value shortened."""
+    """Return the message of the schema validator, with the rejected value shortened."""
     return _short(error.message.replace(repr(error.instance), reprlib.repr(error.instance)))
 
 

@@ -1,4 +1,4 @@
-"""Opens a bundle. It finds the library of the engine and of the provider, and checks the files."""
+"""Opens a bundle: finds the library of the engine, and checks the files."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ def open(
 
     Args:
         path: A folder that ``dlm-export build`` wrote.
-        engine: "onnxruntime", "tensorrt", "auto" or "none". "auto" is "tensorrt" if the bundle was
-            built for a GPU, else "onnxruntime". "none" only opens and checks the bundle; it cannot
-            run passes. ONNX Runtime uses the kernels of this package that suit the processor.
-            $DLM_KERNELS can name other kernels, or "none" for ONNX Runtime's own.
+        engine: "onnxruntime", "tensorrt", "auto" or "none". "auto" means "tensorrt" if the bundle
+            was built for a GPU, and "onnxruntime" otherwise. With "none", the bundle is opened and
+            checked, and cannot run passes. ONNX Runtime uses the kernels of this package that suit
+            the processor. $DLM_KERNELS can name other kernels, or "none" for ONNX Runtime's own.
         provider: The provider of ONNX Runtime: "cpu", or on a GPU "cuda", "tensorrt" or
             "nv_tensorrt_rtx". For a GPU other than 0, add its number ("cuda:1"). With a GPU
             provider, the engine "auto" means "onnxruntime".
         allow_fallback: If True, the CPU runs the nodes that the provider cannot run, and
             ``Bundle.engine`` lists them. If False, such nodes are an error.
-        threads: Number of threads of ONNX Runtime, 0..4096. 0 uses all cores. If it exceeds the
-            number of cores that this process may use, that number is used instead, with a
+        threads: Number of threads of ONNX Runtime, 0..4096. 0 uses all cores. There are never more
+            threads than cores that this process may use. A larger number is reduced, with a
             DlmWarning.
-        library: Path of the engine's library. If None, the library that $DLM_ONNXRUNTIME or
-            $DLM_TENSORRT names. If that is not set, the library of an installed package, or else of
-            the system.
-        check_hashes: If True, all files are compared with the hashes in the manifest. A file of
-            more than 16 MiB is not hashed again if it has not changed since it last matched its
-            hash, unless ``engine`` is "none" or $DLM_HASH_FILES is "always". If False, only the
-            sizes are compared.
+        library: Path of the engine's library. If None, $DLM_ONNXRUNTIME or $DLM_TENSORRT names the
+            library. If this variable is not set, the library of an installed Python package is
+            used, or else the system's library.
+        check_hashes: If True, the hashes of all files are compared with the manifest. If False,
+            only the sizes are compared. A file of more than 16 MiB is not hashed again if it
+            matched before and has not changed since. It is always hashed if ``engine`` is "none" or
+            $DLM_HASH_FILES is "always".
 
     Raises:
         BundleError: The bundle is missing or damaged.
@@ -63,8 +63,8 @@ def open(
             providers.check_wheels()
             providers.load_libraries()
     if engine == "auto":
-        # The library to load depends on the engine, and the engine on the bundle's manifest. So the
-        # manifest is read first, without an engine.
+        # The library depends on the engine, and the engine depends on the bundle's manifest. The
+        # manifest is therefore read first, without an engine.
         with contextlib.closing(_open(path, "none", library=None, check_hashes=False)) as looked_at:
             engine = (
                 "tensorrt"
@@ -85,7 +85,7 @@ def open(
         allow_fallback=int(allow_fallback),
         threads=threads,
     )
-    cores = len(os.sched_getaffinity(0))  # as the native library counts them
+    cores = len(os.sched_getaffinity(0))  # the same count as in the native library
     if threads > cores:
         said = f"threads = {threads} is more than the {cores} cores that this process may use: {cores} threads run"
         warnings.warn(said, DlmWarning, stacklevel=2)
@@ -104,7 +104,7 @@ def _open(
     check_hashes: bool,
     **others: bytes | int,
 ) -> Handle:
-    """Open the native bundle. ``others`` are more fields of the C struct of options, by name."""
+    """Open the native bundle. ``others`` has further fields of the C options struct, by name."""
     native = _native.library()
     options = _native.initialised(_native.OpenOptions)
     options.engine = engine.encode() if isinstance(engine, str) else None

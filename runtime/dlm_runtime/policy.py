@@ -16,14 +16,14 @@ from typing import Any
 
 from dlm_runtime.errors import RequestError
 
-# Names that papers and their code use for these scores.
+# The names of these scores in papers and their code.
 SCORE_ALIASES = {
     "maskgit_plus": "confidence",
     "low_confidence": "confidence",
     "topk_margin": "margin",
 }
 
-# How similar an unknown name must be to a known one to be suggested as a correction. With difflib's
+# A known name is suggested for an unknown name if they are at least this similar. With difflib's
 # default, top_p would be suggested for stop.
 _NEAR = 0.7
 
@@ -34,8 +34,8 @@ class Policy:
     ``dlm_runtime.h``, in the same order.
 
     Args:
-        select: How the token of a position is chosen: "argmax" takes the most likely token,
-            "sample" draws one at ``temperature``.
+        select: How the token of a position is chosen. "argmax" chooses the most likely token.
+            "sample" draws a random token with ``temperature``.
         score: How positions are ranked: "confidence", "margin", "entropy" or "random".
         commit: The rule that decides how many positions are committed after a pass: "static",
             "threshold", "dynamic", "factor", "entropy_bound", "timestep" or "sequential".
@@ -45,25 +45,27 @@ class Policy:
             block-causal attention.
         stop: "eos": the blocks after a block with an end token are not filled. "none": all blocks
             are filled.
-        block_length: Number of tokens in a block. 0 means one block for the whole generation, or
-            for block-causal attention the block length of the network.
+        block_length: Number of tokens in a block. 0 means the block length of the network if
+            attention is block-causal, otherwise one block for the whole generation.
         steps_per_block: Planned number of passes per block. 0 means one pass per token.
-        refresh: For the caches "prefix" and "dual". 0: every block starts with a full pass. N:
-            later blocks start with a pass over at least N tokens before the block.
-        threshold: The threshold of "threshold" and "dynamic", 0..1.
-        factor: The factor of "factor", 0 or more.
-        entropy_bound: The bound of "entropy_bound" in nats, 0 or more.
-        timestep_eps: The end of the schedule of "timestep", 1e-9..1.
-        temperature: For "sample", above 0. Logits are divided by it.
-        seed: The seed of "random" and "sample", 0..2^64-1.
+        refresh: For the caches "prefix" and "dual". 0: every block starts with a full pass. N: only
+            the first block starts with a full pass. Later blocks start with a pass that begins at
+            least N tokens before the block.
+        threshold: For the rules "threshold" and "dynamic": the number that scores are compared
+            with, 0..1.
+        factor: For the rule "factor", 0 or more.
+        entropy_bound: For the rule "entropy_bound": the bound in nats, 0 or more.
+        timestep_eps: For the rule "timestep": the end of its schedule, 1e-9..1.
+        temperature: For "sample", above 0. Logits are divided by this number.
+        seed: Seed of the random numbers for "random" and "sample", 0..2^64-1.
         store: How the cache "block" stores a finished block: "pass", "open" or "reuse".
-        sub_block_length: Number of positions in a block that are filled before the next positions.
-            0 means all positions together.
-        edit_passes: For "edit", the largest number of passes over a finished block.
+        sub_block_length: Number of positions in a sub-block. The sub-blocks of a block are filled
+            one after the other. 0 means that a block is not divided.
+        edit_passes: For "edit", the largest number of extra passes over a finished block.
         edit_threshold: For "edit", 0..1. A token is replaced if the probability of another token is
-            above this.
+            above this number.
         top_p: For "sample", 0..1. The token is drawn from the smallest set of most likely tokens
-            whose total probability is above this.
+            whose total probability is above this number.
         top_k: For "sample". The token is drawn from this many of the most likely tokens. 0 means
             all tokens.
         score_of: The distribution from which scores are computed: "prediction", "draw" or
@@ -101,8 +103,8 @@ class Policy:
 
         ``temperature`` and ``select`` depend on each other. If only ``temperature`` is changed, a
         value above 0 sets ``select`` to "sample". If only ``select`` is changed to "argmax",
-        ``temperature`` becomes 0. ``beside`` has the names of the caller's other arguments, which
-        the error message may suggest.
+        ``temperature`` becomes 0. ``beside`` has the names of the caller's other arguments. An
+        error message may suggest them too.
         """
         known = [field.name for field in fields(self)]
         unknown = next((name for name in changes if name not in known), None)
@@ -126,11 +128,13 @@ class Policy:
         return replace(self, **changes)
 
     def greedy(self) -> Policy:
-        """This policy without sampling and guidance, for comparing the predictions of denoisers."""
+        """Return this policy without sampling and guidance, to compare the predictions of
+        denoisers.
+        """
         return self.with_fields({"temperature": 0.0, "cfg_scale": 0.0})
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and their values, in the form that the manifest has."""
+        """Return the fields and their values, in the form of the manifest."""
         return asdict(self)
 
 

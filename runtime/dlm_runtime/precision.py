@@ -1,11 +1,11 @@
-"""Number formats and layer formats. Each format is one record, from which all other code derives
-what it needs.
+"""Number formats and layer formats. Each format is one record, and all other code uses these
+records.
 
 A number format says how a number is stored, for example INT8 or FP8. A layer format says which
 number formats a matrix multiplication uses for its weights and its activations, and which targets
 can run it. To add a format, add a record here, its arithmetic in ``dlm_calibration.formats`` and
-its graph in ``dlm_export.graph.quantise``. This module needs no other package, so that a board can
-read the formats.
+its graph in ``dlm_export.graph.quantise``. This module imports no other package, so that boards can
+use it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class NumberFormat:
         code_type: The dtype of a stored code in numpy (with ml_dtypes).
         levels: The largest value that the format represents when the scale is 1.
         code_limits: The range to which codes are clipped. If None, codes are looked up in a table.
-        least_sm: The compute capability of the oldest GPU that can compute with the format, times
-            10. 89 is SM 8.9.
+        least_sm: The compute capability, times 10, of the oldest GPU that can compute in the
+            format. 89 means 8.9.
         tensorrt: The names of the format in TensorRT and its inspector.
-        is_simulated_on_cpu: True if a CPU has no arithmetic for the format. It then computes in
-            fp32 with the quantised values.
+        is_simulated_on_cpu: True if a CPU cannot compute in the format. The quantised numbers are
+            then multiplied in fp32.
     """
 
     name: str
@@ -38,8 +38,8 @@ class NumberFormat:
     is_simulated_on_cpu: bool = False
 
 
-# TensorRT-RTX 1.7 does not compile INT4 for SM 7.5. It compiles INT8 weights there, although its
-# support matrix lists them only from SM 8.6 on.
+# TensorRT-RTX 1.7 does not compile INT4 for SM 7.5. It does compile INT8 weights for SM 7.5,
+# although its support matrix lists them only from SM 8.6 on.
 NUMBER_FORMATS = {
     each.name: each
     for each in (
@@ -61,7 +61,7 @@ class LayerFormat:
             computes the range.
         group_size: Number of weights in a group, along the input dimension.
         next: Layer formats to try for a layer whose shape does not suit this format. The first
-            format that suits the shape and the target is used, or ``HIGH`` if there is none.
+            format that suits the shape and the target is used, or ``HIGH`` if no format suits them.
         on_cuda: True if ONNX Runtime's CUDA provider has kernels for the format.
         untried: The reason why TensorRT does not use the format, although it could.
         auto: The kinds of target for which ``--precision auto`` tries the format.
@@ -83,14 +83,14 @@ class LayerFormat:
 
     @property
     def is_simulated_on_cpu(self) -> bool:
-        """True if a CPU has no arithmetic for this format and computes in fp32 with the quantised
-        values.
+        """True if a CPU cannot compute in this format. The quantised numbers are then multiplied in
+        fp32.
         """
         return self.weights is not None and NUMBER_FORMATS[self.weights].is_simulated_on_cpu
 
     @property
     def least_sm(self) -> int:
-        """The oldest GPU on which TensorRT can compute this format, as in
+        """The compute capability of the oldest GPU on which TensorRT can compute this format, as in
         ``NumberFormat.least_sm``.
         """
         return 0 if self.weights is None else NUMBER_FORMATS[self.weights].least_sm
@@ -113,14 +113,16 @@ class LayerFormat:
 
     @property
     def suits_table(self) -> bool:
-        """True if a CPU can look up single rows in this format. The table of a tied head needs
-        this.
+        """True if a CPU can read single rows of a matrix in this format. The embedding table of a
+        tied head needs such a format.
         """
         return self.weights in (None, "fp8") or self.is_dynamic
 
     def weight_bytes(self, inputs: int, outputs: int) -> int:
-        """The bytes of a weight matrix ``[inputs, outputs]`` on disk, with its scales. Full
-        precision is fp32.
+        """Return the size in bytes of a weight matrix ``[inputs, outputs]`` on disk, with its
+        scales.
+
+        Full precision is fp32.
         """
         elements = inputs * outputs
         if self.weights is None:
@@ -172,6 +174,6 @@ FORMATS: dict[str, LayerFormat] = {
         "int8", next=("int8-dynamic",), on_cuda=True, auto=("tensorrt", "cuda")
     ),
 }
-"""The layer formats by name. Those that ``--precision auto`` tries come first, the cheapest one
-first.
+"""The layer formats by name. First come the formats that ``--precision auto`` tries. The cheapest
+of them is the first.
 """

@@ -12,14 +12,14 @@ from dataclasses import replace
 from dlm_runtime.policy import Policy
 
 PRESETS = {
-    # Each pass commits one token, the one with the highest score. Blocks have 32 positions.
+    # Each pass commits one token: the token with the highest score. Blocks have 32 positions.
     "llada": Policy(),
-    # Each pass commits all tokens whose score reaches the threshold, and at least the best one.
-    # Keys and values of the positions outside the block come from the cache.
+    # Each pass commits all tokens whose score reaches the threshold, and at least the best token.
+    # Keys and values of positions outside the block are read from the cache.
     "fast-dllm": Policy(commit="threshold", threshold=0.9, cache="dual"),
     # The whole generation is one block. The noise schedule says which share of the masked positions
-    # each pass commits. The temperature and top_p are those of the commands that the authors
-    # published. Scores come from the distribution that the tokens are drawn from.
+    # each pass commits. temperature and top_p are from the authors' published commands. Scores are
+    # computed from the distribution that the tokens are drawn from.
     "dream": Policy(
         select="sample",
         commit="timestep",
@@ -32,8 +32,7 @@ PRESETS = {
     # The loop of Fast-dLLM, for denoisers whose rows predict the next position.
     "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual"),
     # For block-causal networks. The block length is that of the network, and the cache is exact.
-    # Each pass commits all tokens above the threshold, or the planned number of tokens if that is
-    # more.
+    # Each pass commits all tokens above the threshold, but at least the planned number of tokens.
     "sdar": Policy(commit="dynamic", compare=">", threshold=0.85, cache="block", block_length=0),
     "llada2": Policy(commit="dynamic", compare=">", threshold=0.95, cache="block", block_length=0),
     # The loop of LLaDA2, followed by more passes over each finished block. They replace a token if
@@ -49,11 +48,11 @@ PRESETS = {
 
 
 def presets_for(visible_block: int | None, shift: int) -> dict[str, Policy]:
-    """The presets that a denoiser supports. ``visible_block`` is the block length of its attention,
-    or None if attention is full.
+    """Return the presets that a denoiser supports.
 
-    For block-causal attention, a ``block_length`` of 0 in a preset is replaced by the block length
-    of the network.
+    ``visible_block`` is the block length of its attention, or None if attention is full. For
+    block-causal attention, a ``block_length`` of 0 in a preset is replaced by the block length of
+    the network.
     """
     found = {
         name: policy for name, policy in PRESETS.items() if _suits(policy, visible_block, shift)

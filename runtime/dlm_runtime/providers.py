@@ -12,9 +12,9 @@ from pathlib import Path
 
 from dlm_runtime.errors import EngineError, RequestError
 
-# The libraries to load before a provider of onnxruntime-gpu 1.31.1, in the order of their
-# dependencies. The providers link all of them except cuDNN, which they load when they need it. {}
-# is replaced by the major version of CUDA.
+# The libraries that must be loaded before a provider of onnxruntime-gpu 1.31.1, in the order of
+# their dependencies. The providers link to all of them except cuDNN, which they load when they need
+# it. {} is replaced by the major version of CUDA.
 _LIBRARIES = (
     "libcudart.so.{}",
     "libcublasLt.so.{}",
@@ -59,8 +59,8 @@ def load_libraries() -> None:
     """Load NVIDIA's libraries from their installed wheels, so that the library of a provider finds
     them.
 
-    Libraries without a wheel are left to the system's loader. If one is missing, the provider
-    reports it.
+    A library without a wheel must be found by the system's loader. If a library is missing, the
+    provider reports it.
     """
     for paths in _in_wheels().values():
         for path in paths:
@@ -68,8 +68,8 @@ def load_libraries() -> None:
 
 
 def cuda_libraries() -> list[str]:
-    """The libraries that the CUDA provider needs: their paths in NVIDIA's wheels, or their names if
-    the system's loader must find them.
+    """Return the libraries that the CUDA provider needs: paths in NVIDIA's wheels, or the name if a
+    library has no wheel.
     """
     found: list[str] = []
     for name, paths in _in_wheels().items():
@@ -80,8 +80,9 @@ def cuda_libraries() -> list[str]:
 
 
 def _in_wheels() -> dict[str, list[Path]]:
-    """The paths of ``_LIBRARIES`` in NVIDIA's wheels, by name and in the same order. A library
-    without a wheel has no path.
+    """Return the paths of ``_LIBRARIES`` in NVIDIA's wheels, by name and in the same order.
+
+    Libraries without a wheel are left out.
     """
     major = _cuda_major()
     spec = importlib.util.find_spec("nvidia")
@@ -98,8 +99,8 @@ def _in_wheels() -> dict[str, list[Path]]:
 
 
 def _cuda_major() -> str:
-    """The major version of CUDA for which the installed onnxruntime wheel was built, or * if it is
-    unknown.
+    """Return the major version of CUDA for which the installed onnxruntime wheel was built, or * if
+    it is unknown.
     """
     spec = importlib.util.find_spec("onnxruntime")
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:

@@ -1,9 +1,11 @@
-"""Tools, the functions that a denoiser may call: checks their descriptions, defines the formats of
-calls, and reads calls from generated text.
+"""Checks the descriptions of tools, defines the formats of calls, and reads calls from generated
+text.
 
-A tool is described by JSON Schema, as in OpenAI's API. Chat templates receive the tools in the form
-that the transformers library passes. If a call is required, the text is constrained to the calls
-that are valid by the tools' schemas.
+A tool is a function that the generated text may call.
+
+A tool is described by a JSON Schema, as in OpenAI's API. Chat templates receive the tools in the
+same form as from the transformers library. If a call is required, a constraint allows only calls
+that are valid for the tools' schemas.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ class ToolCall:
     Args:
         name: Name of the function.
         arguments: The arguments of the call, by name.
-        id: An identifier that the message with the function's result refers to: ``call_`` and 24
-            hexadecimal digits. The digits are random and do not depend on the seed. Comparing two
-            calls ignores their ids.
+        id: An identifier: ``call_`` and 24 hexadecimal digits. The message with the function's
+            result refers to it. The digits are random and do not depend on the seed. A comparison
+            of two calls ignores their ids.
     """
 
     name: str
@@ -84,9 +86,10 @@ FORMATS = {
 
 def format_of(chosen: str | CallFormat | None, template: str | None) -> CallFormat:
     """Return the call format to use: ``chosen``, or if that is None, the format that the chat
-    template shows. If the template shows none, the format is one JSON object per line.
+    template shows.
 
-    Raises RequestError for an unknown name.
+    If the template does not show a format, the result is one JSON object per line. Raises
+    RequestError for an unknown name.
     """
     if isinstance(chosen, CallFormat):
         return chosen
@@ -137,7 +140,7 @@ class Tools:
 
     @property
     def told(self) -> list[dict[str, Any]] | None:
-        """The functions in the form that the chat template receives."""
+        """The functions, in the form that the chat template receives."""
         return None if self.choice == "none" else [dict(tool) for tool in self.listed]
 
     @property
@@ -146,8 +149,8 @@ class Tools:
         return self.choice not in ("auto", "none")
 
     def tree(self, layout: Layout = COMPACT) -> dict[str, Any]:
-        """The content of a "tree" constraint whose texts are one call, or several calls if
-        ``is_parallel``.
+        """Return the source of a "tree" constraint that allows one call, or several calls if
+        ``is_parallel`` is true.
         """
         f = self.written
         start, between, end = layout.around(0, False)
@@ -168,11 +171,11 @@ class Tools:
         return {"sequence": [*parts, {"text": f.end}]}
 
     def calls(self, text: str | None) -> list[ToolCall]:
-        """Find the calls in a text. The text must consist of calls, or contain them between the
-        marks of the format. For any other text, the list is empty.
+        """Return the calls in a text.
 
-        A call must name one of these functions, and its arguments must be an object. The arguments
-        are not checked further.
+        The text must consist of calls, or contain calls between the start and end texts of the
+        format. For any other text, the list is empty. A call must name one of these functions, and
+        its arguments must be an object. The arguments are not checked further.
         """
         if text is None or self.choice == "none":
             return []
@@ -185,8 +188,8 @@ class Tools:
         return self._of(text) or []
 
     def _of(self, text: str) -> list[ToolCall] | None:
-        """Parse JSON values that follow each other, where each is a call or a list of calls.
-        Returns None if the text has another form.
+        """Parse a sequence of JSON values, each a call or a list of calls. Returns None if the text
+        has another form.
         """
         found: list[ToolCall] = []
         rest = text.strip()
@@ -222,7 +225,9 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _name_of(tool: Any, where: str) -> str:
-    """The name of a function. Raises RequestError if the description of the function is invalid."""
+    """Return the name of a function. Raises RequestError if the description of the function is
+    invalid.
+    """
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type") != "function":
         raise RequestError(
@@ -244,8 +249,9 @@ def _name_of(tool: Any, where: str) -> str:
 
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The "tree" of a function's arguments. Properties that the schema does not list are only
-    allowed if the schema says so.
+    """Return the "tree" constraint for a function's arguments.
+
+    Properties that the schema does not list are allowed only if the schema says so.
     """
     schema = {"type": "object", **(function.get("parameters") or {})}
     if not schema.get("properties"):

@@ -1,9 +1,8 @@
 """Fetches a checkpoint from the hub, and checks every file against the hashes that the hub lists.
 
 Files are stored in the cache of huggingface_hub, which resumes interrupted downloads. If only
-headers are needed, the configuration files are fetched as a whole, and the header of each weight
-file with two range requests. Such a weight file has a hole in place of its data, so it takes no
-disk space.
+headers are needed, the configuration files are fetched completely, and the header of each weight
+file is fetched with two range requests. Such a weight file is sparse: its data takes no disk space.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Names of the files of a checkpoint that are read. Other files are never fetched."""
+"""Names of the files that are fetched from a checkpoint. Other files are never fetched."""
 HEADER_LIMIT_BYTES = 100_000_000
 """Largest header of a safetensors file, as the format specifies."""
 TIMEOUT_S = 30.0
 
 
 class HubError(DlmError):
-    """Raised if a checkpoint on the hub does not exist, is not accessible, or was not transferred
-    intact.
+    """Raised if a checkpoint on the hub does not exist, is not accessible, or was damaged on the
+    way.
 
-    ``is_input`` is true if the user must change the name or request access.
+    ``is_input`` is true if the user must correct the name or request access.
     """
 
     def __init__(self, message: str, *, is_input: bool) -> None:
@@ -70,8 +69,8 @@ def fetched(name: HubName, *, headers_only: bool = False) -> Iterator[Located]:
         raise HubError(
             f"{name}: needs the hub extra: pip install 'dlm-export[hub]'", is_input=False
         ) from err
-    # Silence the hub's log, because HubError gives the reasons. This must come after the import of
-    # the logger, which sets its level.
+    # Silence the log of huggingface_hub, because HubError gives the reasons. The import of the
+    # logger sets its level, so the level must be changed after the import.
     logging.set_verbosity(logging.CRITICAL)
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
@@ -98,7 +97,7 @@ def fetched(name: HubName, *, headers_only: bool = False) -> Iterator[Located]:
 
 
 def _wanted(name: HubName, listed: Sequence[RepoSibling]) -> list[RepoSibling]:
-    """The files to fetch, small files first.
+    """Return the files to fetch, small files first.
 
     Raises HubError if the repository lacks a file that every checkpoint has.
     """
@@ -141,11 +140,13 @@ def _fetch(name: HubName, commit: str, file: RepoSibling) -> tuple[Path, str]:
 
 
 def _is_intact(path: Path, digest: str, file: RepoSibling) -> bool:
-    """Compare a file with its hash on the hub: SHA-256 for large files, git's SHA-1 for others."""
+    """Compare a file with its hash on the hub: SHA-256 for large files, git's SHA-1 for small
+    files.
+    """
     if file.lfs is not None:
         return digest == file.lfs.sha256
     data = path.read_bytes()
-    # This is git's identifier of a blob; it is not used as a signature.
+    # SHA-1 is git's identifier of a file, and is not used as a signature here.
     found = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
     return found == file.blob_id
 
@@ -166,7 +167,7 @@ def _fetch_header(name: HubName, commit: str, file: RepoSibling, path: Path) -> 
 
 
 def _range(name: HubName, commit: str, file: str, first: int, count: int) -> bytes:
-    """Read ``count`` bytes of a file on the hub, from the byte ``first``. Raises HubError."""
+    """Read ``count`` bytes of a file on the hub, starting at byte ``first``. Raises HubError."""
     import huggingface_hub
     from huggingface_hub import utils
 
@@ -195,7 +196,7 @@ def _range(name: HubName, commit: str, file: str, first: int, count: int) -> byt
 
 @contextlib.contextmanager
 def _one_sentence(name: HubName, file: str | None = None) -> Iterator[None]:
-    """Turn errors of the hub and of the network into a HubError with one sentence."""
+    """Convert exceptions of huggingface_hub and of the network to a HubError with one sentence."""
     from huggingface_hub import errors
 
     where = f"{name}" if file is None else f"{name}: {file}"
@@ -223,6 +224,6 @@ def _one_sentence(name: HubName, file: str | None = None) -> Iterator[None]:
 
 
 def _reason(err: Any) -> str:
-    """The first line of an error, without the identifier of the request."""
+    """Return the first line of an error message, without the identifier of the request."""
     lines = str(err).strip().splitlines()
     return lines[0][:200].rstrip(".") if lines else type(err).__name__

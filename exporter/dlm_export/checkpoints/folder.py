@@ -1,8 +1,8 @@
-"""Reads a checkpoint folder: config.json, safetensors files and tokenizer files. They are not
-trusted.
+"""Reads a checkpoint folder: config.json, safetensors files and tokenizer files.
 
-No code of a checkpoint is executed. Tensors are memory-mapped one at a time (format:
-https://github.com/huggingface/safetensors), so the memory needed is that of the largest tensor.
+The files are not trusted, and no code of a checkpoint is executed. Tensors are memory-mapped one at
+a time, so only the largest tensor must fit into memory. The file format is specified at
+https://github.com/huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dlm_runtime.files import read_object
 if TYPE_CHECKING:
     import torch
 
-# Limit of JSON files. A tokenizer_config.json with a large added vocabulary has less than 2 MiB,
-# and a vocab.json of 262,144 ids less than 8 MiB. The limit is needed because Python may use 30
-# times the size of a JSON file, if it consists of empty lists and objects.
+# Largest size of a JSON file. A tokenizer_config.json with a large added vocabulary has less than 2
+# MiB. A vocab.json of 262,144 ids has less than 8 MiB. The limit is needed because Python may use
+# 30 times the size of a JSON file, if the file consists of empty lists and objects.
 CONFIG_LIMIT_BYTES = 12 << 20
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-# Safetensors' names of types, with bytes per element.
+# The names of types in safetensors files, with their bytes per element.
 WEIGHT_DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
 QUANTISED_DTYPES = {"F8_E4M3": 1, "U8": 1}  # accepted only in quantised checkpoints
 QUANTISATION_FILE = "hf_quant_config.json"
@@ -107,14 +107,14 @@ HARMLESS_KEYS = (
         "gradient_checkpointing",
     ),
 )
-"""Keys of released configurations that do not change what a trained network computes."""
+"""Keys of config.json that do not change the results of a trained network."""
 
 
 class Config:
     """The content of config.json. Each method checks the type of the value that it returns.
 
-    Errors name the file, the key and the expected value. The object records which keys were read,
-    because an unread key might describe part of the network.
+    Errors name the file, the key and the expected value. The object remembers which keys were read,
+    because a key that was not read might describe a part of the network.
     """
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
@@ -123,12 +123,15 @@ class Config:
         self._read: set[str] = set()
 
     def get(self, key: str) -> Any:
-        """The value in the file, or ``None``."""
+        """Return the value of a key, or ``None`` if it is missing."""
         self._read.add(key)
         return self._values.get(key)
 
     def unread(self) -> list[str]:
-        """Keys that were not read and may matter. Keys whose value is null or false do not matter."""
+        """Return the keys that were not read and might change the results of the network.
+
+        Keys whose value is null or false are left out.
+        """
         return [
             key
             for key, value in self._values.items()
@@ -151,8 +154,8 @@ class Config:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number. ``default`` is the default that the architecture documents, if there
-        is one.
+        """Return a positive number. ``default`` is the default of the architecture, if its
+        documentation has one.
         """
         value = self.get(key)
         if value is None and default is not None:
@@ -160,8 +163,8 @@ class Config:
         return self.positive(key, value)
 
     def positive(self, key: str, value: object) -> float:
-        """Check that a value is a positive number. It was found under ``key``, or inside the object
-        under ``key``.
+        """Check that a value is a positive number. The error names ``key``, where the value was
+        found.
         """
         if value is None:
             raise CheckpointError(
@@ -185,8 +188,7 @@ class Config:
         return value
 
     def require(self, key: str, *allowed: object, is_said: bool = False) -> None:
-        """Check that a key has one of the ``allowed`` values, which are those that ``Denoiser``
-        supports.
+        """Check that ``Denoiser`` supports the value of a key, which must be one of ``allowed``.
 
         Raises CheckpointError otherwise. A missing key is accepted, unless ``is_said`` is true.
         """
@@ -207,7 +209,7 @@ class Config:
 class TensorInfo(NamedTuple):
     """A tensor's file, type and shape, and the offset of its first byte in the file.
 
-    This is a tuple to save memory, because a checkpoint may have tens of thousands of tensors.
+    The class is a tuple to save memory, because a checkpoint may have tens of thousands of tensors.
     """
 
     file: Path
@@ -222,8 +224,7 @@ ALGORITHMS = {
     "NVFP4": "nvfp4",
     "W4A16_NVFP4": "nvfp4-weight",
 }
-"""The algorithms of modelopt that are supported, and the layer format of recipes that each one
-means.
+"""The supported quantisation algorithms of modelopt -> the layer format of recipes for each.
 
 Other algorithms of modelopt are not supported, because they scale, pack or split weights
 differently.
@@ -245,8 +246,8 @@ class PreQuantised:
     hf_quant_config.json.
 
     - ``excluded``: patterns of the modules that are in full precision.
-    - ``layers``: the algorithm of each module; used only if ``algorithm`` is ``MIXED_PRECISION``.
-    - ``kv_cache``: the format that keys and values were calibrated for.
+    - ``layers``: the algorithm of each module. Used only if ``algorithm`` is ``MIXED_PRECISION``.
+    - ``kv_cache``: the format of cached keys and values for which the checkpoint was calibrated.
     """
 
     path: Path
@@ -257,8 +258,9 @@ class PreQuantised:
     layers: dict[str, str]
 
     def algorithm_of(self, module: str) -> str | None:
-        """The algorithm of a module's weight. ``None`` if the module, or a module around it, is
-        excluded.
+        """Return the algorithm with which a module's weight is quantised.
+
+        Returns ``None`` if the module, or a module that contains it, is excluded.
         """
         if self.algorithm == MIXED:
             return self.layers.get(module)
@@ -270,7 +272,7 @@ class PreQuantised:
         return None if is_excluded else self.algorithm
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values for ``inspect --json``."""
+        """Return this description as plain Python objects, for ``inspect --json``."""
         return {"algorithm": self.algorithm, "producer": self.producer, "kv_cache": self.kv_cache}
 
     def __str__(self) -> str:
@@ -279,7 +281,7 @@ class PreQuantised:
 
 
 def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
-    """Read how a checkpoint is quantised; returns ``None`` if it is not.
+    """Read how a checkpoint is quantised. Returns ``None`` if it is not quantised.
 
     The description is in hf_quant_config.json, or under ``quantization_config`` in config.json.
     Raises CheckpointError for checkpoints of other tools than modelopt, and for algorithms that are
@@ -306,7 +308,7 @@ def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
         kv_cache, excluded = values.get("kv_cache_quant_algo"), values.get("exclude_modules")
     elif embedded is not None:
         path, found, values = config.path, embedded, embedded
-        # config.json describes the cache in another way: for FP8 it has an object.
+        # config.json describes the cache differently: if the cache is FP8, the value is an object.
         scheme = embedded.get("kv_cache_scheme")
         kv_cache, excluded = "FP8" if isinstance(scheme, dict) else scheme, embedded.get("ignore")
     else:
@@ -366,14 +368,14 @@ def _producer(values: dict[str, Any]) -> str:
 
 
 def _text(value: object) -> str | None:
-    """The value, if it is a short printable name; otherwise ``None``."""
+    """Return the value if it is a short printable name, otherwise ``None``."""
     return (
         value if isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable() else None
     )
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The list of tensors in a checked safetensors file, and the offset of its data."""
+    """Return the list of tensors in a checked safetensors file, and the offset of the tensor data."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(size))
@@ -384,7 +386,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 class Checkpoint:
     """An open checkpoint.
 
-    ``tensors`` has the tensors by the names in the release. ``quantisation`` is ``None`` if the
+    ``tensors`` has the tensors by their released names. ``quantisation`` is ``None`` if the
     checkpoint is not quantised.
     """
 
@@ -420,12 +422,15 @@ class Checkpoint:
         )
 
     def optional_json(self, name: str) -> dict[str, Any]:
-        """Read a JSON file next to config.json. If there is none, the result is an empty object."""
+        """Read a JSON file in the folder of config.json. If there is no such file, the result is an
+        empty object.
+        """
         path = self.path / name
         return read_json(path) if path.exists() else {}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor as stored. It is memory-mapped, and the mapping is freed with the tensor.
+        """Return one tensor as stored. It is memory-mapped, and the mapping is freed with the
+        tensor.
 
         The header of the file is not read again, because it may list thousands of experts.
         """

@@ -1,8 +1,8 @@
-"""Names of checkpoints on the hub, ``hf:ORG/NAME[@REVISION]``, and how they become local folders.
+"""Finds the folder of a checkpoint: a local folder, or a download of ``hf:ORG/NAME[@REVISION]``.
 
-The files are downloaded through huggingface_hub: configuration, tokenizer and safetensors files,
-never code or pickles. A revision is resolved to a commit first, so that all files belong together.
-A path without the prefix ``hf:`` is a local folder, and nothing is downloaded.
+The configuration, tokenizer and safetensors files are downloaded with huggingface_hub. Code and
+pickles are never downloaded. A revision is first resolved to a commit, so that all files are from
+the same commit. A path without the prefix ``hf:`` is a local folder, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HubName:
 
 @dataclass(frozen=True)
 class Hub:
-    """Where a checkpoint came from, as the manifest records it.
+    """The origin of a downloaded checkpoint, for the manifest.
 
     ``revision`` is a commit. ``files`` has the SHA-256 of each file, and is empty if only headers
     were read.
@@ -59,7 +59,7 @@ class Hub:
 class Located:
     """The folder of a checkpoint or bundle.
 
-    ``hub`` says where on the hub it came from. It is ``None`` for a local folder.
+    ``hub`` is the origin of a downloaded folder. It is ``None`` for a local folder.
     """
 
     path: Path
@@ -68,10 +68,11 @@ class Located:
 
 @contextlib.contextmanager
 def local(source: Path | HubName, *, headers_only: bool = False) -> Iterator[Located]:
-    """Yield the folder of a checkpoint or bundle. If it is on the hub, it is fetched first.
+    """Yield the folder of a checkpoint or bundle. If it is on the hub, it is downloaded first.
 
-    The folder is in the cache of huggingface_hub. With ``headers_only``, it is a temporary folder
-    where weight files have their header and full size, but no data. Raises HubError.
+    A downloaded folder is in the cache of huggingface_hub. With ``headers_only``, it is a temporary
+    folder. Its weight files have their header and full size, but contain zeros instead of weights.
+    Raises HubError.
     """
     if isinstance(source, Path):
         yield Located(source)

@@ -42,8 +42,8 @@ _CODES = {"fp8": "F8_E4M3", "nvfp4": "U8"}
 class StoredQuantised:
     """A matrix as the checkpoint stores it: its codes and scales, and the scale of its input.
 
-    ``input_scale`` is ``None`` if the scale is not static. ``algorithm`` is modelopt's name, a key
-    of ``ALGORITHMS``.
+    ``input_scale`` is ``None`` if the input has no static scale. ``algorithm`` is modelopt's name
+    of the algorithm, a key of ``ALGORITHMS``.
     """
 
     algorithm: str
@@ -52,11 +52,12 @@ class StoredQuantised:
 
     @property
     def input_amax(self) -> float | None:
-        """The range of the input in fp32, or ``None`` if the input has no static scale.
+        """The largest magnitude of the input in fp32, or ``None`` if the input has no static scale.
 
-        modelopt computes ``input_scale`` by dividing a range by the levels of the format in fp32.
-        Then dividing this property by the levels gives exactly ``input_scale`` again. For other
-        scales, the result is at most one unit in the last place away.
+        modelopt computes ``input_scale`` in fp32: the largest magnitude divided by a constant of
+        the format. For such scales, dividing the returned number by the same constant gives exactly
+        ``input_scale`` again. For other scales, the result differs by at most one unit in the last
+        place.
         """
         if self.input_scale is None:
             return None
@@ -67,7 +68,7 @@ class StoredQuantised:
 
 @dataclass(frozen=True)
 class Expected:
-    """The types and shapes that a tensor may have."""
+    """The types and shapes that are allowed for a tensor."""
 
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -100,10 +101,10 @@ def expected_tensors(tensor: str, algorithm: str, inputs: int, outputs: int) -> 
 
 
 def algorithm_of(checkpoint: Checkpoint, tensor: str) -> str | None:
-    """Return the algorithm with which a matrix was quantised; ``None`` for full precision.
+    """Return the algorithm with which a matrix was quantised, or ``None`` if it was not.
 
-    A matrix that the file stores as BF16, F16 or F32 has full precision, even if no exclusion
-    pattern of hf_quant_config.json names the matrix.
+    A matrix that is stored as BF16, F16 or F32 was not quantised, even if hf_quant_config.json does
+    not exclude it.
     """
     info = checkpoint.tensors.get(tensor)
     if checkpoint.quantisation is None or (info is not None and info.dtype in WEIGHT_DTYPES):
@@ -112,7 +113,7 @@ def algorithm_of(checkpoint: Checkpoint, tensor: str) -> str | None:
 
 
 def not_excluded(checkpoint: Checkpoint, tensors: Iterable[str]) -> list[str]:
-    """The matrices in full precision that hf_quant_config.json does not exclude from quantisation."""
+    """Return the unquantised matrices that hf_quant_config.json does not exclude from quantisation."""
     said = checkpoint.quantisation
     return [
         tensor
@@ -125,7 +126,8 @@ def not_excluded(checkpoint: Checkpoint, tensors: Iterable[str]) -> list[str]:
 
 
 def read(checkpoint: Checkpoint, tensor: str, algorithm: str) -> StoredQuantised:
-    """Read the codes and scales of a weight, whose tensors must have been checked before.
+    """Read the codes and scales of a weight. The types and shapes of its tensors must have been
+    checked before.
 
     Raises CheckpointError if codes are NaN, or if scales are not finite and positive. Group scales
     may be zero.

@@ -1,9 +1,9 @@
-"""Reads a checkpoint's tokenizer and chat template. The bundle gets them as tokenizer.json and a
+"""Reads a checkpoint's tokenizer and chat template. A bundle stores them as tokenizer.json and a
 Jinja file.
 
-Some releases, such as Dream, have no tokenizer.json. They have vocab.json and merges.txt, and a
-Python class. The class is not run. The same tokenizer is built from the two files: the byte-level
-BPE of Qwen2.
+Some releases, such as Dream, have vocab.json, merges.txt and a Python class instead of
+tokenizer.json. The Python class is never run. The same tokenizer, the byte-level BPE of Qwen2, is
+built from vocab.json and merges.txt.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from dlm_runtime.text.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYT
 # The pattern with which Qwen2 splits text before BPE, from its published tokenizer (Apache-2.0). It
 # matches contractions, words, single digits, punctuation, line breaks and spaces.
 QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Largest share of a vocabulary that is padding. Released vocabularies are padded to sizes that are
-# efficient for matrices: LLaDA by 115 of 126,464 ids, Dream by 397 of 152,064.
+# Largest share of a vocabulary that may be unused ids. Released vocabularies are padded to sizes
+# that are efficient for matrices: in LLaDA, 115 of 126,464 ids are padding, and in Dream, 397 of
+# 152,064.
 PADDING_SHARE = 0.01
 
 
@@ -55,8 +56,8 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
         with contextlib.closing(Tokenizer(data, None, {}, path)) as tokenizer:
             _check_added(checkpoint, tokenizer, added)
             _check_size(checkpoint, tokenizer, network)
-            # Serialise the tokenizer again. This drops the truncation and padding of training,
-            # which would silently cut or pad prompts.
+            # Serialise the tokenizer again without the truncation and padding of training, which
+            # would silently cut or pad prompts.
             text = _with_special(
                 tokenizer.as_json(), (network.mask_token_id, *network.eos_token_ids)
             )
@@ -79,7 +80,7 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
 def _with_special(text: str, tokens: Sequence[int]) -> str:
     """Mark added tokens as special in a tokenizer.json.
 
-    Then the text of such a token in a request is never encoded as that token.
+    If the text of a special token appears in a request, it is never encoded as this token.
     """
     found = json.loads(text)
     plain = [
@@ -179,7 +180,7 @@ def _text(token: Any) -> str | None:
 
 
 def _check_text(checkpoint: Checkpoint, name: str, text: str) -> None:
-    """Raises CheckpointError if a bundle cannot contain the text."""
+    """Check that a bundle can contain a text. Raises CheckpointError otherwise."""
     size = len(text.encode("utf-8"))
     if size > TEMPLATE_LIMIT_BYTES or "\0" in text:
         raise CheckpointError(

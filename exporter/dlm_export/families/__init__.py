@@ -1,10 +1,11 @@
 """Reads a released checkpoint: its network as a ``NetworkSpec``, and its tensors as the denoiser's
 parameters.
 
-A family of checkpoints is one file with a ``Family`` record, and one line in ``FAMILIES``. The
-record says how to read config.json, and which released tensors make up each parameter
-(``base.Origin``). ``reading`` and ``trunks`` have code that families share. ``tensors`` checks
-tensors by the headers of their files, and ``weights`` reads them.
+Each family of checkpoints is one file with a ``Family`` record, and has one line in ``FAMILIES``.
+The record says how to read config.json, and which released tensors make up each parameter
+(``base.Origin``). ``reading`` and ``trunks`` have code that several families use. ``tensors``
+checks the names, types and shapes in the headers of the tensor files. ``weights`` reads the
+tensors.
 """
 
 from __future__ import annotations

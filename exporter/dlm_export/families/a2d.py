@@ -1,9 +1,10 @@
-"""The families A2D: Qwen2, Qwen3 and Llama, converted to diffusion models by dLLM's Tiny-A2D.
+"""The families A2D: Qwen2, Qwen3 and Llama models that dLLM's Tiny-A2D converted to diffusion
+models.
 
-See https://github.com/ZHZisZZ/dllm. The layout is that of the original model, and there is no
-shift. Some checkpoints of a class were trained on whole canvases (``mdlm``), others in blocks
-(``bd3lm``). The checkpoint does not say which. Attention is full unless ``--attention-block`` gives
-a block length.
+See https://github.com/ZHZisZZ/dllm. Tensor names are the same as in the original model, and there
+is no shift. Some checkpoints were trained on whole canvases (``mdlm``), others in blocks
+(``bd3lm``). The files of a checkpoint do not say how it was trained. Attention is full unless
+``--attention-block`` gives a block length.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def _family(trunk: str, *, qkv_bias: bool = False, qk_norm: bool = False) -> Fam
     name = f"a2d-{trunk.lower()}"
 
     def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-        """The network of a released A2D config.json. Raises CheckpointError."""
+        """Read the network of a released A2D config.json. Raises CheckpointError."""
         if not qkv_bias:
             checkpoint.config.require("attention_bias", False)
         block = overrides.attention_block

@@ -1,4 +1,4 @@
-"""What a family provides: it reads config.json as a ``NetworkSpec``, and maps tensors to
+"""The interface of a family: reading config.json as a ``NetworkSpec``, and mapping tensors to
 parameters.
 """
 
@@ -20,38 +20,37 @@ if TYPE_CHECKING:
 
 
 class Parameters(Protocol):
-    """The parameters of a denoiser. They are read one at a time or in parts, from any thread."""
+    """Reads the parameters of a denoiser, one at a time or in parts, from any thread."""
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
         """Read one parameter of ``Denoiser``, or the part ``at`` of it.
 
-        A whole parameter is C-contiguous; a part may have any memory order. Raises CheckpointError.
+        A whole parameter is C-contiguous. A part may have any memory order. Raises CheckpointError.
         """
 
     def view(self, parameter: str) -> Tensor | None:
-        """The parameter as memory-mapped from its file, which must not be written to.
+        """Return the parameter as a memory-mapped tensor. The caller must not modify it.
 
-        ``None`` if the parameter is not in the file as it is, and must be computed.
+        Returns ``None`` if the parameter must be computed from the tensors in the file.
         """
 
     def stored_type(self, parameter: str) -> np.dtype:
-        """The type that represents all values of a parameter: fp16 or bf16 if it is stored so,
-        otherwise fp32.
+        """Return a type that represents all elements of a parameter exactly.
+
+        This is fp16 or bf16 if the parameter is stored in this type, otherwise fp32.
         """
 
 
 def later(
     parameters: Parameters, network: NetworkSpec, parameter: str, dtype: np.dtype = FP32
 ) -> Lazy:
-    """A parameter that is read and checked only when it is indexed."""
+    """Return a parameter as an array that is read and checked when it is indexed."""
     return Lazy(network.parameters()[parameter], lambda at: parameters.read(parameter, dtype, at))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A released tensor. If ``rows`` is not ``None``, only the rows ``[first, last)`` of its first
-    axis.
-    """
+    """A released tensor, or only the entries ``rows`` ``[first, last)`` of its first axis."""
 
     tensor: str
     rows: tuple[int, int] | None = None
@@ -61,9 +60,9 @@ class Piece:
 class Origin:
     """The released tensors that make up one parameter of the denoiser.
 
-    Several pieces are concatenated along their first axis. With ``is_stacked``, each piece is
-    instead one entry of a new first axis; experts are stored so. ``transpose`` means that the
-    released matrices are ``[out, in]``. Several parameters may read the same tensor: different rows
+    Several pieces are concatenated along their first axis. If ``is_stacked`` is true, each piece is
+    instead one entry of a new first axis, for example one expert. ``transpose`` means that the
+    released matrices are ``[out, in]``. Several parameters may use the same tensor: different rows
     of a fused matrix, or all of a tied matrix.
     """
 
@@ -73,7 +72,7 @@ class Origin:
 
     @staticmethod
     def of(tensor: str, transpose: bool = False) -> Origin:
-        """The origin of a parameter that is one whole tensor."""
+        """Return the origin of a parameter that is one whole tensor."""
         return Origin((Piece(tensor),), transpose)
 
     @property
@@ -97,7 +96,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class Overrides:
-    """Values that the user gives. ``None`` means that the checkpoint's value is used."""
+    """Settings of the user that replace settings of the checkpoint. ``None`` means that the
+    checkpoint's setting is used.
+    """
 
     mask_token_id: int | None = None
     max_canvas_length: int | None = None
@@ -116,21 +117,22 @@ class Family:
     architectures: tuple[str, ...]
     description: str
     default_preset: str
-    """The adaptive loop that was published for the family. A bundle runs this loop until another is
-    fitted.
+    """The preset of the adaptive loop that was published for the family. A bundle uses this preset
+    until another is fitted.
     """
     read: Callable[[Checkpoint, Overrides], NetworkSpec]
     origins: Callable[[NetworkSpec, Checkpoint], dict[str, Origin]]
     trunk: str | None = None
-    """The class of transformers whose layers and tensor names are the same; ``capture`` uses it.
-
-    The class is run with the network's attention mask.
+    """The class of the transformers library that has the same layers and tensor names. ``capture``
+    runs this class with the network's attention mask.
     """
     block_preset: str | None = None
-    """The default preset of checkpoints with block-causal attention, if it is another one."""
+    """The default preset of checkpoints with block-causal attention. If ``None``, it is
+    ``default_preset``.
+    """
 
     def preset_for(self, network: NetworkSpec) -> str:
-        """The default preset of a network of this family."""
+        """Return the default preset for a network of this family."""
         return (
             self.default_preset
             if network.visible_block is None
@@ -144,12 +146,12 @@ class Layout:
 
     ``layer`` is the prefix of a layer's names, in which ``{i}`` is replaced by the layer's number.
     ``names`` maps a module's path inside a layer to the released name without ``.weight`` or
-    ``.bias``. If the released name of a parameter does not end in ``.weight`` or ``.bias``,
-    ``names`` maps the parameter's path to its whole name. Released matrices are ``[out, in]``, and
-    the denoiser's are ``[in, out]``.
+    ``.bias``. If a released name does not end in ``.weight`` or ``.bias``, ``names`` maps the
+    parameter's path to the whole released name. Released matrices are ``[out, in]``, and the
+    denoiser's matrices are ``[in, out]``.
 
-    A name with ``{e}`` is the matrix of expert e. If the release has one tensor ``[E, out, in]``
-    for all experts instead, its name has neither ``.{e}`` nor ``.weight``.
+    A name with ``{e}`` is the matrix of expert e. Some releases have one tensor ``[E, out, in]``
+    for all experts instead. The name of this tensor has neither ``.{e}`` nor ``.weight``.
     """
 
     embed: str
@@ -159,8 +161,10 @@ class Layout:
     head: str
 
     def origins(self, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-        """The origin of each parameter. Raises CheckpointError if the experts of a layer are stored
-        in both forms.
+        """Return the origin of each parameter.
+
+        Raises CheckpointError if a layer has both one tensor per expert and one tensor for all
+        experts.
         """
         matrices = {
             linear.weight: linear for linear in network.linear_layers() if not linear.is_tied
@@ -199,7 +203,9 @@ class Layout:
         return origins
 
     def released(self, parameter: str) -> str:
-        """The name of a parameter's tensor. ``{e}`` in the name stands for the number of an expert."""
+        """Return the name of a parameter's tensor. It may contain ``{e}``, which means the number
+        of an expert.
+        """
         module, _, kind = parameter.rpartition(".")
         outside = {"embed": self.embed, "final_norm": self.final_norm, "head": self.head}
         if module in outside:

@@ -1,7 +1,7 @@
 """The family of Dream 7B (arXiv:2508.15487) and DiffuCoder (arXiv:2506.20639): full attention,
 shift 1.
 
-The layout is that of Qwen2.5.
+Layers and tensor names are the same as in Qwen2.5.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dlm_export.families.base import Family, Overrides
 from dlm_export.families.trunks import TRUNK, trunk_network
 from dlm_export.network.spec import NetworkSpec
 
-# Dream and DiffuCoder were trained on canvases of 2048 tokens. Their max_position_embeddings is
-# still that of Qwen2.5.
+# Dream and DiffuCoder were trained on canvases of 2048 tokens. Their config.json still has the
+# larger max_position_embeddings of Qwen2.5.
 TRAINED_LENGTH = 2048
 
 

@@ -1,6 +1,6 @@
 """The family LLaDA: LLaDA 8B and 1.5 (arXiv:2502.09992, arXiv:2505.19223), with full attention.
 
-Layers are those of Llama. Tensor names are those of OLMo.
+The layers are the same as in Llama. Tensor names are the same as in OLMo.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """Read the network of a released LLaDA config.json. Raises CheckpointError."""
     config = checkpoint.config
-    # LLaDA's configuration class covers all of OLMo. Other values of these settings would mean
-    # another network.
+    # LLaDA's configuration class has all settings of OLMo. With other values than these, the
+    # network would be a different one.
     config.require("block_type", "llama", is_said=True)
     config.require("activation_type", "silu", is_said=True)
     config.require("layer_norm_type", "rms", is_said=True)

@@ -1,10 +1,10 @@
 """The family LLaDA2.0 and 2.1, mini and flash (arXiv:2512.15745): blocks of 32 tokens, no shift.
 
-Layers are those of Bailing-MoE. Queries, keys and values are computed by one matrix, whose rows are
-first all query heads, then key heads, then value heads. Queries and keys are normed, and then half
-of each head's features is rotated. Experts are chosen among the best groups by sigmoid scores plus
-a bias. Their weights do not include the bias. Config keys and tensor names are those of the
-released ``LLaDA2MoeModelLM``.
+The layers are the same as in Bailing-MoE. One matrix computes queries, keys and values. Its first
+rows are the query heads, followed by the key heads and the value heads. Queries and keys are
+normed, and then half of each head's features are rotated. Experts are chosen from the best groups
+by sigmoid scores plus a bias. Routing weights do not include the bias. Config keys and tensor names
+are the same as in the released ``LLaDA2MoeModelLM``.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def _has(checkpoint: Checkpoint, tensor: str) -> bool:
-    """True if any layer has a tensor of this name. This is checked because config.json does not
-    say.
+    """True if any layer has a tensor of this name. Tensors are checked because config.json does not
+    have this information.
     """
     return any(
         name.startswith("model.layers.") and name.endswith(f".{tensor}")
@@ -129,7 +129,9 @@ LAYOUT = Layout(
 
 
 def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
-    """The origin of each parameter. Queries, keys and values are consecutive rows of one tensor."""
+    """Return the origin of each parameter. Queries, keys and values are consecutive rows of one
+    tensor.
+    """
     found = LAYOUT.origins(network, checkpoint)
     for i, layer in enumerate(network.layers):
         a, first = layer.attention, 0

@@ -1,10 +1,10 @@
 """The family LLaDA-MoE, 7B-A1B (arXiv:2509.24389): full attention, no shift, 8 of 64 experts per
 token.
 
-Layers are those of OLMoE, with norms of queries and keys. The weights of a token's experts are
-their scores, which are not normalised. If a checkpoint has a bias, it is added both to the scores
-that choose experts and to the weights. Config keys and tensor names are those of the released
-``LLaDAMoEModelLM``.
+The layers are the same as in OLMoE, with norms of queries and keys. The routing weights of a
+token's experts are their scores, which are not normalised. If a checkpoint has a bias, the bias is
+added to the scores that choose experts and to the routing weights. Config keys and tensor names are
+the same as in the released ``LLaDAMoEModelLM``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def _mlps(config: Config) -> list[MlpSpec | ExpertsSpec]:
-    """The MLP of each layer. Layers where ``moe_layer_freq`` is 0 have no experts."""
+    """Return the MLP of each layer. If ``moe_layer_freq`` is 0 for a layer, the layer has no
+    experts.
+    """
     count, active = expert_counts(config)
     bias = "weights" if config.flag("moe_router_enable_expert_bias") else None
     shared = config.integer("shared_expert_intermediate_size", default=0, low=0)

@@ -1,7 +1,7 @@
 """Reads special tokens, rotary positions and options from the files of checkpoints of all families.
 
-Some values change what the network computes. They are read in every form that was released. Unknown
-forms are rejected, and nothing is guessed.
+Some of these settings change the results of the network. They are read in every form that was
+released. Unknown forms are rejected, and missing settings are never guessed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def read_rope(config: Config) -> Rope:
     """Read the rotary positions, in the form of transformers 4 or 5.
 
     Version 4 has separate keys: ``rope_theta``, ``rope_scaling`` (with ``type`` or ``rope_type``)
-    and ``partial_rotary_factor``. Version 5 has all of them in ``rope_parameters``, which may
-    contain one object for each type of layer
+    and ``partial_rotary_factor``. Version 5 has all of them in the object ``rope_parameters``. This
+    object may contain one object for each type of layer
     (https://huggingface.co/docs/transformers/internal/rope_utils). Raises CheckpointError for
     values that are missing or unknown.
     """
@@ -83,7 +83,7 @@ def read_rope(config: Config) -> Rope:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids of special tokens, from config.json, generation_config.json and
+    """The ids of special tokens, as read from config.json, generation_config.json and
     tokenizer_config.json.
     """
 
@@ -141,10 +141,10 @@ def special_tokens(
 
 
 def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:
-    """The default length of an answer: max_new_tokens in generation_config.json.
+    """Return the default length of an answer in tokens: max_new_tokens in generation_config.json.
 
-    ``None`` if it is missing, or if it leaves no space for a prompt on a canvas of ``longest``
-    tokens. Raises CheckpointError if it is not a valid number.
+    Returns ``None`` if it is missing, or if a canvas of ``longest`` tokens would have no space for
+    a prompt. Raises CheckpointError if it is not a valid number.
     """
     found = checkpoint.optional_json("generation_config.json").get("max_new_tokens")
     if found is None:
@@ -158,9 +158,9 @@ def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:
 
 
 def text_option(checkpoint: Checkpoint, key: str, known: Collection[str]) -> str | None:
-    """A name that generation_config.json has under ``key``, such as the layout of JSON text.
+    """Return a name that generation_config.json has under ``key``, such as the layout of JSON text.
 
-    ``None`` if the key is missing. Raises CheckpointError if the name is not in ``known``.
+    Returns ``None`` if the key is missing. Raises CheckpointError if the name is not in ``known``.
     """
     found = checkpoint.optional_json("generation_config.json").get(key)
     if found is None:
@@ -173,9 +173,10 @@ def text_option(checkpoint: Checkpoint, key: str, known: Collection[str]) -> str
 
 
 def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
-    """The block length of block-causal attention: the user's value, or else ``key`` of config.json.
+    """Return the block length of block-causal attention: the user's number, or else ``key`` of
+    config.json.
 
-    Raises CheckpointError if neither exists, or if the length is less than 1.
+    Raises CheckpointError if there is neither, or if the length is less than 1.
     """
     config = checkpoint.config
     found = config.get(key)
@@ -190,20 +191,22 @@ def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
 
 
 def _named_id(checkpoint: Checkpoint, name: str) -> int | None:
-    """The id of the special token that tokenizer_config.json has under ``name``."""
+    """Return the id of the special token that tokenizer_config.json has under ``name``."""
     token = checkpoint.optional_json("tokenizer_config.json").get(name)
     return _id_of(checkpoint, token.get("content") if isinstance(token, dict) else token)
 
 
 def _id_of(checkpoint: Checkpoint, text: object) -> int | None:
-    """The id of an added token with this text, from tokenizer_config.json or added_tokens.json."""
+    """Return the id of an added token with this text, from tokenizer_config.json or
+    added_tokens.json.
+    """
     if not isinstance(text, str):
         return None
     added = checkpoint.optional_json("tokenizer_config.json").get("added_tokens_decoder")
     for number, entry in added.items() if isinstance(added, dict) else []:
         if isinstance(entry, dict) and entry.get("content") == text:
-            # A token id has fewer than ten digits, and int() raises an error for thousands of
-            # digits.
+            # A token id has fewer than ten digits. Longer numbers are skipped, because int() raises
+            # an error for thousands of digits.
             return int(number) if number.isdecimal() and len(number) < 10 else None
     found = checkpoint.optional_json("added_tokens.json").get(text)
     return found if isinstance(found, int) else None

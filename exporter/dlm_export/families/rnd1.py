@@ -1,5 +1,5 @@
-"""The family RND1, 30B-A3B: full attention, shift 1. It was initialised from Qwen3-MoE and has its
-layers and names.
+"""The family RND1, 30B-A3B: full attention, shift 1. RND1 was initialised from Qwen3-MoE, and has
+the same layers and tensor names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Compares the tensors that a checkpoint has with those that a denoiser reads. Does not need torch."""
+"""Compares the tensors of a checkpoint with the tensors that a denoiser needs. Does not import
+torch.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ _LISTED = 8  # largest number of names shown for each kind of error
 
 
 class Tensors:
-    """The tensors of a checkpoint by the denoiser's parameter names. Their names, types and shapes
-    are checked.
+    """The tensors of a checkpoint, by the names of the denoiser's parameters. Tensor names, types
+    and shapes are checked.
 
     ``quantised`` has the algorithm of modelopt for each parameter whose matrix is stored quantised.
     ``notes`` has messages about tensors that are unused or unexpected.
@@ -31,8 +33,8 @@ class Tensors:
     ) -> None:
         """``origins`` has the origin of each of the network's parameters.
 
-        Raises CheckpointError. The error names all tensors that are missing or not known, and those
-        that have the wrong type or shape.
+        Raises CheckpointError. The error names all tensors that are missing, are not known, or have
+        the wrong type or shape.
         """
         self.checkpoint = checkpoint
         self.shapes = network.parameters()
@@ -65,7 +67,9 @@ class Tensors:
         return {"BF16": BFLOAT16, "F16": FP16}.get(types.pop(), FP32) if len(types) == 1 else FP32
 
     def _expected(self) -> dict[str, Expected]:
-        """Every tensor that the denoiser reads, by its released name."""
+        """Return the types and shapes of the tensors that the denoiser needs, by their released
+        names.
+        """
         expected: dict[str, Expected] = {}
         read: dict[str, list[tuple[int, int]]] = {}  # rows of tensors that several parameters share
         for parameter, origin in self.origins.items():
@@ -76,7 +80,7 @@ class Tensors:
                     origin.whole, self.quantised[parameter], inputs, outputs
                 )
                 continue
-            if origin.is_stacked:  # there may be thousands of experts, all with one shape
+            if origin.is_stacked:  # there may be thousands of experts, all with the same shape
                 (shape, *_) = origin.shapes(self.shapes[parameter])
                 expected |= dict.fromkeys(
                     (piece.tensor for piece in origin.pieces),

@@ -1,5 +1,6 @@
-"""The tensor names and config keys of Llama, Qwen2 and Qwen3. Most denoisers derived from them keep
-these.
+"""The tensor names and config keys of Llama, Qwen2 and Qwen3.
+
+Most diffusion models that are derived from these models use the same names and keys.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ def trunk_network(
 ) -> NetworkSpec:
     """Read a config.json that has the keys of transformers' Llama, Qwen2 or Qwen3.
 
-    ``block_length`` ``None`` means full attention. ``longest`` is the length of the canvases in
-    training, if that is less than the number of positions in config.json. ``special_tokens``
-    explains ``mask_text``. Raises CheckpointError.
+    If ``block_length`` is ``None``, attention is full. ``longest`` is the length of the canvases in
+    training, if it is less than the number of positions in config.json. ``special_tokens`` explains
+    ``mask_text``. Raises CheckpointError.
     """
     config = checkpoint.config
     norm_eps = config.number("rms_norm_eps", 1e-6)  # the default of all three classes
@@ -101,8 +102,8 @@ def network_of(
     longest: int | None = None,
     mask_text: str | None = None,
 ) -> NetworkSpec:
-    """Make the description of the whole network, from ``layers`` and from config keys that most
-    releases share.
+    """Make the description of the whole network from ``layers``, and from config keys that most
+    releases have.
 
     ``trunk_network`` explains ``longest`` and ``mask_text``. Raises CheckpointError.
     """
@@ -167,7 +168,9 @@ def mixture_network(
 
 
 def expert_counts(config: Config) -> tuple[int, int]:
-    """The number of experts, and the number of active experts per token. Raises CheckpointError."""
+    """Return the number of experts, and the number of active experts per token. Raises
+    CheckpointError.
+    """
     count = config.integer("num_experts", low=2, high=1 << 16)
     return count, config.integer("num_experts_per_tok", high=count)
 

@@ -24,14 +24,15 @@ from dlm_export.network.denoiser import Denoiser, cosines_and_sines
 from dlm_export.network.layered import Layered
 from dlm_export.network.spec import NetworkSpec
 
-# After a tensor with more elements than this, freed memory is returned to the system.
+# After a tensor with more elements than this was read, freed memory is returned to the system.
 LARGE_TENSOR = 1 << 20
-# Bit masks for bf16. A magnitude whose bits are greater than those of infinity is NaN.
+# Bit masks for bf16. If the bits of a magnitude are greater than the bits of infinity, the number
+# is NaN.
 _BF16_MAGNITUDE, _BF16_INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)
 
 
 class Weights(Tensors):
-    """The tensors of a checkpoint by parameter name. They are checked once, and read one at a time."""
+    """Reads the tensors of a checkpoint by parameter name, one at a time. Each is checked once."""
 
     def __init__(
         self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]
@@ -44,8 +45,8 @@ class Weights(Tensors):
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
         """Read one parameter as an array of ``dtype``. A quantised matrix is dequantised.
 
-        A whole parameter is C-contiguous. It is assembled from parts, so that only one large array
-        is needed. Raises CheckpointError if a weight is NaN, infinite, or outside the range of
+        A whole parameter is C-contiguous. It is assembled from parts, so only one large array is in
+        memory. Raises CheckpointError if an element is NaN, infinite, or outside the range of
         ``dtype``.
         """
         if at:
@@ -78,7 +79,7 @@ class Weights(Tensors):
         return array.astype(dtype, copy=False)
 
     def view(self, parameter: str) -> torch.Tensor | None:
-        """See ``Parameters.view``. Raises CheckpointError if a weight is NaN or infinite."""
+        """See ``Parameters.view``. Raises CheckpointError if an element is NaN or infinite."""
         if self.origins[parameter].whole is None or parameter in self.quantised:
             return None
         tensor = self._tensor(parameter)
@@ -90,7 +91,7 @@ class Weights(Tensors):
         return tensor
 
     def _refuse(self, parameter: str, dtype: np.dtype) -> NoReturn:
-        """Raise the CheckpointError for a parameter with values that ``dtype`` cannot represent."""
+        """Raise a CheckpointError that says which elements ``dtype`` cannot represent."""
         pieces = self.origins[parameter].pieces
         for piece in pieces:
             bad = int((~self._piece(piece).isfinite()).sum())
@@ -106,8 +107,9 @@ class Weights(Tensors):
         )
 
     def stored(self, parameter: str) -> StoredQuantised | None:
-        """The codes and scales of a quantised matrix ``[in, out]``, as stored. ``None`` in full
-        precision.
+        """Return the stored codes and scales of a quantised matrix ``[in, out]``.
+
+        Returns ``None`` if the matrix is not quantised.
 
         Raises CheckpointError if scales or codes are not valid numbers.
         """
@@ -119,9 +121,10 @@ class Weights(Tensors):
         return prequantised.read(self.checkpoint, tensor, algorithm)
 
     def _tensor(self, parameter: str) -> torch.Tensor:
-        """A parameter as stored. It is memory-mapped if it is one whole tensor.
+        """Return a parameter in its stored type, or dequantised. It is memory-mapped if it is one
+        whole tensor.
 
-        The last parameter is kept open, because further parts of it may be read.
+        The tensor that was read last stays open, because the caller may read further parts of it.
         """
         opened = self._opened
         if opened is not None and opened[0] == parameter:
@@ -137,7 +140,7 @@ class Weights(Tensors):
         return tensor
 
     def _stack(self, parameter: str, at: Index) -> torch.Tensor:
-        """A part of a parameter whose entries are separate tensors. Only these tensors are opened."""
+        """Return the part ``at`` of a stacked parameter. Only the tensors of this part are opened."""
         origin = self.origins[parameter]
         pieces = [self._piece(piece) for piece in origin.pieces[at[0]]]
         return torch.stack([(piece.mT if origin.transpose else piece)[at[1:]] for piece in pieces])
@@ -155,7 +158,7 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
 def _as_fp32(tensor: torch.Tensor) -> np.ndarray:
     """Convert to fp32 in the tensor's memory order.
 
-    This uses numpy, because torch would start further threads in each of our threads.
+    This function uses numpy, because torch would start more threads in each calling thread.
     """
     if tensor.dtype != torch.bfloat16:
         array: np.ndarray = tensor.numpy().astype(np.float32, copy=False)
@@ -172,11 +175,11 @@ def _largest(dtype: np.dtype) -> float:
 def tensor(
     weights: Parameters, parameter: str, dtype: torch.dtype | None, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Read a parameter, or the ``rows`` of its first axis, in ``dtype`` on the CPU. Do not write to
-    it.
+    """Read a parameter, or the ``rows`` of its first axis, as a tensor of type ``dtype`` on the
+    CPU.
 
-    With ``dtype`` ``None``, the type is as stored, or fp32 if the parameter must be computed. The
-    result is memory-mapped if its type is as stored. Raises CheckpointError.
+    If ``dtype`` is ``None``, the stored type is used, or fp32 if the parameter must be computed. A
+    tensor of the stored type is memory-mapped, and must not be modified. Raises CheckpointError.
     """
     found = weights.view(parameter)
     if found is not None and rows is not None:
@@ -225,5 +228,5 @@ def layered(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Layered:
-    """A denoiser whose parameters are read layer by layer; see ``Layered``."""
+    """Return a denoiser that reads its parameters layer by layer (see ``Layered``)."""
     return Layered(functools.partial(tensor, weights), network, dtype, device)

@@ -27,7 +27,7 @@ class Body:
     def several(
         self, count: int, op_type: str, *inputs: ir.Value | None, **attributes: Any
     ) -> Sequence[ir.Value]:
-        """Add an operator with ``count`` results and return them."""
+        """Add an operator with ``count`` results, and return the results."""
         node = ir.node(op_type, list(inputs), attributes, num_outputs=count)
         self.nodes.append(node)
         return node.outputs
@@ -55,7 +55,7 @@ class Body:
         return low, self.op("BitShift", stored, self.constant(np.uint8(4)), direction="RIGHT")
 
     def attribute(self, name: str, kind: ir.AttributeType) -> ir.Value:
-        """Add a node that returns an attribute of the call as a tensor."""
+        """Add a node that returns an attribute of the function as a tensor."""
         key = {ir.AttributeType.INT: "value_int", ir.AttributeType.INTS: "value_ints"}[kind]
         node = ir.Node("", "Constant", [], [ir.Attr(key, kind, None, ref_attr_name=name)])
         self.nodes.append(node)
@@ -90,8 +90,8 @@ class Body:
 
 
 class LoopBody(Body):
-    """The body of a loop. Its inputs are the iteration number, and one value that is carried from
-    each iteration to the next. It may also read values from outside the loop.
+    """The body of a loop. Its inputs are the number of the iteration, and one value that the
+    previous iteration returned. The body may also use values from outside the loop.
     """
 
     def __init__(self) -> None:
@@ -101,11 +101,11 @@ class LoopBody(Body):
         self._goes_on.type, self._goes_on.shape = ir.TensorType(ir.DataType.BOOL), ir.Shape([])
 
     def run(self, outside: Body, turns: ir.Value, first: ir.Value, last: ir.Value) -> ir.Value:
-        """Add this loop to the function ``outside``, and return the carried value after the last
-        iteration.
+        """Add this loop to the function ``outside``. Returns the value that the last iteration
+        returned.
 
-        ``first`` is the carried value before the loop. ``last`` is the value that an iteration
-        computes and hands to the next one.
+        ``first`` is the value that the first iteration gets. ``last`` is the value that an
+        iteration returns.
         """
         goes_on = self.op("Identity", self._goes_on)
         for number, value in enumerate(value for node in self.nodes for value in node.outputs):

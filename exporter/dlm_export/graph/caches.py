@@ -1,4 +1,4 @@
-"""Changes the attention of a CPU graph so that it stores cached rows in fp16 or INT8."""
+"""Changes a CPU graph so that its attention caches keys and values in fp16 or INT8."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ _TYPES = {
 
 
 class CacheError(DlmError):
-    """The attention of this graph does not support this type of cache."""
+    """Raised if the attention of a graph does not support a type of cache."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 def row_of(cache_dtype: str, head_size: int) -> tuple[ir.DataType, int]:
-    """Return the element type of a cached row in the graph, and its number of elements."""
+    """Return the element type and the number of elements of one cached key or value."""
     element_bytes, scale_bytes = CACHE_ROWS[cache_dtype]
     return _TYPES[cache_dtype], head_size + scale_bytes // element_bytes
 
 
 def store_as(traced: Graph, plain: Mapping[str, str], cache_dtype: str) -> None:
-    """Change a fused graph so that its cached rows have another type.
+    """Change the type in which a fused graph caches keys and values.
 
-    This changes the attention functions, and the cache inputs and outputs. ``plain`` comes from
-    ``Fused``. Raises CacheError if the attention of a layer was not fused.
+    The attention functions, the cache inputs and the cache outputs are changed. ``plain`` lists the
+    modules that were not fused (see ``Fused``). Raises CacheError if the attention of a layer was
+    not fused.
     """
     model = traced.model
     for node in list(model.graph):

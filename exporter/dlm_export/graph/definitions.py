@@ -1,7 +1,7 @@
 """Makes tracing faster: torch.onnx parses only the operator definitions that a denoiser needs.
 
-In every trace, torch.onnx parses the Python source of about 500 definitions. This takes a fifth of
-the time, although a denoiser needs only a few dozen of them.
+In every trace, torch.onnx parses the Python source of about 500 operator definitions. Parsing takes
+a fifth of the tracing time, although a denoiser needs only a few dozen definitions.
 
 If ``network.denoiser`` uses a new operator that has a definition, add the operator to
 ``OPERATORS``. Otherwise torch either decomposes the operator, or raises an error that names it.
@@ -73,8 +73,9 @@ class _Chosen(registration.Registry):
         self._whole = whole
 
     def items(self) -> Generator[tuple[str, registration.OverloadedFunction], None, None]:
-        """Yield the needed operators of torch, and all functions that are not torch's, with
-        definitions.
+        """Yield the operators that torch.onnx may see, with their definitions.
+
+        These are torch's operators in ``OPERATORS``, and all operators that are not torch's.
         """
         for name, found in self._whole.items():
             if not name.startswith("aten::") or name in OPERATORS:

@@ -1,4 +1,4 @@
-"""Edits that several modules make to a graph: add an initialiser, replace a value."""
+"""Helpers that edit a graph: they add an initialiser, or replace a value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
 def take_place(new: ir.Value, old: ir.Value) -> None:
     """Replace the value ``old`` with ``new`` everywhere in the graph.
 
-    ``new`` gets the name and the type of ``old``, and all nodes that read ``old`` read ``new``.
+    ``new`` gets the name and the type of ``old``. All nodes that used ``old`` then use ``new``.
     """
     kept, new.shape, new.type = old.name, old.shape, old.type
     old.replace_all_uses_with(new, replace_graph_outputs=True)

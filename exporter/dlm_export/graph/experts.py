@@ -1,9 +1,13 @@
-"""Replaces the mixtures of experts in a traced graph, and lays out their weights.
+"""Replaces the mixtures of experts in a traced graph, and arranges their weights for the engine.
 
-A trace has one node per mixture, with the stacked weights ``[E, K, N]`` of all experts. For a CPU,
-``lay_out`` replaces it with a function that computes only the chosen experts. All three stacks of a
-mixture then have the same format. FP32, INT8 and INT4 have kernels; FP8 and NVFP4 are simulated.
-For a GPU, ``spread`` computes all experts as one wide gated MLP.
+In a traced graph, each mixture of experts is one node. The node has three stacks of matrices: gate,
+up and down. A stack ``[E, K, N]`` has one matrix for each of ``E`` experts, with ``K`` inputs and
+``N`` outputs.
+
+- For a CPU, ``lay_out`` replaces the node with a function that computes only the chosen experts.
+  All three stacks must have the same number format. FP32, INT8 and INT4 have kernels. FP8 and NVFP4
+  are simulated.
+- For a GPU, ``spread`` replaces the node with one wide gated MLP that computes all experts.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ _Mixture = tuple[LinearSpec, LinearSpec, LinearSpec]
 
 @dataclass(frozen=True)
 class StackPart:
-    """Says what an initialiser contains: a layer, and a part of the weights of its experts.
+    """Says which part of a layer's expert weights an initialiser contains.
 
     ``part`` is ``panels``, ``panel_scales``, ``codes``, ``scales``, ``global_scale`` or ``wide``.
     ``wide`` is the matrix that joins the matrices of all experts (``join``).
@@ -41,8 +45,9 @@ class StackPart:
 
 
 def function_of(name: str) -> str | None:
-    """Return the function that computes experts in this layer format, or ``None`` if there
-    is none.
+    """Return the name of the function that computes experts in this layer format.
+
+    Returns ``None`` if there is no such function.
     """
     chosen = FORMATS[name]
     if chosen.weights == "nvfp4" and chosen.activations is None:
@@ -53,9 +58,10 @@ def function_of(name: str) -> str | None:
 
 
 def _nodes(model: ir.Model, network: NetworkSpec) -> Iterator[tuple[ir.Node, _Mixture]]:
-    """Yield each mixture of a traced graph with its three stacks, for the caller to replace.
+    """Yield each mixture of a traced graph with its three stacks. The caller must replace the
+    mixture.
 
-    Also removes the function that the mixtures call from the model.
+    Afterwards, the definition of the traced function is removed from the model.
     """
     by_path = {mixture[0].path.removesuffix(".gate"): mixture for mixture in network.mixtures()}
     for node in list(model.graph):
@@ -70,8 +76,9 @@ def lay_out(
     """Replace every mixture of an fp32 graph with a function for the format of its layers.
 
     ``formats`` has the format of each layer. The three stacks of a mixture must have the same
-    format. A layer that is not listed stays in fp32. ``amax`` has the range of each layer's input,
-    for formats that need it. Returns the contents of the new initialisers, by name.
+    format. A layer that is not listed stays in fp32. ``amax`` has the clipping range of each
+    layer's input, if the format needs a fixed range. Returns a description of each new initialiser
+    by its name.
     """
     parts: dict[str, StackPart] = {}
     for node, stacks in _nodes(model, network):
@@ -114,8 +121,9 @@ def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
 
     Each stack becomes one matrix. Gate and up are ``[K, E * N]``, with the experts side by side.
     Down is ``[E * N, K]``, so its product also adds up the results of the experts. Before the down
-    projection, the features of each expert are multiplied by the token's weight for it. The weight
-    is 0 for experts that the token is not routed to. Returns the contents of the new initialisers.
+    projection, the features of each expert are multiplied by the token's routing weight for this
+    expert. The routing weight is 0 for experts that the token is not routed to. Returns a
+    description of each new initialiser by its name.
     """
     parts: dict[str, StackPart] = {}
     for node, stacks in _nodes(model, network):
@@ -167,7 +175,7 @@ def _all_experts(
     is_mine = op("Equal", slots, numbers, gives=ir.DataType.BOOL)
     chosen_weights = op("Unsqueeze", weights, ints(-1), gives=fp32)
     by_choice = op("Mul", op("Cast", is_mine, to=fp32, gives=fp32), chosen_weights, gives=fp32)
-    # weight of every expert for every token, [B, T, E]
+    # routing weight of every token for every expert, [B, T, E]
     shares = op("ReduceSum", by_choice, ints(-2), gives=fp32, keepdims=0)
     if dtype != fp32:
         shares = op("Cast", shares, to=dtype)
@@ -179,7 +187,9 @@ def _all_experts(
 
 
 def _initialisers(stack: LinearSpec, held: str) -> dict[str, tuple[tuple[int, ...], ir.DataType]]:
-    """Return the shape and type of each part of a stack, in the order of the function's inputs."""
+    """Return the shapes and types of the arrays that contain a stack, in the order of the
+    function's inputs.
+    """
     chosen, count = FORMATS[held], functions.padded(stack.outputs) // functions.PANEL
     in_front, lines = (stack.count, count), (functions.PANEL, functions.DOT)
     by_column = (stack.count, count * functions.PANEL)
@@ -219,7 +229,7 @@ def _wide_shape(stack: LinearSpec) -> tuple[int, int]:
 def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
     """Join the matrices of a stack into one wide matrix, for ``spread``.
 
-    ``read`` returns slices of the stack ``[E, K, N]``.
+    ``read`` is called with an index into the stack ``[E, K, N]``, and returns that slice.
     """
 
     def rows(at: Index) -> np.ndarray:
@@ -235,7 +245,7 @@ def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
 
 
 def stacked(shape: tuple[int, ...], of_expert: Callable[[int], np.ndarray]) -> Lazy:
-    """Create an array with one entry per expert. Entries are computed when they are read."""
+    """Create an array with one entry per expert. An entry is computed when it is read."""
 
     def read(at: Index) -> np.ndarray:
         return np.stack([of_expert(expert) for expert in range(shape[0])[at[0]]])
@@ -261,9 +271,9 @@ def from_panels(panels: np.ndarray, columns: int) -> np.ndarray:
 
 
 def shape_of_panels(panels: tuple[int, ...], columns: int) -> tuple[int, ...] | None:
-    """Return the shape that ``from_panels`` returns for panels of this shape.
+    """Return the shape of the matrices that are stored in panels of the shape ``panels``.
 
-    Returns ``None`` if it is not the shape of a stack of panels.
+    Returns ``None`` if ``panels`` is not the shape of a stack of panels.
     """
     wanted = (functions.padded(columns) // functions.PANEL, functions.PANEL)
     is_held = len(panels) == 4 and (panels[1], panels[3]) == wanted

@@ -1,38 +1,38 @@
 """ONNX functions in domain ``dlm_export``, each defined with standard ONNX operators.
 
-A graph contains the definition of every function it calls, so any engine can run it. The native
-runtime registers kernels with the names of the functions, and ONNX Runtime uses such a kernel
-instead of the definition. A kernel must compute what the definition says. ``KERNELS`` lists the
-functions that have one.
+A graph contains the definition of every function that it calls, so any engine can run the graph.
+For some functions, the native runtime registers a kernel with the function's name. ONNX Runtime
+then uses the kernel instead of the definition. A kernel must compute the same result as the
+definition. ``KERNELS`` lists the functions that have one.
 
 ==========================  ===========================================================================================
 ``Int8Linear``              ``(x [.., K], panels, scales) -> x @ w [.., N]``. Quantises each row of x to -127..127
-``Int8Linear2``, ``3``      the same for two or three weights with the same x, which is quantised once
+``Int8Linear2``, ``3``      like ``Int8Linear``, with two or three weights. x is quantised once
 ``Int8GatedLinear``         ``silu(x @ w1) * (x @ w2)``
-``Int4Linear``, ``2``,      the same four with INT4 weights, which have a scale per group of inputs
+``Int4Linear``, ``2``,      like the four functions above, with INT4 weights and one scale per group of inputs
 ``3``, ``Int4GatedLinear``
 ``Int8Embedding``           ``(ids [B, T], panels, scales) -> [B, T, K]``. Looks up embeddings in the weight of a tied
 ``Int4Embedding``           head; the embedding of token ``id`` is column ``id`` of that weight
 ``Fp32TiedHead``,           ``(x [.., K], table [V, K]) -> x @ transposed table [.., V]``. Multiplies by the embedding
 ``Bf16TiedHead``,           table, which is stored once, in the checkpoint's type (``tied``)
 ``Fp16TiedHead``
-``Fp8TiedHead``             the same with a table of E4M3 bytes and one scale per row
+``Fp8TiedHead``             like the three functions above, with a table of E4M3 bytes and one scale per row
 ``Experts``                 ``(x [B, T, K], chosen [B, T, k], weights [B, T, k], gate, up, down) -> [B, T, K]``.
                             Computes the weighted sum of the gated MLPs chosen for each token (``routed``)
-``Fp32Experts``,            the same with the experts' weights in panels of this format
+``Fp32Experts``,            like ``Experts``, with the weights in panels of this format
 ``Int8Experts``,
 ``Int4Experts``
-``FP8Experts``,             the same with FP8 or NVFP4 weights, which are dequantised. The inputs, and the weighted
-``NVFP4Experts``            features before the down projection, are rounded to the format
-``NVFP4WeightExperts``      the same with NVFP4 weights, without rounding inputs and features
+``FP8Experts``,             like ``Experts``, with FP8 or NVFP4 weights. Weights are dequantised. The inputs, and the
+``NVFP4Experts``            weighted features before the down projection, are rounded to the format
+``NVFP4WeightExperts``      like ``NVFP4Experts``, but inputs and features are not rounded
 ``CachedAttention``         ``(q, k, v, past_key, past_value, position_ids, cos, sin, segments) -> (y, present_key,
                             present_value)``. q, k and v are ``[B, T, heads * D]``, before rotation
-``Fp16CachedAttention``     the same with past and present rows in fp16
-``Int8CachedAttention``     the same with rows of INT8 codes, each followed by its scale
-``BlockCachedAttention``,   the same three with block-causal attention. A query sees all cached rows. It sees a key of
-``Fp16``, ``Int8Block...``  the same pass if ``pos_key // visible_block <= pos_query // visible_block``
-``NormedCachedAttention``,  the same six with two more inputs, ``q_norm`` and ``k_norm`` ``[D]``. These are the weights of
-``BlockNormed...``,         an RMSNorm that is applied to every query and key before rotation
+``Fp16CachedAttention``     like ``CachedAttention``, with cached keys and values in fp16
+``Int8CachedAttention``     like ``CachedAttention``. Each cached row consists of INT8 codes, followed by a scale
+``BlockCachedAttention``,   like the three functions above, with block-causal attention. A query sees all cached
+``Fp16``, ``Int8Block...``  rows, and new keys with ``pos_key // visible_block <= pos_query // visible_block``
+``NormedCachedAttention``,  like the six functions above, with two more inputs: ``q_norm`` and ``k_norm`` ``[D]``, the
+``BlockNormed...``,         weights of an RMSNorm that is applied to every query and key before rotation
 ``Fp16``, ``Int8...``
 ``AddNorm``                 ``(x, y, weight [K]) -> (x + y, RMSNorm of x + y)``
 ``Candidates``              ``(logits, mask_token_bias) -> (top_token, top_prob, entropy)``
@@ -40,34 +40,35 @@ functions that have one.
 ``NVFP4QuantizeDequantize`` ``(x [.., K], scale) -> x`` rounded to NVFP4
 ==========================  ===========================================================================================
 
-Weights ``[K, N]`` are stored in panels of 32 columns, the order in which CPU kernels read them. The
-last panel is padded with zeros; the attribute ``columns`` is the number of columns without padding.
+Weights ``[K, N]`` are stored in panels of 32 columns. CPU kernels read them in this order. The last
+panel is padded with zeros. The attribute ``columns`` is the number of columns without padding.
 
 - INT8: uint8 ``[N / 32, K / 4, 32, 4]``, each code + 128.
-- INT4: uint8 ``[N / 32, K / 8, 32, 4]``, each code + 8. The low nibble of a byte has the code of
-  input k, and the high nibble that of input k + 4. Scales are fp16 ``[N / 32, groups, 32]``. A
+- INT4: uint8 ``[N / 32, K / 8, 32, 4]``, each code + 8. A byte has two codes: the low four bits are
+  for input k, and the high four bits for input k + 4. Scales are fp16 ``[N / 32, groups, 32]``. A
   group has ``group_size`` inputs; the last group may have fewer.
-- NVFP4: uint8 ``[N / 32, K, 16]``. The low nibble of a byte has the code of column n, and the high
-  nibble that of column n + 16. Group scales are ``[N / 32, K / 16, 32]``.
+- NVFP4: uint8 ``[N / 32, K, 16]``. A byte has two codes: the low four bits are for column n, and
+  the high four bits for column n + 16. Group scales are ``[N / 32, K / 16, 32]``.
 - fp32, for experts only: ``[N / 32, K, 32]``.
 
-Weights of experts have one more axis before these, with one entry per expert.
+Stacks of experts have one more axis in front, with one entry per expert.
 
-Attention rotates the first ``rotary_size`` features of each head, or all features if it is 0.
-Block-causal attention has function names of its own. A runtime that has no kernel with such a name
-then uses the definition.
+Attention rotates the first ``rotary_size`` features of each head, or all features if it is 0. The
+functions for block-causal attention have separate names. A runtime that has no kernel with such a
+name uses the definition.
 
-``segments`` describes N requests that share one row of tokens (B = 1). Each of its rows has four
-numbers for one request: its first past row, its number of past rows, its first token, and its
-number of tokens. A request sees only its own rows. With N = 0, each of the B rows of tokens is one
-request, which sees all of its past rows.
+``segments`` ``[N, 4]`` describes N requests whose tokens are concatenated into one sequence (B =
+1). Its four columns are the index of the request's first cached row, the number of its cached rows,
+the index of its first token, and the number of its tokens. A request sees only its own tokens and
+cached rows. With N = 0, each of the B sequences is one request, and sees all of its cached rows.
 
-A cached row has the key or value of one position in one head. A pass computes with the exact fp32
-values of its own new rows. It stores them rounded, so later passes read rounded rows. An INT8 row
+A cached row is the key or the value of one position in one head. A pass computes with its own new
+rows in fp32. The cache stores these rows rounded, so later passes read rounded values. An INT8 row
 consists of ``D`` codes from -127 to 127, followed by two numbers m and e, all int8. Its values are
 ``code * scale`` with ``scale = (128 + m) * 2 ** (e + 1)`` and m >= 0. The scale is the smallest
-such number that is at least ``amax / 127``. A row that contains NaN or infinity is stored as codes
-0 with e = 127. This is an infinite scale, so all values of the row are read back as NaN.
+such number that is at least ``amax / 127``, where ``amax`` is the largest magnitude in the row. A
+row that contains NaN or infinity is stored as codes 0 with e = 127. This means an infinite scale,
+so all elements of the row are read back as NaN.
 """
 
 from __future__ import annotations
@@ -85,10 +86,12 @@ from dlm_export.graph.routed import FUNCTIONS, experts
 from dlm_export.graph.tied import FP8_TIED_HEAD, TIED_HEADS, tied_head
 
 LINEAR = ("Int8Linear", "Int4Linear")
-"""Layers that quantise their input by rows. Those with the same input can be merged."""
+"""Linear functions that quantise each row of their input. Calls with the same input can be merged
+into one call.
+"""
 BLOCK, NORMED = "Block", "Normed"
-"""Parts of the names of attention functions: Block means block-causal attention, and Normed means
-that queries and keys are normed.
+"""Name parts of attention functions. ``Block`` means block-causal attention. ``Normed`` means that
+an RMSNorm is applied to queries and keys.
 """
 ATTENTION = tuple(
     f"{block}{normed}CachedAttention" for normed in ("", NORMED) for block in ("", BLOCK)
@@ -108,12 +111,13 @@ KERNELS = (
     "NVFP4Linear",
     "Candidates",
 )
-"""The functions that have a kernel in the native runtime."""
+"""Names of the functions that have a kernel in the native runtime."""
 POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)
-"""``2 ** (field - 127)``, the float with each exponent field. Field 0 gives 0, and field 255
-infinity.
+"""The fp32 number for each value of the exponent bits: ``2 ** (field - 127)``.
+
+The first entry is 0 and the last is infinity.
 """
-PANEL, DOT = 32, 4  # columns per panel; products that one instruction adds up
+PANEL, DOT = 32, 4  # columns per panel, and number of products that one instruction adds up
 PAIRS = 2 * DOT  # inputs whose INT4 codes are packed together
 BITS = {"int4": 4, "int8": 8}  # bits per code in MatMulNBits
 _BLOCK_SIZES = (128, 64, 32)  # block sizes that all kernels of MatMulNBits support
@@ -126,8 +130,8 @@ def panels(codes: np.ndarray) -> np.ndarray:
     128 is added to each code. K must be a multiple of 4.
     """
     inputs, columns = codes.shape
-    # The 64 extra columns keep the length of a row from being a power of two. Otherwise many rows
-    # would compete for the same cache lines when they are transposed.
+    # If the length of a row were a power of two, many rows would compete for the same cache lines
+    # when they are transposed. The 64 extra columns prevent this.
     rows = np.full((padded(columns), inputs + 64), 128, np.uint8)[:, :inputs]
     np.bitwise_xor(codes.view(np.uint8).T, np.uint8(128), out=rows[:columns])
     dots = rows.view(np.uint32).reshape(-1, PANEL, inputs // DOT).transpose(0, 2, 1)
@@ -152,7 +156,7 @@ def int4_panels(codes: np.ndarray) -> np.ndarray:
 def block_size(inputs: int) -> int:
     """Return the block size of MatMulNBits for columns that have a single scale.
 
-    It is the largest size that divides ``inputs``, or 128 if none does.
+    The result is the largest size that divides ``inputs``, or 128 if no size divides it.
     """
     return next((size for size in _BLOCK_SIZES if inputs % size == 0), _BLOCK_SIZES[0])
 
@@ -161,9 +165,9 @@ def lazy_blocks(codes: np.ndarray, bits: int, size: int) -> Lazy:
     """Pack codes ``[K, N]``, one per byte, for MatMulNBits: uint8 ``[N, ceil(K / size), size * bits
     / 8]``.
 
-    128 is added to INT8 codes and 8 to INT4 codes. Of the two INT4 codes in a byte, the first is in
-    the low nibble. The last block is padded with the code of 0. Blocks are computed when they are
-    read.
+    128 is added to INT8 codes and 8 to INT4 codes. The low four bits of a byte have the first of
+    two INT4 codes. The last block is padded with the code that means 0. Blocks are computed when
+    they are read.
     """
     inputs, columns = codes.shape
     count, middle = -(-inputs // size), np.uint8(1 << (bits - 1))
@@ -201,7 +205,7 @@ def nvfp4_panels(codes: np.ndarray) -> np.ndarray:
 
 
 def lazy_panels(format: str, codes: np.ndarray) -> Lazy:
-    """Pack INT8, INT4 or NVFP4 codes into panels that are computed when they are read."""
+    """Return panels of INT8, INT4 or NVFP4 codes. Each panel is packed when it is read."""
     is_nvfp4 = format == "nvfp4"
     inputs, columns = codes.shape[::-1] if is_nvfp4 else codes.shape
     make, lines = {
@@ -218,12 +222,14 @@ def lazy_panels(format: str, codes: np.ndarray) -> Lazy:
 
 
 def padded(columns: int) -> int:
-    """Round ``columns`` up to whole panels."""
+    """Round a number of columns up to whole panels."""
     return -(-columns // PANEL) * PANEL
 
 
 def declare(model: ir.Model, name: str) -> None:
-    """Add the definition of a function to a model, and those of the functions that it calls."""
+    """Add the definition of a function to a model, and the definitions of the functions that it
+    calls.
+    """
     identifier = (DOMAIN, name, "")
     if identifier not in model.functions:
         model.functions[identifier] = _DEFINITIONS[name]()
@@ -235,7 +241,7 @@ def declare(model: ir.Model, name: str) -> None:
 def _linear(
     name: str, weights: int, *, is_int4: bool = False, is_gated: bool = False
 ) -> ir.Function:
-    """Define linear layers that quantise their input by rows.
+    """Define the function of one or more linear layers that quantise each row of their input.
 
     The code of an input is ``round(x * (127 / amax))``, rounded half to even, where amax is the
     largest magnitude of the row. In INT8, the sum of products is multiplied by ``amax / 127``, and
@@ -302,9 +308,9 @@ def _by_int4(
 
 
 def _group_of_input(body: Body, inputs: ir.Value) -> ir.Value:
-    """Compute the number of the group that each input belongs to, as int64 ``[K]``.
+    """Add nodes that compute the group number of each of K inputs, as int64 ``[K]``.
 
-    ``inputs`` is the number of inputs, K.
+    ``inputs`` is K.
     """
     zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
     numbers = body.op("Range", zero, body.op("Squeeze", inputs), one)
@@ -350,8 +356,8 @@ or that converts stored rows back.
 
 
 def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
-    """Define an attention function. The parts of its name say whether it is block-causal and
-    normed.
+    """Define an attention function. Its name says whether it is block-causal, and whether it has
+    norms.
     """
     is_normed = NORMED in name
     norms = " q_norm k_norm" if is_normed else ""
@@ -376,8 +382,8 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     turned, key = turn(by_head(q, "heads", q_norm)), turn(by_head(k, "kv_heads", k_norm))
     value = by_head(v, "kv_heads")
     own = _own(body, segments, positions, past_key)
-    # Replace rows that no request reads by 0. They may hold anything, even NaN, and an additive
-    # mask would not hide a NaN.
+    # Set rows that no request reads to 0. Such rows may contain NaN, and an additive attention mask
+    # does not hide a NaN.
     is_read = op("ReduceMax", body.cast(own[0], ir.DataType.UINT8), ints(0), keepdims=0)
     is_read = op("Unsqueeze", body.cast(is_read, ir.DataType.BOOL), ints(1))
     nothing = body.number(0)
@@ -391,7 +397,7 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         attributes["visible_block"] = ir.AttributeType.INT
         blocks = op("Div", positions, body.attribute("visible_block", ir.AttributeType.INT))
         rows = op("Concat", body.size(positions, 0), body.size(past_key, 2), axis=0)
-        # Cached rows count as the first block, so that every query sees them.
+        # Cached rows are treated like rows of the first block, so that every query sees them.
         of_keys = op("Concat", op("Expand", ints(0), rows), blocks, axis=1)
         keys_first = op("Unsqueeze", of_keys, ints(1, 2))
         is_before = op("LessOrEqual", keys_first, op("Unsqueeze", blocks, ints(1, 3)))
@@ -403,13 +409,15 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
 
 
 def _norm(body: Body, x: ir.Value, weight: ir.Value) -> ir.Value:
-    """Compute an RMSNorm over the last axis, with the function's attribute ``epsilon``."""
+    """Add the operators of an RMSNorm over the last axis, with the function's attribute
+    ``epsilon``.
+    """
     epsilon = ir.Attr("epsilon", ir.AttributeType.FLOAT, None, ref_attr_name="epsilon")
     return body.op("RMSNormalization", x, weight, axis=-1, epsilon=epsilon)
 
 
 def _add_norm() -> ir.Function:
-    """Define the sum of a residual, and its RMSNorm."""
+    """Define the function that adds a residual, and computes the RMSNorm of the sum."""
     body = Body("AddNorm", "x y weight")
     x, y, weight = body.inputs
     total = body.op("Add", x, y)
@@ -422,18 +430,20 @@ def _own(
 ) -> tuple[ir.Value, ir.Value]:
     """Find the rows that belong to the same request as each token.
 
-    Returns two bool arrays: ``[T, S]`` for past rows, and ``[T, T]`` for new rows.
+    Returns two bool arrays: ``[T, S]`` for the S cached rows, and ``[T, T]`` for the rows of the T
+    tokens.
     """
     op, ints = body.op, body.ints
     tokens, cached = body.size(positions, 1), body.size(past_key, 2)
-    # Prepend a segment that covers everything. It is the only one in calls without segments.
+    # Prepend a segment that covers all tokens and cached rows. In calls without segments, it is the
+    # only segment.
     everything = op("Unsqueeze", op("Concat", ints(0), cached, ints(0), tokens, axis=0), ints(0))
     all_segments = op("Concat", everything, segments, axis=0)
     start, count, first, _ = body.several(4, "Split", all_segments, axis=1, num_outputs=4)
     zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
     token, row = (op("Range", zero, op("Squeeze", size), one) for size in (tokens, cached))
     is_begun = body.cast(op("LessOrEqual", first, token), ir.DataType.INT64)
-    # For each token, the last request that starts at or before it. Shape [T].
+    # For each token, the last request that starts at or before that token. Shape [T].
     number = op("Sub", op("ReduceSum", is_begun, ints(0), keepdims=0), ints(1))
     begin, end = op("Gather", start, number), op("Gather", op("Add", start, count), number)
     of_past = op("And", op("LessOrEqual", begin, row), op("Less", row, end))
@@ -487,7 +497,7 @@ _CACHES: dict[str, tuple[_Code, _Code]] = {
 
 
 def _candidates() -> ir.Function:
-    """Define the computation of the two best tokens, their probabilities, and the entropy.
+    """Define the function that computes the two best tokens, their probabilities, and the entropy.
 
     The entropy is computed from differences of logits, see ``trace.Pass``.
     """
@@ -508,7 +518,8 @@ def _candidates() -> ir.Function:
 def _nvfp4_linear() -> ir.Function:
     """Define a product with an NVFP4 weight.
 
-    A weight is its E2M1 value times the scale of its group times the scale of the tensor.
+    An element of the weight is the product of its E2M1 value, the scale of its group, and the scale
+    of the tensor.
     """
     body = Body("NVFP4Linear", "x panels scales global_scale")
     op, ints = body.op, body.ints
@@ -527,11 +538,13 @@ def _nvfp4_linear() -> ir.Function:
 
 
 def _nvfp4() -> ir.Function:
-    """Define rounding to NVFP4: E2M1 in groups of 16 along K, E4M3 group scales and one fp32 scale.
+    """Define the function that rounds to NVFP4: E2M1 in groups of 16 along K, E4M3 group scales and
+    one fp32 scale.
 
-    E2M1 has the magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6. To round to one of them, round to a
-    multiple of .5 below 2, of 1 between 2 and 4, and of 2 above. Round breaks ties towards the even
-    multiple, which has the even E2M1 code.
+    E2M1 has the magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6. Magnitudes below 2 are rounded to a
+    multiple of .5, magnitudes between 2 and 4 to a multiple of 1, and larger magnitudes to a
+    multiple of 2. The operator Round rounds ties to the even multiple, which has the even E2M1
+    code.
     """
     body = Body("NVFP4QuantizeDequantize", "x scale")
     op, number = body.op, body.number

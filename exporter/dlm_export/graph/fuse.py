@@ -1,8 +1,9 @@
 """Replaces groups of operators in a traced graph with calls of functions that have native kernels.
 
-``graph.functions`` defines the functions. Only graphs for ONNX Runtime on a CPU are fused, because
-TensorRT fuses operators by itself. If the operators of a module do not match a kernel, they stay,
-and the reason is reported. Fusing does not change the results of a graph.
+``graph.functions`` defines the functions. Only graphs for ONNX Runtime on a CPU are changed,
+because TensorRT fuses operators by itself. If the operators of a module do not match the pattern of
+a kernel, they are not replaced, and ``Fused`` reports the reason. The results of a graph stay the
+same.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from dlm_export.graph.trace import Graph
 
 CANDIDATES = "pass"  # module path that ``trace`` gives to the nodes after the head
 GATE = ".gate"  # end of the module path of an MLP's gate
-_MOST_WEIGHTS = 3  # the most layers with the same input that one kernel computes
+_MOST_WEIGHTS = 3  # the largest number of layers with the same input that one kernel computes
 
 
 @dataclass(frozen=True)
 class Fused:
-    """What ``fuse`` did.
+    """Reports which modules ``fuse`` replaced with kernels, and which it did not.
 
     ``calls`` has the number of nodes that call each native kernel. ``plain`` lists the modules that
-    have a kernel but keep plain operators: module path -> reason. Norms are not listed there.
-    ``has_segments`` is true if the attention of every layer reads the input ``segments``.
+    a kernel could compute but that were not replaced: module path -> reason. It does not list
+    norms. ``has_segments`` is true if the attention of every layer reads the input ``segments``.
     """
 
     calls: Mapping[str, int]
@@ -48,14 +49,18 @@ _Pattern: TypeAlias = "tuple[Any, ...] | str | float"
 
 
 class _Unlike(Exception):
-    """The operators do not match the pattern of a kernel; the message says why."""
+    """Raised if operators do not match the pattern of a kernel. The message says why."""
 
 
 def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
     """Replace operators of a traced graph with calls of kernels. The graph itself is changed.
 
-    Four patterns are replaced: INT8 or INT4 layers with the same input, attention over the cache, a
-    residual sum that a norm reads, and the computation of candidates.
+    Four patterns are replaced:
+
+    - INT8 or INT4 layers with the same input;
+    - attention over cached keys and values;
+    - a residual sum that is the input of a norm;
+    - the computation of the two best tokens and the entropy.
 
     ``cache_dtype`` is the type of stored keys and values, as in the manifest. ``None`` stores them
     in the type of the graph. Raises CacheError if the attention does not support the type.
@@ -153,7 +158,7 @@ def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
 
 
 def _group_size(node: ir.Node) -> int:
-    """Number of inputs that share a scale; 0 if a column has a single scale."""
+    """Number of inputs in a group with one scale, or 0 if there is one scale for a whole column."""
     return node.attributes.get_int("group_size", 0)
 
 
@@ -174,7 +179,8 @@ def _merge(model: ir.Model, nodes: Sequence[ir.Node], name: str, old: Sequence[i
 def _gated_product(nodes: Sequence[ir.Node]) -> ir.Value | None:
     """Return ``silu(gate) * up`` of two layers, gate first.
 
-    Returns ``None`` if the graph does not compute it, or uses gate or up for something else too.
+    Returns ``None`` if the graph does not compute this product, or if another node also uses the
+    output of gate or up.
     """
     if len(nodes) != 2:
         return None
@@ -194,9 +200,9 @@ def _gated_product(nodes: Sequence[ir.Node]) -> ir.Value | None:
 def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
     """Replace the operators of an attention with a call of its kernel.
 
-    The call covers everything between the products q, k, v and the merged heads: reshapes,
-    rotation, and the concatenation of cached and new rows. Raises _Unlike if an operator does not
-    match.
+    The call replaces all nodes after the q, k and v projections, up to the node that merges the
+    heads. They include reshapes, rotation, and the concatenation of cached and new rows. Raises
+    _Unlike if an operator does not match.
     """
     if traced.dtype.itemsize != 4:
         raise _Unlike("the kernel computes in fp32")
@@ -217,7 +223,7 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
         node.attributes.get_int("rotary_embedding_dim", 0) for node in (turned, rotated)
     }
     for node in (turned, rotated):
-        # the kernel rotates the first half of a head against the second
+        # the kernel pairs feature i of a head with feature i + size / 2, and rotates each pair
         _refuse_settings(node, ("interleaved",))
     tables = _all(turned.inputs[1:], 3)
     if tables != _all(rotated.inputs[1:], 3) or len(rotary_sizes) > 1:
@@ -243,7 +249,7 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
 def _segments(model: ir.Model) -> ir.Value:
     """Return the input ``segments``, and add it if it is missing.
 
-    The input is optional; by default it has no rows.
+    The input is optional. By default, it is an array without rows.
     """
     if SEGMENTS not in model.graph.initializers:
         value = constant(model.graph, SEGMENTS, np.zeros((0, 4), np.int64))
@@ -259,13 +265,16 @@ _HIDDEN = (
     ("Unsqueeze", _STARTS, 2),
 )
 _HIDING = ("Unsqueeze", ("Mul", ("Cast", _HIDDEN), float(np.finfo(np.float32).min)), 1)
-"""The form that the denoiser's ``hiding`` has in a trace. A tuple is an operator with its inputs, a
-number is a constant, and a name stands for any value.
+"""The pattern of nodes into which the function ``hiding`` of ``network.denoiser`` is traced.
+
+A tuple is an operator with its inputs. A number is a constant. A name matches any value.
 """
 
 
 def _visible_block(hidden: ir.Value, positions: ir.Value) -> int:
-    """Return the block length of a block-causal mask. Raises _Unlike for any other mask."""
+    """Return the block length of a block-causal attention mask. Raises _Unlike for any other
+    attention mask.
+    """
     found = {"positions": positions}
     length = _number(found["length"]) if _looks_like(hidden, _HIDING, found) else None
     if length is None:
@@ -276,8 +285,8 @@ def _visible_block(hidden: ir.Value, positions: ir.Value) -> int:
 def _looks_like(value: ir.Value | None, wanted: _Pattern, found: dict[str, ir.Value]) -> bool:
     """True if the operators that compute ``value`` match a pattern.
 
-    Everywhere that a name occurs in the pattern, it must stand for the same value. ``found`` has
-    the value of each name; new names are added.
+    A name that occurs twice in the pattern must match the same value both times. ``found`` maps
+    each name to its value, and new names are added to it.
     """
     if value is None:
         return False
@@ -309,9 +318,7 @@ def _expect(value: ir.Value | None, op_type: str, otherwise: str) -> ir.Node:
 
 
 def _refuse_settings(node: ir.Node, names: Sequence[str]) -> None:
-    """Raises _Unlike if one of these attributes is set, because the kernel assumes that all
-    are 0.
-    """
+    """Check that these attributes are 0, as the kernel assumes. Raises _Unlike otherwise."""
     for name in names:
         attribute = node.attributes.get(name)
         if attribute is not None and attribute.value:
@@ -319,7 +326,9 @@ def _refuse_settings(node: ir.Node, names: Sequence[str]) -> None:
 
 
 def _all(values: Sequence[ir.Value | None], count: int) -> list[ir.Value]:
-    """Return the values if there are ``count`` and none is missing. Otherwise raises _Unlike."""
+    """Return the values if there are exactly ``count`` of them and all are present. Otherwise
+    raises _Unlike.
+    """
     found = [value for value in values if value is not None]
     if len(found) != count or len(values) != count:
         raise _Unlike(f"an operator has {len(found)} inputs, expected {count}")
@@ -327,7 +336,7 @@ def _all(values: Sequence[ir.Value | None], count: int) -> list[ir.Value]:
 
 
 def _both(node: ir.Node) -> tuple[ir.Value, ir.Value]:
-    """Return the two inputs of a node. Raises _Unlike if it does not have two."""
+    """Return the two inputs of a node. Raises _Unlike if the node does not have exactly two inputs."""
     first, second = _all(node.inputs, 2)
     return first, second
 
@@ -354,8 +363,9 @@ def _norm_of(node: ir.Node) -> _Norm | None:
 
 @dataclass(frozen=True)
 class _Heads:
-    """A value ``whole`` ``[B, T, count * D]`` that is split into ``count`` heads, and their
-    norm.
+    """A value that the graph splits into heads, and the norm of these heads.
+
+    The value ``whole`` is ``[B, T, count * D]``, for ``count`` heads.
     """
 
     count: int
@@ -380,7 +390,7 @@ def _heads_of(value: ir.Value | None) -> _Heads:
 def _norms_of(queries: _Heads, keys: _Heads, values: _Heads) -> list[_Norm]:
     """Return the norms of queries and keys, or an empty list if neither has a norm.
 
-    Raises _Unlike if only some are normed, or if the norms differ in epsilon.
+    Raises _Unlike if only queries or only keys have a norm, or if the norms differ in epsilon.
     """
     if queries.norm is None and keys.norm is None and values.norm is None:
         return []
@@ -396,11 +406,12 @@ def _is_constant(value: ir.Value) -> bool:
 
 
 def _fuse_add_norm(model: ir.Model, add: ir.Node) -> None:
-    """Replace a sum of two tensors and an RMSNorm of this sum with one call, if there is such a
-    norm.
+    """Replace a sum of two tensors and the RMSNorm of this sum with one call.
+
+    Does nothing if the sum is not the input of an RMSNorm.
     """
     if any(value is None or _is_constant(value) for value in add.inputs):
-        return  # one summand is a bias; the kernel only adds tensors of the same shape
+        return  # a bias is added; the kernel needs two tensors of the same shape
     total = add.outputs[0]
     for node, _ in total.uses():
         norm = _norm_of(node)
@@ -412,7 +423,9 @@ def _fuse_add_norm(model: ir.Model, add: ir.Node) -> None:
 
 
 def _fuse_candidates(model: ir.Model) -> None:
-    """Replace the operators that compute the candidates with one call. Raises _Unlike."""
+    """Replace the operators that compute the best tokens and the entropy with one call. Raises
+    _Unlike.
+    """
     outputs = {str(value.name): value for value in model.graph.outputs}
     if _producer(outputs["top_prob"], "Candidates") is not None:
         return

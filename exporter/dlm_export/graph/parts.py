@@ -1,12 +1,12 @@
 """Cuts a written graph into parts at the borders of its layers.
 
-Each part is a model of its own that uses the same weight file. The first part is ``embed``. One
-part ``blocks.I`` per layer follows. The last part, ``end``, has the final norm, the head and the
-candidates.
+Each part is a separate ONNX model that uses the same weight file. The first part is ``embed``.
+After it, there is one part ``blocks.I`` for each layer ``I``. The last part is ``end``. It has the
+final norm and the head, and computes the best tokens.
 
 The inputs and outputs of a part keep the names that these values have in the whole graph. Running
-all parts in order therefore gives the same result as running the graph. Values that are computed
-from constants only are computed again in each part that needs them.
+all parts in order therefore gives the same result as running the graph. Nodes that depend on
+constants only are copied into every part that needs their values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BEHIND_BLOCKS = ("final_norm", "head")
 
 
 class PartError(DlmError):
-    """A required input of a part is missing."""
+    """Raised if a required input of a part is missing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +52,8 @@ class Part:
         return int(self.name.removeprefix(BLOCKS)) if self.name.startswith(BLOCKS) else None
 
     def check_given(self, names: set[str]) -> None:
-        """Check that ``names`` has all inputs of this part.
-
-        Raises PartError with the missing inputs.
+        """Check that ``names`` includes all inputs of this part. Raises PartError, which lists the
+        missing inputs.
         """
         lacking = [name for name in self.inputs if name not in names]
         if lacking:
@@ -66,8 +65,8 @@ class Part:
 def cut(model: ir.Model) -> list[Part]:
     """Cut a graph into its parts, and return them in order.
 
-    Most nodes name the module that they belong to. A node without one goes to the latest part that
-    computes one of its inputs.
+    Most nodes have metadata that names their module. A node without this metadata goes to the
+    latest part that computes one of the node's inputs.
     """
     graph = model.graph
     layers = [block_of(node) for node in graph]
@@ -110,7 +109,7 @@ def _extract(model: ir.Model, inputs: list[ir.Value], outputs: list[ir.Value]) -
     constant = [value for value in model.graph.inputs if value.is_initializer()]
     graph = ir.convenience.extract(model.graph, [*inputs, *constant], outputs)
     for value in [value for value in graph.inputs if value.is_initializer()]:
-        graph.inputs.remove(value)  # its initialiser stays and gives its value
+        graph.inputs.remove(value)  # the value is still in the initialiser
     return ir.Model(
         graph,
         ir_version=model.ir_version,

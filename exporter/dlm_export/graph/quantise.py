@@ -1,8 +1,8 @@
-"""Quantises layers in a graph: replaces the operands of MatMul nodes and leaves the rest unchanged.
+"""Quantises layers in a graph by replacing their MatMul nodes, or the operands of these nodes.
 
-A layer is found by the module path in the metadata of its node (``graph.LAYER_KEY``). Weights have
-only a shape and a type at this point; ``write_graph`` later asks for their values, one weight at a
-time.
+A layer is found by the module path in the metadata of its node (``graph.LAYER_KEY``). At this
+point, the graph has only the shapes and types of weights. ``write_graph`` later asks for their
+values, one weight at a time.
 
 A graph can be written for three engines (``Form``):
 
@@ -31,10 +31,10 @@ nvfp4,          two DequantizeLinear on the weight, and TRT_FP4DynamicQuantize o
 TensorRT
 ==============  ===================================================================================
 
-ONNX Runtime computes constant expressions when it opens a graph. A simulation therefore costs disk
-space, but no time in a pass. Scales have the graph's type. The operators QuantizeLinear and
-DequantizeLinear are those of ONNX opset 23, and NVFP4 follows the two-level scheme in TensorRT's
-documentation.
+ONNX Runtime computes constant expressions when it opens a graph. A simulated format therefore needs
+more disk space, and passes do not become slower. Scales have the graph's type. The operators
+QuantizeLinear and DequantizeLinear are those of ONNX opset 23, and NVFP4 follows the two-level
+scheme in TensorRT's documentation.
 """
 
 from __future__ import annotations
@@ -68,11 +68,14 @@ Form = Literal["cpu", "tensorrt", "cuda"]
 
 @dataclass(frozen=True)
 class Part:
-    """Says what an initialiser contains: a layer, and a part of its weight.
+    """Says which part of a layer's weight an initialiser contains.
 
-    ``part`` is ``codes``, ``scales`` or ``global_scale`` in most forms. Weights for ``functions``
-    have ``panels`` and ``panel_scales``. Weights for MatMulNBits have ``blocks`` and
-    ``block_scales``. An embedding table has ``rows`` and ``row_scales``.
+    ``part`` is one of these:
+
+    - ``panels`` or ``panel_scales``, for the functions of ``graph.functions``;
+    - ``blocks`` or ``block_scales``, for MatMulNBits;
+    - ``rows`` or ``row_scales``, for an embedding table;
+    - ``codes``, ``scales`` or ``global_scale``, for all other weights.
     """
 
     layer: str
@@ -82,7 +85,8 @@ class Part:
 def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
     """Return why the shape of a layer does not fit a format, or ``None`` if it fits.
 
-    On a GPU, and in NVFP4 anywhere, every group must be full.
+    Some formats have one scale per group of inputs. For a GPU, and for NVFP4 on any engine, the
+    number of inputs must be a multiple of the group size.
     """
     chosen, inputs = FORMATS[name], layer.inputs
     size = chosen.group_size
@@ -115,16 +119,16 @@ def rewrite(
     """Quantise the layers of a traced graph in place.
 
     Args:
-        traced: The graph. Formats that compute the range of inputs in each pass need fp32.
+        traced: The graph. It must be in fp32 if a format computes input ranges in each pass.
         formats: The format of each layer, a key of ``FORMATS``.
-        amax: The clipping range of a layer's input, for layers with a static range.
-        rotated: The size of the Hadamard matrix that rotates a layer's input.
+        amax: The clipping range of each layer's input, for layers with a static range.
+        rotated: The size of the Hadamard matrix, for each layer whose input is rotated.
         embedding: Format of the embedding table.
         form: The engine to write for.
         is_shared: True if a CPU graph and a device graph use the same initialisers.
 
     Returns:
-        The contents of the new initialisers, by name.
+        A description of each new initialiser, by name.
     """
     writer = _Writer(
         traced, form, has_panels=not is_shared and traced.element_type == ir.DataType.FLOAT
@@ -175,8 +179,8 @@ class _Writer:
     def nodes(
         self, before: ir.Node, layer: str, *specs: tuple[str, list[ir.Value | None], dict[str, Any]]
     ) -> ir.Value:
-        """Insert a chain of operators before a node. An input ``None`` means the previous
-        result.
+        """Insert a chain of operators before a node. An input of ``None`` means the result of the
+        previous operator.
         """
         out: ir.Value | None = None
         for op, inputs, attributes in specs:
@@ -301,7 +305,7 @@ class _Writer:
         return codes, self.weight(layer, "row_scales", (V, 1), self.dtype)
 
     def look_up(self, node: ir.Node, chosen: LayerFormat) -> None:
-        """Replace a lookup in an embedding table whose codes and scales a tied head uses too."""
+        """Replace the lookup in a quantised embedding table that a tied head uses too."""
         if chosen.weights == "fp8":
             self.embedding(node, HEAD, "fp8")
             return
@@ -431,9 +435,9 @@ class _Writer:
             scales = self.weight(layer, "scales", (N,), self.dtype)
             zeros = []
             if chosen.weights == "int8" and not self.for_tensorrt:
-                # Without explicit zero points, ONNX Runtime adds zero points of another shape when
-                # it converts the codes to unsigned. It changes zero points in place, so each layer
-                # needs its own.
+                # When ONNX Runtime converts codes to unsigned, it adds zero points of another shape
+                # if there are none. It changes zero points in place, so each layer needs separate
+                # zero points.
                 zeros = [self.constant(f"{layer}.zeros", np.zeros(N, np.int8))]
             return self.nodes(
                 node, layer, ("DequantizeLinear", [codes, scales, *zeros], {"axis": 1})
@@ -493,7 +497,7 @@ class _Writer:
         """Store the embedding table as codes with a scale per row. Only the looked-up rows are
         dequantised.
 
-        ``layer`` owns the codes: it is the embedding or a tied head.
+        ``layer`` is the layer whose codes are used: the embedding, or a tied head.
         """
         table, ids = node.inputs
         assert table is not None

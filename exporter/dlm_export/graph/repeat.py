@@ -1,8 +1,9 @@
 """Expands a graph that was traced with one layer of each kind to a graph with all layers.
 
-Layers are connected by the residual stream. They also share positions, rotary tables, visibility
-and constants. To create a layer, the nodes of a traced layer of its kind are copied. The copy reads
-the parameters and the cache of the new layer, and the residual stream of the layer before.
+Layers are of the same kind if their descriptions are equal. To create a layer, the nodes of the
+traced layer of its kind are copied. The copied nodes use the parameters and the cache of the new
+layer, and the residual stream that the previous layer returns. All layers share positions, rotary
+tables, attention masks and constants.
 """
 
 from __future__ import annotations
@@ -21,9 +22,7 @@ _NUMBERED = re.compile(r"(blocks\.|(?:past|present)_(?:key|value)\.)(\d+)")
 
 
 def kinds(network: NetworkSpec) -> list[int]:
-    """Return the kind of each layer, numbered from 0. Layers with equal descriptions are of one
-    kind.
-    """
+    """Number the kinds of layers from 0, and return the kind of each layer."""
     described = list(dict.fromkeys(network.layers))
     return [described.index(layer) for layer in network.layers]
 
@@ -31,9 +30,10 @@ def kinds(network: NetworkSpec) -> list[int]:
 def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
     """Build the graph whose layer ``i`` is a copy of block ``layers[i]`` of ``traced``.
 
-    ``traced`` has one block of each kind. Each of its nodes needs a module path (``LAYER_KEY``),
-    and something must use its result. Raises AssertionError if blocks exchange anything but the
-    residual stream and shared values; this would be a bug of the trace.
+    Here, a block is the module of one layer. ``traced`` has one block of each kind. Each node must
+    have a module path (``LAYER_KEY``), and its result must be used. Blocks may exchange the
+    residual stream and shared values only. Raises AssertionError otherwise, because then the trace
+    is wrong.
     """
     front, blocks, behind = _cut(traced)
     streams = [
@@ -65,8 +65,8 @@ def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
 
 
 class _Copies:
-    """The copied values of a traced graph. ``own`` has those of each layer, ``shared`` all
-    others.
+    """The copies of the traced graph's values. ``own`` has the values of each layer, and ``shared``
+    has all other values.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -75,7 +75,9 @@ class _Copies:
         self.own: list[dict[ir.Value, ir.Value]] = [{} for _ in layers]
 
     def of_values(self, values: Iterable[ir.Value]) -> list[ir.Value]:
-        """Copy inputs or initialisers. Those of a block are copied for every layer of its kind."""
+        """Copy inputs or initialisers. Each value of a block is copied once for every layer of the
+        block's kind.
+        """
         return [self._copy(value, layer) for value, layer in _placed(values, self.layers)]
 
     def of_nodes(self, nodes: Sequence[ir.Node], layer: int | None = None) -> list[ir.Node]:
@@ -124,9 +126,7 @@ class _Copies:
 
 
 def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.Node]]:
-    """Split the nodes into those before the first block, those of each block, and those
-    after it.
-    """
+    """Split the nodes into three groups: before the blocks, of each block, and after the blocks."""
     nodes = list(graph)
     blocks = [block_of(node) for node in nodes]
     numbers = [number for number in blocks if number is not None]
@@ -143,7 +143,7 @@ def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.N
 
 
 def _handed(makers: Iterable[ir.Node], readers: Iterable[ir.Node]) -> ir.Value:
-    """Return the only value that one part passes to the next: the residual stream."""
+    """Return the residual stream, the only value that one part passes to the next."""
     made = {value for node in makers if node.op_type != "Constant" for value in node.outputs}
     handed = list(
         dict.fromkeys(value for node in readers for value in node.inputs if value in made)
@@ -157,7 +157,7 @@ def _handed(makers: Iterable[ir.Node], readers: Iterable[ir.Node]) -> ir.Value:
 def _placed(values: Iterable[ir.Value], layers: Sequence[int]) -> list[tuple[ir.Value, int | None]]:
     """List the inputs, outputs or initialisers of the full graph, in order, each with its layer.
 
-    A value of a block appears once for every layer of the block's kind.
+    A value that belongs to a block is listed once for every layer of the block's kind.
     """
     front: list[tuple[ir.Value, int | None]] = []
     behind: list[tuple[ir.Value, int | None]] = []
@@ -176,7 +176,9 @@ def _placed(values: Iterable[ir.Value], layers: Sequence[int]) -> list[tuple[ir.
 
 
 def _named(name: str | None, layer: int | None) -> str:
-    """Return the path or name that a value or node has in a layer; ``None`` stands for no layer."""
+    """Return the name of a value, or the path of a node, in a layer of the full graph. A layer of
+    ``None`` means outside the layers.
+    """
     assert name is not None
     if layer is None:
         return name

@@ -1,9 +1,10 @@
 """ONNX functions for mixtures of experts: a loop over the chosen experts and their tokens.
 
-INT8 and INT4 experts call the gated layer and the linear layer of ``functions``. These quantise
-each row of the input. CPUs cannot compute in FP8 and NVFP4, so such experts are dequantised and run
-in fp32. Their inputs are rounded with one range per stack. The features after the gate are
-multiplied by the expert's weight before they are rounded.
+INT8 and INT4 experts call the gated layer and the linear layer of ``functions``, which quantise
+each row of their input. CPUs cannot multiply in FP8 or NVFP4. The weights of such experts are
+therefore dequantised and multiplied in fp32. Their inputs are rounded to the format, with one range
+for all experts of a stack. The features after the gate are first multiplied by the expert's routing
+weight, and then rounded.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from dlm_export.graph.body import Body, LoopBody
 from dlm_export.network.spec import STACKS
 
 MIXTURE = "Experts"
-"""The function that a trace calls. ``graph.experts`` replaces it with another of ``FUNCTIONS``."""
+"""The function for mixtures of experts in a traced graph. ``graph.experts`` replaces it with
+another function of ``FUNCTIONS``.
+"""
 RANGES = ("x_scale", "hidden_scale")
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
@@ -27,9 +30,9 @@ E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astyp
 class Held:
     """Describes the inputs of a mixture function.
 
-    Each stack of weights is passed as several inputs, whose names end with ``parts``. ``calls``
-    lists the functions of ours that the function calls. If ``has_ranges``, the scales named in
-    ``RANGES`` follow the stacks.
+    A stack of weights is passed as several inputs. ``parts`` has the endings of their names.
+    ``calls`` lists the functions of domain ``dlm_export`` that the mixture function calls. If
+    ``has_ranges`` is true, the inputs named in ``RANGES`` follow the stacks.
     """
 
     parts: tuple[str, ...] = ("",)
@@ -50,7 +53,7 @@ FUNCTIONS: dict[str, Held] = {
 
 
 def experts(name: str) -> ir.Function:
-    """Define a mixture function. It weights and adds up the results of the experts in fp32.
+    """Define a mixture function. It computes the weighted sum of the experts' results in fp32.
 
     ``Experts`` takes weights ``[E, K, N]``. ``FP8Experts`` takes codes of this shape, one per byte.
     The other functions take panels. Their attributes ``columns`` (gate and up) and ``out_columns``
@@ -153,7 +156,7 @@ def _rounded_expert(
 ) -> ir.Value:
     """Compute the output of an FP8 or NVFP4 expert for the rows ``x`` ``[n, K]``.
 
-    ``share`` ``[n, 1]`` has the routing weight of each row.
+    ``share`` ``[n, 1]`` is the routing weight of each row.
     """
     held = FUNCTIONS[name]
     size = len(held.parts)

@@ -1,11 +1,10 @@
-"""Stores the embedding table of a graph in the checkpoint's type, and only once if the head is
-tied.
+"""Stores the embedding table of a graph in the checkpoint's type, and shares it with a tied head.
 
 A tied head multiplies by the embedding table, so both can share one initialiser. In a traced graph,
-a tied head is ``MatMul(x, Transpose(table))``. When ONNX Runtime opens such a graph, it computes
-the transposed table in advance and keeps it as a second copy in fp32. The functions here avoid this
-copy. TensorRT makes no copy: an engine holds one table (measured with TensorRT-RTX 1.7.1). Graphs
-for TensorRT therefore keep the two operators.
+a tied head is ``MatMul(x, Transpose(table))``. When ONNX Runtime opens such a graph, it transposes
+the table and keeps the result as a second copy in fp32. The functions in this module avoid the
+second copy. TensorRT makes no second copy (measured with TensorRT-RTX 1.7.1). Graphs for TensorRT
+therefore keep MatMul and Transpose.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from dlm_export.network.spec import EMBEDDING, HEAD
 
 
 def hold_once(graph: Graph, dtype: ir.DataType) -> None:
-    """Change a CPU graph so that it stores its embedding table in ``dtype``, and a tied head reads
-    it.
+    """Change a CPU graph so that it stores its embedding table once, in ``dtype``.
+
+    If the head is tied, it is changed to use this table.
 
     For an fp32 graph, ``dtype`` is the checkpoint's type. For other graphs it is the graph's type.
     Each looked-up row is converted to the graph's type. A quantised table is not changed.
@@ -81,7 +81,7 @@ def _product_of(graph: Graph) -> ir.Node | None:
 
 
 def _call_tied_head(graph: Graph, product: ir.Node, table: ir.Value, name: str) -> None:
-    """Replace the product with a call of a tied-head function.
+    """Replace the MatMul with a call of a tied-head function.
 
     The function computes in fp32. In an fp16 graph, its input and its result are therefore cast.
     """
@@ -104,7 +104,7 @@ def _cast(value: ir.Value, to: ir.DataType, metadata: dict[str, str]) -> ir.Node
 
 
 def _replace(graph: Graph, product: ir.Node, nodes: list[ir.Node]) -> None:
-    """Replace the product and the Transpose of a tied head with ``nodes``; the last node has the
+    """Replace the MatMul and the Transpose of a tied head with ``nodes``. The last node returns the
     result.
     """
     old, new, weight = product.outputs[0], nodes[-1].outputs[0], product.inputs[1]

@@ -1,6 +1,7 @@
-"""Finds the inputs and outputs of layers in a graph, and makes them readable.
+"""Finds the inputs and outputs of layers in a graph.
 
-A ``Tap`` names the two values of a layer. ``show`` adds such values to the outputs of a graph.
+A ``Tap`` has the names of a layer's input and output. ``show`` adds these values to the outputs of
+the graph.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from dlm_export.graph.routed import MIXTURE
 from dlm_export.graph.trace import Graph
 
 ROUTES = ".routes"
-"""A mixture has a second tap, whose path ends with this suffix. Its input is the numbers of the
-chosen experts, and its output is their weights.
+"""A mixture of experts has a second tap, whose path ends with this suffix. The input of this tap is
+the numbers of the chosen experts, and its output is their routing weights.
 """
 SHOWN = "tap:"
 """Prefix of the names of outputs that ``show`` adds."""
@@ -47,13 +48,13 @@ def weight_of(node: ir.Node) -> ir.Value | None:
 
 
 def find_taps(traced: Graph) -> dict[str, Tap]:
-    """Return the tap of every layer, by module path. Later rewriting of the graph keeps these
-    names.
+    """Return the tap of every layer, by module path. Later changes of the graph keep the names of
+    these values.
     """
     found: dict[str, Tap] = {}
     for node in traced.model.graph:
         layer = node.metadata_props.get(LAYER_KEY, "")
-        # A mixture of experts has a second tap, for the chosen experts and their weights.
+        # A mixture of experts has a second tap, for the chosen experts and their routing weights.
         if node.domain == DOMAIN and node.op_type == MIXTURE:
             tokens, chosen, weights = (
                 str(value.name) for value in node.inputs[:3] if value is not None
@@ -75,7 +76,7 @@ def find_taps(traced: Graph) -> dict[str, Tap]:
 
 
 def show(model: ir.Model, taps: Mapping[str, Tap]) -> None:
-    """Add every tapped value that a graph or part has to its outputs, in fp32.
+    """Add every value of ``taps`` that a graph or part contains to its outputs, in fp32.
 
     The name of such an output is ``SHOWN`` plus the value's name. A value that is now inside a
     fused operator cannot be read, and is left out.

@@ -1,4 +1,4 @@
-"""Traces a denoiser into one ONNX graph that serves every pass, without its weights.
+"""Traces a denoiser to one ONNX graph without weights, which can compute every pass.
 
 The denoiser is traced on torch's meta device, which holds shapes but no values. The docstring of
 ``graph`` lists the inputs and outputs of the graph, and the opsets.
@@ -69,19 +69,17 @@ class Graph:
         return _ELEMENT_TYPES[self.dtype]
 
     def clone(self) -> Graph:
-        """Return a copy that can be rewritten without changing this graph."""
+        """Return a copy. Changes to the copy do not change this graph."""
         return Graph(self.model.clone(), self.network, self.dtype)
 
 
 def element_type(precision: str) -> ir.DataType:
-    """Return the type of the numbers that a graph of this precision computes with."""
+    """Return the type in which a graph of this precision computes."""
     return _ELEMENT_TYPES[_DTYPES[precision]]
 
 
 class Pass(nn.Module):
-    """The module to trace: the layers, the selection of scored rows, the head, and the
-    candidates.
-    """
+    """The module to trace: a complete pass from token ids to the best tokens of the scored rows."""
 
     mask_token_bias: Tensor
 
@@ -131,7 +129,9 @@ _OUTPUTS = ("top_token", "top_prob", "entropy", "logits")
 
 
 def _cache_ports(network: NetworkSpec, prefix: str) -> dict[str, tuple[int, int]]:
-    """Return the cache ports with this prefix, in order: name -> ``(kv_heads, head_size)``."""
+    """Return the cache inputs or outputs with this prefix, in order: name ->
+    ``(kv_heads, head_size)``.
+    """
     return {
         f"{prefix}_{kind}.{i}": shape
         for i, shape in enumerate(network.cache_shapes())
@@ -159,7 +159,7 @@ def describe(
 ) -> dict[str, Any]:
     """Describe the graph for the native reader. The manifest stores the result as ``loop.graph``.
 
-    ``for_device`` says whether the bundle has a device graph too. For ``has_segments``, see
+    ``for_device`` says whether the bundle also has a graph for GPUs. For ``has_segments``, see
     ``Fused``.
     """
     kinds = ("past_key", "past_value", "present_key", "present_value")
@@ -183,8 +183,8 @@ def describe(
 def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) -> Graph:
     """Trace the pass of a denoiser.
 
-    Only one layer of each kind is traced; ``repeat`` then copies it. Each mixture of experts is one
-    node, which ``graph.experts`` must replace.
+    Only one layer of each kind is traced. ``repeat`` then copies this layer. Each mixture of
+    experts is one node, which ``graph.experts`` must replace.
 
     Args:
         network: The denoiser's description.
@@ -212,8 +212,8 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
         ]
     auto = torch.export.Dim.AUTO
     rows_and_tokens, cached = {0: auto, 1: auto}, {0: auto, 2: auto}
-    # Hide torch's own warnings and log lines, such as that torchvision is missing. Users cannot do
-    # anything about them.
+    # Hide torch's warnings and log lines, such as that torchvision is missing. They do not help
+    # users.
     with warnings.catch_warnings(), _quiet_logger("torch.onnx"), torch.no_grad(), definitions.few():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
@@ -239,20 +239,22 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
     initializers = model.graph.initializers
     held = dict(module.named_parameters()) | dict(module.named_buffers())
     for name in {name.removeprefix("denoiser.") for name in held} & initializers.keys():
-        # It is a tensor without values; ``write`` supplies the values later.
+        # The parameter is a tensor without values. ``write`` supplies the values later.
         initializers[name].const_value = None
     model.graph = repeat.repeat(model.graph, layers)
     if any(node.domain == DOMAIN for node in model.graph):
         functions.declare(model, MIXTURE)
     passes.CommonSubexpressionEliminationPass()(model)
     _name_axes(model, network)
-    if is_plain:  # the operators that are left did not change between this opset and the newer one
+    if is_plain:  # the remaining operators are the same in this opset and in the newer opset
         model.graph.opset_imports[""] = PLAIN_OPSET
     return Graph(model, network, dtype)
 
 
 def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any]) -> Any:
-    """Translate the operator of ``network.experts`` into a node. torch.onnx needs its schema."""
+    """Translate the operator of ``network.experts`` to one node. torch.onnx needs the schema of
+    this node.
+    """
     real = ("T", ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"], "")
     kinds = {"x": "T", "chosen": "tensor(int64)", "weights": "tensor(float)"}
     kinds |= dict.fromkeys(STACKS, "T")
@@ -266,9 +268,7 @@ def _experts(x: Any, chosen: Any, weights: Any, stacks: Sequence[Any]) -> Any:
 
 
 def _name_layers(model: ir.Model) -> None:
-    """Store the module path of each node as ``LAYER_KEY``, and drop the longer metadata of
-    torch.
-    """
+    """Store the module path of each node under ``LAYER_KEY``, and delete torch's own metadata."""
     for node in model.graph:
         scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes")
         path = ""
@@ -307,8 +307,8 @@ def _type_given_by(node: ir.Node) -> ir.TypeProtocol | None:
 def _simplify_reshapes(model: ir.Model) -> None:
     """Give each Reshape the constant shape ``[0, 0, ...]`` if only the axes B and T are dynamic.
 
-    A 0 copies the dimension from the input. torch instead computes every shape with Shape, Squeeze
-    and Concat nodes, which adds 14 needless nodes per layer.
+    A 0 means that the dimension is the same as in the input. Without this change, Shape, Squeeze
+    and Concat nodes compute every shape, which adds 14 needless nodes per layer.
     """
 
     def constant(before: ir.Node, array: np.ndarray, kind: str) -> ir.Value:
@@ -341,7 +341,7 @@ def _simplify_reshapes(model: ir.Model) -> None:
 
 
 def _name_axes(model: ir.Model, c: NetworkSpec) -> None:
-    """Name the dynamic axes B, T, S and R. torch gives the axes of each input different names."""
+    """Give the dynamic axes the names B, T, S and R. torch uses different names in each input."""
     for node in model.graph:
         for value in node.outputs:
             value.shape = None

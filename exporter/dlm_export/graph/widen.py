@@ -1,4 +1,4 @@
-"""Lets ONNX Runtime run bf16 graphs on CPUs, where its kernels compute in fp32."""
+"""Changes bf16 graphs so that ONNX Runtime can run them on CPUs, with kernels that compute in fp32."""
 
 from __future__ import annotations
 

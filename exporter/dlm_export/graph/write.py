@@ -1,7 +1,7 @@
-"""Writes the weights of a traced graph to a separate data file, piece by piece.
+"""Writes a graph file, and its weights piece by piece to a separate data file.
 
-The memory needed is the size of the codes of the largest matrix, however large the model is. A
-device graph can use the same data file.
+This needs memory for the codes of one matrix, the largest. A graph for GPUs can use the same data
+file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dlm_export.graph.trace import Graph
 from dlm_export.network.denoiser import cosines_and_sines
 from dlm_export.network.spec import HEAD, NetworkSpec
 
-_MOST_PARTS = 3  # the most initialisers that a weight has: codes, scales and a global scale
+_MOST_PARTS = 3  # the most initialisers that one weight has: codes, scales and a global scale
 DATA_ALIGNMENT = 4096  # in bytes; equals a page, so that the engine can map each tensor into memory
 
 
@@ -35,13 +35,14 @@ def data_bytes(
 ) -> int:
     """Compute an upper bound of the data file's size in bytes.
 
-    The bound includes parameters, rotary tables, the mask token's bias and padding.
+    The bound includes parameters, rotary tables, padding, and the bias that excludes the mask
+    token.
 
     Args:
         network: The denoiser's description.
         precision: A key of ``PRECISIONS``.
-        formats: The format of each layer that is not in ``precision``.
-        table_bytes: Bytes per element of the embedding table, if it is not in ``precision``.
+        formats: The format of each layer whose format is not ``precision``.
+        table_bytes: Bytes per element of the embedding table, if its type is not ``precision``.
     """
     c = network
     tables = c.rotary_tables()
@@ -80,7 +81,8 @@ def write_graph(
 ) -> dict[str, dict[str, Any]]:
     """Write ``denoiser.onnx`` and ``denoiser.onnx.data`` into ``folder``.
 
-    All cores read and pack pieces of initialisers, while finished pieces are hashed and written.
+    All cores read and pack pieces of initialisers. At the same time, finished pieces are hashed and
+    written.
 
     Args:
         graph: The graph to write.
@@ -158,8 +160,8 @@ def _payloads(array: np.ndarray | Lazy, dtype: ir.DataType) -> Iterator[memoryvi
 
 
 def _name_nodes(graph: Graph) -> None:
-    """Name each node by its module path and operator. The audit of TensorRT engines uses these
-    names.
+    """Give each node a name made of its module path and operator. The audit of TensorRT engines
+    uses these names.
     """
     used: Counter[str] = Counter()
     for node in graph.model.graph:
@@ -169,8 +171,8 @@ def _name_nodes(graph: Graph) -> None:
 
 
 def _share_data(graph: Graph, device: Graph, folder: Path) -> None:
-    """Let each initialiser of the device graph use the bytes of the one with the same name in
-    ``graph``.
+    """Let each initialiser of the device graph use the bytes of the initialiser with the same name
+    in ``graph``.
     """
     written = {name: value.const_value for name, value in graph.model.graph.initializers.items()}
     for name, value in device.model.graph.initializers.items():
@@ -193,8 +195,9 @@ def _share_data(graph: Graph, device: Graph, folder: Path) -> None:
 
 
 def _packed(codes: np.ndarray) -> np.ndarray:
-    """Pack 4-bit codes that take one byte each as ONNX does: the first of two goes to the low
-    nibble.
+    """Pack 4-bit codes, which take one byte each, into half as many bytes.
+
+    As in ONNX, the first code of a byte is in the low nibble.
     """
     nibbles = codes & np.uint8(15)
     return pack_nibbles(np.pad(nibbles, (0, nibbles.size % 2)) if nibbles.size % 2 else nibbles)

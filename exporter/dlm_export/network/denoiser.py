@@ -4,8 +4,8 @@ No code here depends on a family's name. Layers have RMSNorm, rotate-half RoPE, 
 attention and gated MLPs, as in LLaDA (arXiv:2502.09992) and Dream (arXiv:2508.15487). Instead of an
 MLP, a layer may have a mixture of experts (``experts``).
 
-Shapes: ``B`` rows, ``T`` tokens of one pass, ``S`` cached tokens, ``H`` heads, ``D`` head size,
-``V`` vocabulary.
+Shapes: ``B`` canvases, ``T`` tokens of one pass, ``S`` cached tokens, ``H`` heads, ``D`` head size,
+``V`` vocabulary size.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dlm_export.network.spec import (
 from dlm_runtime.errors import DlmError, ExitCode
 
 Turn = tuple[Tensor, Tensor, Tensor]
-"""Rotary embedding by position: cosines and sines ``[positions, D / 2]``, and position ids ``[B,
-T]``.
+"""The rotary embedding of a pass: tables of cosines and sines ``[positions, D / 2]``, and the
+position ids ``[B, T]`` that select their rows.
 """
 Past = tuple[Tensor, Tensor]
 """One layer's keys and values, ``[B, Hkv, rows, D]``."""
@@ -39,11 +39,12 @@ Past = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Several passes, whose tokens are concatenated into one row. Each pass sees its own tokens and
-    cache only.
+    """Several passes that are computed together, with their tokens concatenated into one sequence.
 
-    For each pass, ``passes`` has the slice of its tokens, its additive mask (see ``hiding``), and
-    its cached keys and values ``[1, Hkv, S, D]``.
+    Each pass sees its own tokens and its own cache only.
+
+    For each pass, ``passes`` has the slice of its tokens in the sequence, its additive attention
+    mask (see ``hiding``), and its cached keys and values ``[1, Hkv, S, D]``.
     """
 
     passes: Sequence[tuple[slice, Tensor | None, Past | None]]
@@ -56,7 +57,8 @@ class UnbuiltNetworkError(DlmError):
 
 
 def check_built(network: NetworkSpec) -> None:
-    """Raises UnbuiltNetworkError if ``Denoiser`` does not support a feature of the network.
+    """Check that ``Denoiser`` supports all features of the network. Raises UnbuiltNetworkError
+    otherwise.
 
     The error names the layer and the feature.
     """
@@ -80,8 +82,8 @@ def check_built(network: NetworkSpec) -> None:
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in fp32.
 
-    The result is cast back to the input's type, and then multiplied by the weight. The factor is
-    the weight itself, not ``1 + weight``.
+    The result is cast back to the input's type, and then multiplied by ``weight`` (not by
+    ``1 + weight``).
     """
 
     def __init__(self, size: int, eps: float, is_plain: bool) -> None:
@@ -101,13 +103,13 @@ class RMSNorm(nn.Module):
 def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
     """Apply rotate-half RoPE to the first features of ``x`` ``[B, ..., T, D]``.
 
-    The tables in ``turn`` determine how many features are rotated.
+    The width of the tables in ``turn`` says how many features are rotated.
     """
     cos, sin, position_ids = turn
     size = 2 * cos.shape[-1]
     if torch.compiler.is_exporting() and not is_plain:
-        # This exports as one RotaryEmbedding node instead of the nine nodes of the code below. It
-        # is used only for export, because it has no gradient.
+        # This operator is exported as one RotaryEmbedding node. The code below would give nine
+        # nodes. The operator is used only for export, because it has no gradient.
         partly = 0 if size == x.shape[-1] else size
         rotated: Tensor = torch.onnx.ops.rotary_embedding(
             x, cos, sin, position_ids, rotary_embedding_dim=partly
@@ -123,12 +125,13 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
 def hiding(
     block_length: int | None, position_ids: Tensor, cached: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Additive mask for attention scores that hides later blocks; ``None`` if every key is visible.
+    """Return an additive mask for attention scores that hides later blocks, or ``None`` if every
+    key is visible.
 
-    Returns ``[B, 1, T, S + T]`` in ``dtype``. It is 0 for visible keys, and the lowest finite
-    number for hidden keys. All ``cached`` keys, of which there are S, are visible. Infinity is not
-    used, because some kernels compute the softmax in tiles, and a tile that is hidden as a whole
-    would become NaN.
+    The mask is ``[B, 1, T, S + T]`` of type ``dtype``. It is 0 for visible keys, and the lowest
+    finite number for hidden keys. All ``cached`` (S) keys are visible. Minus infinity is not used,
+    because some kernels compute the softmax in tiles. If a tile had hidden keys only, its result
+    would be NaN.
     """
     if block_length is None:
         return None
@@ -183,8 +186,8 @@ class Attention(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, past: Past | None
     ) -> Tensor:
-        """Compute attention of queries over the cached and the new keys; returns ``[B, T, heads...,
-        D]``.
+        """Compute the attention of queries to the cached and the new keys. Returns
+        ``[B, T, heads..., D]``.
         """
         keys, values = (
             (k, v) if past is None else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
@@ -200,7 +203,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer. Norms that its description does not have are identities."""
+    """One transformer layer. If its description lacks a norm, this norm is an identity."""
 
     def __init__(self, spec: LayerSpec, hidden_size: int, is_plain: bool) -> None:
         super().__init__()
@@ -232,8 +235,9 @@ class Block(nn.Module):
 
 
 def cosines_and_sines(table: RotaryTable, positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines ``[positions, size / 2]`` of a rotary table. They are computed in float64
-    and returned in fp32.
+    """Return the cosines and sines ``[positions, size / 2]`` of a rotary table.
+
+    The tables are computed in float64 and returned in fp32.
     """
     inverse = table.theta ** (-torch.arange(0, table.size, 2, dtype=torch.float64) / table.size)
     angles = torch.outer(torch.arange(positions, dtype=torch.float64) / table.scaling, inverse)
@@ -254,11 +258,11 @@ class Rotary(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """The network: it takes a canvas and predicts a token for every position.
+    """The network. It takes a canvas and predicts a token for every position.
 
-    Parameters are not initialised; ``families.load`` fills them from a checkpoint. With
-    ``is_plain``, the network uses elementary operations only, for engines that have no operators
-    for attention, norms and rotary embeddings. Raises UnbuiltNetworkError.
+    Parameters are not initialised: ``families.load`` reads them from a checkpoint. If ``is_plain``
+    is true, the network uses elementary operations only, for engines that have no operators for
+    attention, norms and rotary embeddings. Raises UnbuiltNetworkError.
     """
 
     def __init__(self, network: NetworkSpec, is_plain: bool = False) -> None:
@@ -280,12 +284,12 @@ class Denoiser(nn.Module):
     def hidden(
         self, input_ids: Tensor, position_ids: Tensor, past: Sequence[Past] | None = None
     ) -> tuple[Tensor, list[Past]]:
-        """Features after the final norm ``[B, T, hidden]``, and each layer's new keys and values
-        ``[B, Hkv, T, D]``.
+        """Return the features after the final norm ``[B, T, hidden]``, and the new keys and values
+        of each layer ``[B, Hkv, T, D]``.
 
         ``past`` has the cached keys and values of each layer, ``[B, Hkv, S, D]``. The keys are
-        already rotated by their positions. Rows may be in any order, because every query sees all
-        of them.
+        already rotated by their positions. Cached positions may be in any order, because every
+        query sees all of them.
         """
         x = self.embed(input_ids)
         turns: list[Turn] = [(table.cos, table.sin, position_ids) for table in self.rotary]  # type: ignore[misc]
@@ -315,9 +319,11 @@ class Denoiser(nn.Module):
         return logits
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Raw logits ``[B, L, V]`` of a pass over whole canvases ``[B, L]``, without a cache.
+        """Return the raw logits ``[B, L, V]`` of a pass over whole canvases ``[B, L]``, without a
+        cache.
 
-        The rows are in the order of positions; ``shift`` is not applied.
+        Row i has the logits that the network computes at position i. With ``shift`` 1, they predict
+        the token at position i + 1.
         """
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         return self.project(self.hidden(input_ids, positions)[0])

@@ -1,8 +1,8 @@
 """Mixture-of-experts layers in torch: a router, the MLPs that tokens are routed to, and an optional
 shared MLP.
 
-An expert is computed once, for all tokens that are routed to it. Experts without tokens are not
-computed, so if the weights are memory-mapped, the pages of these experts are never read.
+Each expert is computed once, for all tokens that are routed to it. Experts without tokens are not
+computed. If the weights are memory-mapped, the weights of such experts are never read from disk.
 
 Shapes: ``N`` tokens, ``E`` experts, ``k`` active experts per token.
 """
@@ -22,7 +22,9 @@ torch.library.define(
     "dlm_export::experts", "(Tensor x, Tensor chosen, Tensor weights, Tensor[] stacks) -> Tensor"
 )
 _NO_SUM = 1e-20
-"""Added to the sum of routing weights before a division by it, as in released routers."""
+"""This number is added to the sum of routing weights before weights are divided by the sum, as in
+released routers.
+"""
 
 
 @torch.library.register_fake("dlm_export::experts")  # type: ignore[untyped-decorator]
@@ -34,10 +36,10 @@ def _shape_of_experts(x: Tensor, chosen: Tensor, weights: Tensor, stacks: list[T
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token; see ``RouterSpec``.
+    """Chooses the experts of each token, as ``RouterSpec`` describes.
 
-    It computes in fp32 whatever the denoiser's type, because rounding would change the order of
-    nearly equal scores.
+    The router always computes in fp32, because rounding would change the order of nearly equal
+    scores.
     """
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
@@ -47,23 +49,27 @@ class Router(nn.Module):
         self.bias = None if spec.router.bias is None else nn.Parameter(torch.empty(spec.count))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """For ``x`` ``[.., hidden]``, return the chosen experts, int64 ``[.., k]``, and their
-        weights, fp32 ``[.., k]``.
+        """For tokens ``x`` ``[.., hidden]``, return the chosen experts, int64 ``[.., k]``, and
+        their routing weights, fp32 ``[.., k]``.
         """
         scores, judged = self.scores(x)
         chosen = self._of_groups(judged, self._worth(judged)).topk(self.active).indices
         return chosen, self.weights_of(scores, judged, chosen)
 
     def scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores of all experts, fp32 ``[.., E]``, and the scores that choose experts, which
-        include the bias.
+        """Return two scores of every expert, both fp32 ``[.., E]``: without the bias, and with it.
+
+        Experts are chosen by the scores with the bias.
         """
         products = x.float() @ self.weight.float()
         scores = products.softmax(-1) if self.spec.score == "softmax" else products.sigmoid()
         return scores, scores if self.bias is None else scores + self.bias.float()
 
     def weights_of(self, scores: Tensor, judged: Tensor, chosen: Tensor) -> Tensor:
-        """Weights ``[.., k]`` of the experts ``chosen``, which need not be the router's own choice."""
+        """Return the routing weights ``[.., k]`` of the experts ``chosen``.
+
+        The router would perhaps choose other experts.
+        """
         r = self.spec
         weights = (judged if r.bias == "weights" else scores).gather(-1, chosen)
         if r.renormalise:
@@ -71,13 +77,14 @@ class Router(nn.Module):
         return weights if r.scale == 1 else weights * r.scale
 
     def shortfall(self, judged: Tensor, chosen: Tensor) -> Tensor:
-        """How much worse the experts ``chosen`` ``[.., k]`` are than the best choice; the result is
-        ``[..]``.
+        """Return how much lower the scores of the experts ``chosen`` ``[.., k]`` are than those of
+        the best choice. The result is ``[..]``.
 
-        ``judged`` ``[.., E]`` are the scores that choose experts. A choice that ties with the best
-        gives 0. The chosen groups are compared with the best groups, and the chosen experts with
-        the best experts of the chosen groups. The result is infinity if an expert is chosen twice
-        or if the experts are from too many groups.
+        ``judged`` ``[.., E]`` are the scores by which experts are chosen. The groups of the chosen
+        experts are compared with the best groups, and the chosen experts with the best experts of
+        the same groups. The result is the larger of the two differences. A choice with the same
+        scores as the best choice gives 0. The result is infinity if an expert is chosen twice, or
+        if the experts are from too many groups.
         """
         r = self.spec
         taken = torch.zeros_like(judged).scatter(-1, chosen, 1.0)
@@ -99,13 +106,15 @@ class Router(nn.Module):
         )
 
     def _worth(self, judged: Tensor) -> Tensor:
-        """Score of each group, ``[.., G]``: the sum of the scores of its two best experts. Not used
-        if G is 1.
+        """Return the score of each of G groups, ``[.., G]``: the sum of the scores of its two best
+        experts.
+
+        Not used if G is 1.
         """
         return judged if self.spec.groups == 1 else self._grouped(judged).topk(2).values.sum(-1)
 
     def _of_groups(self, judged: Tensor, worth: Tensor) -> Tensor:
-        """Scores ``[.., E]``, where experts outside the best groups get minus infinity."""
+        """Return the scores ``[.., E]``, with minus infinity for experts outside the best groups."""
         r = self.spec
         if r.active_groups == r.groups:
             return judged
@@ -116,13 +125,14 @@ class Router(nn.Module):
 
 
 class Stacked(nn.Module):
-    """A matrix ``[in, out]`` for each of ``E`` experts. They are one parameter in memory, or are
-    read on demand.
+    """A matrix ``[in, out]`` for each of ``E`` experts.
+
+    The matrices are one parameter in memory, or each is read when it is needed.
     """
 
     def __init__(self, count: int, inputs: int, outputs: int, *, is_down: bool = False) -> None:
-        """``is_down`` marks the down projection. Its outputs are summed over experts, so ``wide``
-        joins its matrices along the inputs.
+        """``is_down`` means that these are the matrices of the down projection. ``wide`` joins them
+        along the inputs, because the outputs of the experts are added up.
         """
         super().__init__()
         self.count, self.inputs, self.outputs, self.is_down = count, inputs, outputs, is_down
@@ -140,8 +150,9 @@ class Stacked(nn.Module):
         return self.weight[expert] if self.read is None else self.read(expert)
 
     def wide(self) -> Tensor:
-        """The matrices of all experts as one: ``[in, E * out]``, or ``[E * in, out]`` if
-        ``is_down``.
+        """Return one matrix that joins the matrices of all experts.
+
+        Its shape is ``[in, E * out]``, or ``[E * in, out]`` if ``is_down``.
         """
         return torch.cat(
             [self.matrix(expert) for expert in range(self.count)], 0 if self.is_down else 1
@@ -149,10 +160,10 @@ class Stacked(nn.Module):
 
 
 class RoutedMLPs(nn.Module):
-    """``E`` gated MLPs. Each is applied to the tokens that are routed to it.
+    """``E`` gated MLPs, the experts. Each expert computes the tokens that are routed to it.
 
-    With ``is_dense``, a single wide MLP computes all experts for every token. The features of
-    experts that a token is not routed to are multiplied by 0.
+    If ``is_dense`` is true, one wide MLP computes all experts for every token. It multiplies the
+    features of an expert by 0 if the token is not routed to this expert.
     """
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
@@ -163,8 +174,8 @@ class RoutedMLPs(nn.Module):
         self.down = Stacked(spec.count, spec.size, hidden_size, is_down=True)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """For each row of ``x`` ``[.., hidden]``, the weighted sum ``[.., hidden]`` of its experts'
-        outputs.
+        """For each token in ``x`` ``[.., hidden]``, return the weighted sum ``[.., hidden]`` of the
+        outputs of its experts.
 
         ``chosen`` and ``weights`` are ``[.., k]``.
         """
@@ -175,7 +186,7 @@ class RoutedMLPs(nn.Module):
         return self._all(x, chosen, weights) if self.is_dense else self._routed(x, chosen, weights)
 
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Compute one expert after another. The results of a token are added up in the order of
+        """Compute one expert after another. The results for a token are added up in the order of
         experts.
         """
         active, tokens = chosen.shape[-1], x.flatten(0, -2)
@@ -191,8 +202,8 @@ class RoutedMLPs(nn.Module):
         return y.view(x.shape)
 
     def hidden(self, expert: int, x: Tensor) -> Tensor:
-        """The features ``[n, size]`` of an expert for ``x`` ``[n, hidden]``, before the down
-        projection.
+        """Return an expert's features ``[n, size]`` before the down projection, for ``x``
+        ``[n, hidden]``.
         """
         y: Tensor = F.silu(self.gate(x, expert)) * self.up(x, expert)
         return y
@@ -209,7 +220,7 @@ class RoutedMLPs(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts, which takes the place of an MLP."""
+    """A mixture of experts. A layer has it instead of an MLP."""
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
         super().__init__()

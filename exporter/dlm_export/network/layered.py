@@ -1,8 +1,9 @@
 """Runs canvases through a denoiser layer by layer, with only one layer in memory.
 
-The memory needed is that of one layer and of all canvases' activations. Each weight is read once
-for all canvases. Canvases of equal length are computed together. If the activations exceed their
-memory limit, they are stored in a memory-mapped file, whose disk blocks are allocated in advance.
+This needs memory for one layer, and for the activations of all canvases. Each weight matrix is read
+once for all canvases. Canvases of equal length are computed together. If the activations exceed
+their memory limit, they are stored in a memory-mapped file. The disk space of this file is
+allocated in advance.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from dlm_export.network.spec import NetworkSpec, rotary_table
 from dlm_runtime.errors import DlmError
 
 BATCH_TOKENS = 2048
-"""Largest number of tokens in a batch, except that a batch has at least one canvas.
+"""Largest number of tokens in a batch. A longer canvas is a batch by itself.
 
-This number of rows is enough for full speed on a CPU.
+With this many tokens, matrix products already have full speed on a CPU.
 """
 HEAD_COLUMNS = 8192
-"""Columns of the head that are converted to fp32 at a time."""
+"""Number of columns of the head that are converted to fp32 at a time."""
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -59,8 +60,8 @@ class ReadTensor(Protocol):
     ) -> Tensor:
         """Return a parameter of ``Denoiser`` on the CPU, or only the ``rows`` of its first axis.
 
-        The result must not be written to. With ``dtype`` ``None``, the parameter keeps its stored
-        type.
+        The caller must not modify the result. If ``dtype`` is ``None``, the parameter keeps its
+        stored type.
         """
 
 
@@ -103,13 +104,14 @@ class Layered:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        """Layers compute in ``dtype`` on ``device``; ``None`` is the CPU. Raises
-        UnbuiltNetworkError.
+        """Layers compute in ``dtype`` on ``device``, or on the CPU if ``device`` is ``None``.
+
+        Raises UnbuiltNetworkError.
         """
         check_built(network)
         self.read, self.network, self.dtype = read, network, dtype
         self.device = device or torch.device("cpu")
-        # A weak reference to the block that was read last. It returns None once that block is
+        # A weak reference to the layer that was read last. It returns None after that layer is
         # freed.
         self._last: Callable[[], object] = lambda: None
         self._rooms: list[Tensor] = []  # buffers that hold the converted weights of that block
@@ -121,15 +123,17 @@ class Layered:
         self._turned_by = [None if table is None else tables.index(table) for table in used]
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embeddings ``[B, L, hidden]`` of ids ``[B, L]``. Only the rows of these ids are read."""
+        """Return the embeddings ``[B, L, hidden]`` of token ids ``[B, L]``. Only the rows of these
+        ids are read.
+        """
         wanted, places = torch.unique(ids, return_inverse=True)
         return self.read("embed.weight", self.dtype, wanted)[places].to(self.device)
 
     def block(self, i: int) -> Block:
         """Read layer ``i`` with its weights.
 
-        Once the caller has freed the block, the next block may reuse its memory. The weights of
-        experts are read one expert at a time, when tokens are routed to the expert.
+        After the caller has freed a layer, the next layer may reuse its memory. The weights of an
+        expert are read when tokens are routed to this expert.
         """
         c = self.network
         with torch.device("meta"):
@@ -152,12 +156,12 @@ class Layered:
         return self.read(parameter, self.dtype, torch.tensor([expert]))[0].to(self.device)
 
     def _widened(self, parameter: str, spare: list[Tensor]) -> Tensor:
-        """Read a parameter, convert it to ``dtype``, and move it to the device. The memory order
-        stays as stored.
+        """Read a parameter, convert it to ``dtype``, and move it to the device. The memory order is
+        not changed.
 
-        Where possible, the conversion writes to a buffer of ``spare``. New memory is slower,
-        because the system provides it page by page, which takes several times as long as converting
-        bf16.
+        Where possible, the converted parameter is written to a buffer of ``spare``. New memory
+        would be slower: the system provides it page by page, which takes several times as long as
+        converting bf16.
         """
         stored = self.read(parameter, None)
         if stored.dtype == self.dtype or self.device.type != "cpu":
@@ -175,11 +179,11 @@ class Layered:
     def beside(
         self, i: int, ids: Tensor, first: int = 0, past: Past | None = None
     ) -> tuple[Turn | None, Tensor | None, Past | None]:
-        """The arguments that layer ``i`` needs besides the hidden states: rotation, additive mask
-        and ``past``.
+        """Return the arguments that layer ``i`` needs besides the hidden states: rotation, additive
+        attention mask and ``past``.
 
-        They are for ``ids`` ``[B, T]``, which start at position ``first``. ``past`` holds the
-        cached keys and values of other positions.
+        The hidden states belong to the tokens ``ids`` ``[B, T]``, which start at position
+        ``first``. ``past`` has the cached keys and values of other positions.
         """
         positions = torch.arange(first, first + ids.shape[1], device=self.device).expand_as(ids)
         return self._turn(i, positions), self._hiding(i, positions, past), past
@@ -187,11 +191,11 @@ class Layered:
     def packed(
         self, i: int, spans: Sequence[tuple[int, int]], past: Sequence[Past | None]
     ) -> tuple[Turn | None, None, Packed]:
-        """The arguments that layer ``i`` needs besides the hidden states, for several passes at
-        once.
+        """Return the arguments that layer ``i`` needs besides the hidden states, for several passes
+        at once.
 
-        The hidden states of the passes are concatenated to ``[1, tokens, hidden]``. ``spans`` has
-        the positions ``(first, end)`` of each pass, and ``past`` its cache.
+        The hidden states of the passes are concatenated to ``[1, tokens, hidden]``. For each pass,
+        ``spans`` has its positions ``(first, end)``, and ``past`` has its cached keys and values.
         """
         positions = [
             torch.arange(first, last, device=self.device).unsqueeze(0) for first, last in spans
@@ -239,8 +243,9 @@ def _filled(module: _Module, state: dict[str, Tensor]) -> _Module:
 
 
 class Head:
-    """Maps features to raw logits in fp32. To save memory, it converts a few columns of the weight
-    at a time.
+    """The head: it maps features to raw logits in fp32.
+
+    To save memory, it converts only a few columns of its weight matrix at a time.
     """
 
     def __init__(self, weight: Tensor, device: torch.device) -> None:
@@ -256,8 +261,8 @@ class Head:
         return out
 
     def pull(self, gradients: Tensor) -> Tensor:
-        """Backpropagate gradients of logits ``[..., V]`` to features; returns fp32 ``[...,
-        hidden]`` on the CPU.
+        """Backpropagate gradients of logits ``[..., V]`` to features. Returns fp32
+        ``[..., hidden]`` on the CPU.
         """
         out = torch.zeros(*gradients.shape[:-1], self.weight.shape[0], device=self.device)
         for columns, weight in self._widened():
@@ -286,7 +291,7 @@ class Carried:
     """The hidden states of all canvases between two layers: ``[tokens, hidden]``, in the order of
     ``batches``.
 
-    While a layer runs, ``now`` is the batch that is being computed. Observers use it.
+    While a layer runs, ``now`` is the batch that is being computed. Observers use ``now``.
     """
 
     now: Batch
@@ -327,10 +332,10 @@ class Carried:
 
     @torch.no_grad()
     def features(self, rows: Sequence[np.ndarray]) -> list[Tensor]:
-        """Features after the final norm, ``[R, hidden]``, of each canvas's ``rows`` ``[R]``, on the
-        CPU.
+        """Return the features after the final norm, ``[R, hidden]`` on the CPU, at the positions
+        ``rows`` ``[R]`` of each canvas.
 
-        Call this after the last layer.
+        Call this method after the last layer.
         """
         norm, found = self.layered.final_norm(), [torch.empty(0)] * len(rows)
         for batch in self.batches:
@@ -346,9 +351,9 @@ def room_for(
 ) -> Tensor:
     """Allocate an array without initialising it.
 
-    It is in memory, or in an unnamed file in ``folder`` if it needs more than ``memory_bytes``. The
-    disk blocks of the file are allocated at once, so that later writes to its mapped pages cannot
-    fail. Raises MemoryLimitError if the disk is too full.
+    If the array needs more than ``memory_bytes``, it is in an unnamed, memory-mapped file in
+    ``folder``. The disk space of the file is allocated at once, so that later writes to the array
+    cannot fail. Raises MemoryLimitError if the disk is too full.
     """
     size = math.prod(shape) * dtype.itemsize
     if memory_bytes is None or size <= memory_bytes:

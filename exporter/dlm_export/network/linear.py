@@ -13,7 +13,7 @@ WIDENED = 1 << 22
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight``, computed in a way that is fast on every processor.
+    """Return ``x @ weight``, computed in a way that is fast on every processor.
 
     Without AVX-512, torch's bf16 kernels on x86 are fifty times slower than its fp32 kernels. On
     such processors, this function multiplies in fp32, a few columns at a time, and rounds the sums
@@ -29,7 +29,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def has_bf16_kernels(device: torch.device) -> bool:
-    """True if torch multiplies bf16 on a device as fast as fp32, or faster."""
+    """True if torch multiplies bf16 on a device at least as fast as fp32."""
     return device.type != "cpu" or _processor_has_bf16_kernels()
 
 
@@ -40,11 +40,11 @@ def _processor_has_bf16_kernels() -> bool:
 
 
 class Linear(nn.Module):
-    """``x @ weight + bias``, with ``weight`` stored as ``[in, out]``.
+    """A linear layer: ``x @ weight + bias``, with ``weight`` stored as ``[in, out]``.
 
-    torch usually stores ``[out, in]``. With ``[in, out]``, the exported MatMul uses the parameter
-    directly instead of through a Transpose node. The initialiser then keeps the parameter's name
-    and is written once.
+    torch usually stores ``[out, in]``, which would be exported with a Transpose node. With
+    ``[in, out]``, the exported MatMul uses the parameter directly. The graph's initialiser
+    therefore has the name of the parameter, and is written once.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:

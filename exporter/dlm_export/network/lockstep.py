@@ -1,9 +1,10 @@
 """Runs the unmasking loop for many requests at once, reading the denoiser one layer at a time.
 
 Each step computes the next pass of every running request. In a step, each layer is read once, and
-the rows of all passes go through its matrices together. Attention stays within each pass. Memory
-holds one layer, the keys and values of the running requests, and the hidden states of one step. The
-result of each request is that of ``reference``, except that sums are rounded in a different order.
+its matrices are multiplied with the tokens of all passes together. Attention is computed for each
+pass separately. This needs memory for one layer, for the keys and values of the running requests,
+and for the hidden states of one step. Each request gets the same result as with ``reference``,
+except that sums are rounded in a different order.
 """
 
 from __future__ import annotations
@@ -25,15 +26,14 @@ from dlm_export.network.turns import Canvas
 from dlm_runtime.policy import Policy
 
 HELD = 250_000_000
-"""Denoisers of at most this many parameters (1 GB in fp32) stay in memory with all layers.
-
-In addition, the layers must need at most half of the memory limit.
+"""Denoisers with at most this many parameters (1 GB in fp32) stay in memory with all layers, if the
+layers need at most half of the memory limit.
 """
 SCORED_ROWS = 256  # number of rows whose logits are in memory at a time
 
 
 class _Course:
-    """One running request: its canvas after each pass, and its cache."""
+    """A running request, with its canvases before and after each pass, and its cache."""
 
     def __init__(self, network: NetworkSpec, canvas: Canvas, policy: Policy) -> None:
         self.run = Run(network, canvas, policy)
@@ -42,14 +42,16 @@ class _Course:
         self.span = self.run.advance()
 
     def past(self, i: int) -> Past | None:
-        """The cached keys and values, in layer ``i``, of the rows that the next pass does not
-        compute.
+        """Return the cached keys and values of layer ``i``, for the rows that the next pass does
+        not compute.
         """
         assert self.span is not None
         return outside(self.cache[i], self.span)
 
     def keep(self, i: int, keys: Tensor, values: Tensor) -> None:
-        """Store the keys and values ``[1, Hkv, T, D]`` of layer ``i``, if the pass stores them."""
+        """Store the keys and values ``[1, Hkv, T, D]`` of layer ``i``, if the plan of the pass says
+        so.
+        """
         assert self.span is not None
         if self.span.is_stored:
             self.cache[i] = store(self.cache[i], (keys, values), self.span)
@@ -74,9 +76,10 @@ def courses(
     memory_bytes: int | None = None,
     on_decided: Callable[[int], None] = lambda positions: None,
 ) -> Iterator[list[Canvas]]:
-    """Yield, for each request in order, its canvases: before the first pass, and after every pass.
+    """For each request in order, yield a list of its canvases: before the first pass, and after
+    every pass.
 
-    After each step, ``on_decided`` is called with the number of positions decided in the step.
+    After each step, ``on_decided`` is called with the number of positions that the step decided.
 
     Requests run together as long as their tokens fit ``BATCH_TOKENS``, and their keys and values
     fit half of ``memory_bytes``. If ``memory_bytes`` is ``None``, memory is not limited. At least

@@ -1,13 +1,15 @@
 """Plans the passes of a request: which rows each pass computes, which it reads from the cache, and
 which it stores.
 
-The native loop makes the same plan in ``decode/plan.cc``. There are five cache modes:
+The native loop makes the same plan in ``decode/plan.cc``. There are five cache modes. In this
+module, a row is a position of the canvas.
 
 - ``none`` has no cache. Every pass computes the whole canvas.
 - ``prefix`` and ``dual`` (Fast-dLLM, arXiv:2505.22618) approximate full attention.
 - ``block`` is exact for block-causal networks (SDAR, arXiv:2510.06303). It stores only finished
   blocks.
-- ``block-dual`` (Fast-dLLM v2, arXiv:2509.26328) applies ``dual`` within a block.
+- ``block-dual`` (Fast-dLLM v2, arXiv:2509.26328) works like ``block``, and applies ``dual`` within
+  each block.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ FULL_CACHES = ("prefix", "dual")
 
 
 class Looped(Protocol):
-    """The fields of a network that a loop needs. ``NetworkSpec`` explains ``visible_block``."""
+    """The fields of a network that the unmasking loop needs. ``NetworkSpec`` explains
+    ``visible_block``.
+    """
 
     @property
     def shift(self) -> int: ...
@@ -41,11 +45,12 @@ class Span:
     """The canvas rows ``[first, last)`` that a pass computes.
 
     The pass reads the keys and values of all other rows from the cache. It does not see rows that
-    are not in the cache. ``kept`` says what happens to the pass's own keys and values:
+    are not in the cache. ``kept`` says what the cache does with the keys and values of the pass:
 
     - "drop" discards them.
-    - "keep" overwrites the stored rows at the same positions.
-    - "append" keeps the stored rows of ``[0, first)``, adds the new rows, and discards all others.
+    - "keep" overwrites the cached rows at the same positions.
+    - "append" keeps the cached rows of ``[0, first)``, adds the new rows, and discards all other
+      rows.
     """
 
     first: int
@@ -63,7 +68,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Stage:
-    """One or more passes over the same span.
+    """A stage: one or more passes over the same span.
 
     - ``kind``: "prefill" fills a cache before a block is decided, "store" stores a finished block,
       and "denoise" decides positions.
@@ -86,7 +91,7 @@ class Stage:
 
 
 def block_length_of(policy: Policy, visible_block: int | None) -> int:
-    """The block length of a policy for a network with this ``visible_block``.
+    """Return the block length of a policy for a network with this ``visible_block``.
 
     0 means that the whole generation is one block.
     """
@@ -96,9 +101,9 @@ def block_length_of(policy: Policy, visible_block: int | None) -> int:
 def plan(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) -> list[Stage]:
     """Plan the passes that fill the undecided positions, bool ``[L]``, block by block.
 
-    With full attention, blocks are counted from the first undecided position. With block-causal
-    attention they are counted from position 0, so that the first block may begin with tokens of the
-    prompt. ``turns`` explains ``steps``.
+    With full attention, the first block starts at the first undecided position. With block-causal
+    attention, blocks start at multiples of the block length, so the first block may begin with
+    tokens of the prompt. ``turns.turns`` explains ``steps``.
     """
     if not undecided.any():
         return []
@@ -126,12 +131,12 @@ _Block = tuple[int, int, int]  # start, end, planned passes
 
 
 def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[Stage]:
-    """The stages for full attention.
+    """Yield the stages for full attention.
 
-    With a cache, the first pass of each block computes the whole canvas. With ``refresh``, only the
-    first block starts with the whole canvas. In later blocks, the first pass starts ``refresh``
-    tokens before the block, or earlier if necessary: it includes all rows that were decided since
-    they were last stored.
+    With a cache, the first pass of each block computes the whole canvas. If ``refresh`` is set,
+    this is true of the first block only. The first pass of a later block starts ``refresh`` tokens
+    before the block. It starts earlier if it must include rows that were decided after the cache
+    stored them.
     """
     before: int | None = None  # start of the block that was decided before this one
     for start, end, steps in blocks:
@@ -153,15 +158,18 @@ def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[
 def _block_causal_stages(
     blocks: list[_Block], undecided: np.ndarray, policy: Policy, shift: int
 ) -> Iterator[Stage]:
-    """The stages for block-causal attention.
+    """Yield the stages for block-causal attention.
 
-    Before a block is decided, one pass stores the finished blocks. With ``store=open``, that pass
-    also computes the new block and decides its first positions. Without a cache nothing is stored.
+    Before a block is decided, one pass stores the keys and values of the finished blocks. With
+    ``store=open``, this pass also computes the new block and decides some of its positions. Without
+    a cache, there is no such pass.
 
-    A denoiser with ``shift`` 1 predicts the next position. The first token of a block is therefore
-    predicted by the row before the block, which the storing pass computes. With ``block-dual``,
-    blocks are divided into sub-blocks. A pass over the whole block opens each sub-block. Further
-    passes compute only the sub-block, and read the other rows that the opening pass stored.
+    A denoiser with ``shift`` 1 predicts the token after each row. The first token of a block is
+    therefore predicted by the row before the block, which the storing pass computes.
+
+    With ``block-dual``, blocks are divided into sub-blocks. The first pass of each sub-block
+    computes the whole block, and stores its keys and values. Further passes compute only the
+    sub-block, and read the stored keys and values of the other rows.
     """
     length = len(undecided)
     has_cache, stored = policy.cache != "none", 0

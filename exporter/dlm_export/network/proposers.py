@@ -1,8 +1,8 @@
-"""Proposers choose, for each scored row, the token to commit there, and give that token a score.
+"""A proposer chooses a token for each scored position, and gives this token a score.
 
-Every request has its own proposer. ``turns`` ranks the proposed tokens by their scores. The native
-loop has the same interface, with the same names, in ``decode/proposer.h``. The proposers in this
-module get complete rows of logits.
+Every request has its own proposer. The unmasking loop then commits the tokens that ``turns``
+chooses by their scores. The native loop has the same interface, with the same names, in
+``decode/proposer.h``. The proposers in this module get the logits of the whole vocabulary.
 
 Two rules are not in the papers: the mask token is never proposed, and among equal logits the lowest
 token id wins.
@@ -24,8 +24,9 @@ from dlm_runtime.policy import Policy
 class Proposals:
     """The proposed tokens of a turn's positions, with their scores and probabilities.
 
-    All are ``[M]``. Tokens are int64, the others float64. A higher score is surer. Probabilities
-    come from the softmax of the denoiser's logits.
+    All three arrays are ``[M]``, for M positions. Tokens are int64. Scores and probabilities are
+    float64. A higher score means a surer token. Probabilities are the softmax of the denoiser's
+    logits.
     """
 
     tokens: np.ndarray
@@ -34,8 +35,8 @@ class Proposals:
 
 
 class Proposer:
-    """Chooses the tokens that a request commits. This base class proposes the most likely token of
-    each row.
+    """Chooses the tokens that a request may commit. This base class proposes the most likely token
+    of each position.
     """
 
     def __init__(self, mask_token_id: int, policy: Policy) -> None:
@@ -55,21 +56,23 @@ class Proposer:
         )
 
     def limit(self, turn: Turn, proposals: Proposals, chosen: np.ndarray) -> np.ndarray:
-        """Reduce the positions that the policy chose to those that may commit in the same step.
+        """Of the positions that the policy chose, select those that may commit in the same step.
 
-        ``chosen`` and the result are bool ``[M]``. At least one position is kept, unless the turn
-        edits.
+        ``chosen`` and the result are bool ``[M]``. At least one position is selected, unless the
+        turn edits.
         """
         return chosen
 
     def scaffold(self, canvas: Canvas, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions in ``[first, last)`` where only one token is possible, and these tokens. Both
-        are int64.
+        """Return the positions in ``[first, last)`` where only one token is possible, and these
+        tokens.
+
+        Both arrays are int64.
         """
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def complete(self, canvas: Canvas, guess: np.ndarray) -> np.ndarray:
-        """Tokens int64 ``[L]`` for the undecided positions of a request that ends early.
+        """Return tokens, int64 ``[L]``, for the undecided positions of a request that stops early.
 
         ``guess`` int64 ``[L]`` has the tokens that the last pass proposed, and -1 elsewhere.
         Positions that are still -1 in the result are filled with an end token.
@@ -77,10 +80,10 @@ class Proposer:
         return guess
 
     def note(self, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """Called after tokens are forced, committed or edited. Both arrays are int64."""
+        """Called after tokens were forced, committed or edited. Both arrays are int64."""
 
     def masked(self, logits: Tensor) -> Tensor:
-        """A copy of the logits that excludes the mask token."""
+        """Return a copy of the logits that excludes the mask token."""
         logits = logits.clone()
         logits[:, self.mask_token_id] = -torch.inf
         return logits
@@ -89,8 +92,9 @@ class Proposer:
 class Sampled(Proposer):
     """Samples tokens as LLaDA's loop does (arXiv:2502.09992).
 
-    The token with the largest sum of logit / T and Gumbel noise is proposed. A turn that edits does
-    not sample: it looks for better tokens, so the most likely token is proposed.
+    The proposed token has the largest sum of logit / T and Gumbel noise, where T is the
+    temperature. A turn that edits does not sample. To find better tokens, it proposes the most
+    likely token.
     """
 
     def propose(self, turn: Turn, canvas: Canvas, logits: Tensor) -> Proposals:
@@ -126,11 +130,11 @@ class Sampled(Proposer):
 
 
 def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
-    """The probabilities to sample from, float64 ``[M, V]``.
+    """Return the probabilities to sample from, float64 ``[M, V]``.
 
-    ``behind`` holds each row's logits / T, minus the largest of the row. First the ``top_k`` most
-    likely tokens are kept (0: all). Of these, only the most likely tokens stay: as few as are
-    needed for their probabilities to add up to more than ``top_p``.
+    ``behind`` has each row's logits / T, minus the largest of the row. First, only the ``top_k``
+    most likely tokens are kept (0 keeps all). Then, the most likely of these are kept until their
+    probabilities add up to more than ``top_p``.
     """
     kept = np.where(kept_tokens(behind, behind, top_p, top_k), np.exp(behind), 0)
     found: np.ndarray = kept / kept.sum(-1, keepdims=True)
@@ -138,10 +142,10 @@ def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
 
 
 def kept_tokens(behind: np.ndarray, ranked_by: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
-    """The tokens that ``cut`` keeps, bool ``[M, V]``.
+    """Return which tokens ``cut`` keeps, bool ``[M, V]``.
 
-    Tokens are ranked by ``ranked_by`` ``[M, V]``, the highest first. Equal tokens are ranked by id,
-    the lowest first.
+    Tokens are ranked by ``ranked_by`` ``[M, V]``, highest first. Tokens with equal numbers are
+    ranked by id, lowest first.
     """
     order = np.argsort(-ranked_by, axis=-1, kind="stable")
     ranked = np.take_along_axis(np.exp(behind), order, -1)
@@ -160,8 +164,8 @@ def kept_tokens(behind: np.ndarray, ranked_by: np.ndarray, top_p: float, top_k: 
 
 
 def scores_of_draw(by: str, drawn: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Scores float64 ``[M]`` of ``tokens``, which were sampled from the probabilities ``drawn``
-    ``[M, V]``.
+    """Return the scores, float64 ``[M]``, of ``tokens`` that were sampled from the probabilities
+    ``drawn`` ``[M, V]``.
     """
     if by == "entropy":
         found: np.ndarray = (drawn * np.log(np.where(drawn > 0, drawn, 1))).sum(-1)
@@ -179,8 +183,9 @@ def make_proposer(mask_token_id: int, policy: Policy) -> Proposer:
 
 
 def scores(turn: Turn, logits: Tensor, policy: Policy) -> np.ndarray:
-    """Scores float64 ``[M]`` of the most likely tokens at a turn's positions. A higher score is
-    surer.
+    """Return the scores, float64 ``[M]``, of the most likely tokens at a turn's positions.
+
+    A higher score means a surer token.
 
     ``logits`` fp32 ``[M, V]`` exclude the mask token.
     """

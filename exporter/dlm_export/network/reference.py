@@ -1,13 +1,16 @@
 """The unmasking loop in plain torch. It is short and slow, and the native loop is tested against
 it.
 
-A ``Policy`` selects the algorithm. The algorithms are those of LLaDA (arXiv:2502.09992, algorithms
-4 and 5), Fast-dLLM (arXiv:2505.22618: threshold, factor, prefix and dual cache), Dream
-(arXiv:2508.15487: timestep schedule, entropy and margin scores), SDAR (arXiv:2510.06303: dynamic),
-and entropy-bounded sampling (arXiv:2505.24857).
+A ``Policy`` selects the algorithm. The algorithms are from these papers:
 
-This module runs the passes of one request. ``turns`` schedules the passes and decides what commits,
-and ``proposers`` chooses tokens. ``lockstep`` runs many requests at once.
+- LLaDA (arXiv:2502.09992), algorithms 4 and 5;
+- Fast-dLLM (arXiv:2505.22618): threshold, factor, prefix cache and dual cache;
+- Dream (arXiv:2508.15487): timestep schedule, entropy and margin scores;
+- SDAR (arXiv:2510.06303): the commit rule "dynamic";
+- entropy-bounded sampling (arXiv:2505.24857).
+
+This module runs the passes of one request. ``turns`` schedules the passes and decides which
+positions commit. ``proposers`` chooses their tokens. ``lockstep`` runs many requests at once.
 """
 
 from __future__ import annotations
@@ -37,9 +40,9 @@ class Reference:
 
 
 def outside(past: Past | None, span: Span) -> Past | None:
-    """The cached keys and values of the rows that a pass does not compute.
+    """Return the cached keys and values of the rows that a pass does not compute.
 
-    Returns ``None`` if there are no such rows in the cache.
+    Returns ``None`` if the cache has no such rows.
     """
     if past is None:
         return None
@@ -68,7 +71,7 @@ def store(past: Past | None, new: Past, span: Span) -> Past:
 
 
 class Run:
-    """One request and its state between passes.
+    """A running request, between two passes.
 
     The caller repeats three steps: call ``advance`` to get the next pass, run that pass, and call
     ``commit`` with the logits of ``rows``.
@@ -82,14 +85,15 @@ class Run:
         steps: int = 0,
         proposer: Proposer | None = None,
     ) -> None:
-        """``steps`` is explained at ``generate``. If ``proposer`` is ``None``, the policy's default
-        is used.
+        """``generate`` explains ``steps``. If ``proposer`` is ``None``, the policy's default
+        proposer is used.
         """
         self.network, self.policy = network, policy
         self.proposer = proposer or make_proposer(network.mask_token_id, policy)
         self.tokens, self.undecided = canvas.tokens.copy(), canvas.undecided.copy()
         self.nfe = 0
-        # The tokens that the last pass proposed for undecided positions; -1 elsewhere.
+        # The tokens that the last pass proposed for undecided positions, and -1 for other
+        # positions.
         self.guess = np.full(len(self.tokens), -1)
         self._turns = turns(
             Canvas(self.tokens, self.undecided), policy, network, steps, self._scaffold
@@ -107,9 +111,7 @@ class Run:
         return Canvas(self.tokens.copy(), self.undecided.copy())
 
     def advance(self) -> Span | None:
-        """Return the canvas rows that the next pass computes, or ``None`` if the request is
-        finished.
-        """
+        """Return the positions that the next pass computes, or ``None`` if the request is finished."""
         before = self.undecided.copy()
         turn = next(self._turns, None)
         if turn is None:
@@ -121,7 +123,7 @@ class Run:
 
     @property
     def rows(self) -> Tensor:
-        """The rows whose logits ``commit`` needs, int64 ``[M]``, counted from the first row of the
+        """The rows whose logits ``commit`` needs, int64 ``[M]``. Row 0 is the first row of the
         pass.
         """
         return torch.from_numpy(
@@ -148,7 +150,7 @@ class Run:
         proposer.note(committed, proposals.tokens[chosen])
 
     def end(self) -> None:
-        """Stop early. The undecided positions are filled with the tokens that the proposer's
+        """Stop early. The undecided positions get the tokens that the proposer's method
         ``complete`` returns.
         """
         found = self.proposer.complete(self.canvas, self.guess)
@@ -179,7 +181,7 @@ def generate(
             policy's own number.
         on_step: Called with the canvas after each step.
         cache_dtype: Type of stored keys and values, as the manifest names it.
-        proposer: Chooses tokens; ``None`` uses the policy's default.
+        proposer: Chooses tokens. ``None`` uses the policy's default proposer.
     """
     canvas = start_canvas(tokens, max_new_tokens, denoiser.network.mask_token_id)
     return fill(
@@ -201,7 +203,7 @@ def fill(
 ) -> Reference:
     """Fill the undecided positions of a canvas. ``generate`` explains the arguments.
 
-    The loop stops after ``max_steps`` passes; 0 means no limit.
+    The loop stops after ``max_steps`` passes. 0 means no limit.
     """
     run = Run(denoiser.network, canvas, policy, steps, proposer)
     given = torch.from_numpy(~canvas.undecided)

@@ -1,7 +1,7 @@
 """Describes a denoiser as plain data, layer by layer. This module does not import torch.
 
-The adapter of a family reads a ``NetworkSpec`` from a checkpoint, and the manifest of a bundle
-stores it (``as_dict``, ``from_dict``). Everything else is derived from the spec:
+The adapter of a model family reads a ``NetworkSpec`` from a checkpoint. The manifest of a bundle
+stores the same description (``as_dict``, ``from_dict``). The following are derived from it:
 
 - the torch modules (``denoiser``);
 - the tensors that a checkpoint must contain (``parameters``);
@@ -10,8 +10,8 @@ stores it (``as_dict``, ``from_dict``). Everything else is derived from the spec
 - the cache (``cache_shapes``);
 - the work and memory of a pass (``planning.roofline``, ``tensorrt.estimate``).
 
-Sizes are numbers of heads, features or tokens. A description may use features that ``Denoiser``
-does not support yet. ``Denoiser`` then raises an error that names the feature.
+Sizes are numbers of heads, of features or of tokens. If a description contains something that
+``Denoiser`` does not support, ``Denoiser`` raises an error that names it.
 """
 
 from __future__ import annotations
@@ -28,29 +28,27 @@ BIASES = (None, "choice", "weights")
 NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 """Possible RMSNorms of a layer: before and after attention, before and after the MLP."""
 CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": (1, 2)}
-"""The size of each cache type: bytes per element, and bytes of the scale that follows each head's
-row.
+"""The bytes per element of each cache type, and the bytes of the scale of each row. A row is the
+key or value of one position in one head.
 
 The keys are the types' names in the manifest.
 """
 STACKS = ("gate", "up", "down")
 """Roles of the three matrices of a gated MLP. Stacks of experts have the same roles."""
 NEVER_QUANTISED = ("router",)
-"""Roles of linear layers that recipes cannot name. Norms, position tables and the embedding are not
-linear layers.
-"""
+"""Roles of linear layers that a recipe cannot quantise."""
 HEAD = "head"
 """Module path and role of the matrix that maps features to logits."""
 EMBEDDING = "embed.weight"
-"""Name of the embedding table ``[V, hidden]``; a tied head uses it too."""
+"""Name of the embedding table ``[V, hidden]``. A tied head uses it too."""
 
 
 @dataclass(frozen=True)
 class Rope:
     """Rotate-half rotary positions with base ``theta``.
 
-    Only the first ``fraction`` of a head's features is rotated. Positions are divided by
-    ``scaling``.
+    Only the first features of a head are rotated. ``fraction`` is their share of all features.
+    Positions are divided by ``scaling``.
     """
 
     theta: float
@@ -62,11 +60,11 @@ class Rope:
 class AttentionSpec:
     """The attention of one layer.
 
-    - ``rope``: rotary positions; with ``None``, attention does not depend on positions.
+    - ``rope``: rotary positions. If ``None``, attention does not depend on positions.
     - ``qk_norm``: whether every query and key head gets an RMSNorm before rotation.
-    - ``visibility``: which keys a query sees. ``full`` means all keys. ``block`` means those in its
-      own block and in earlier blocks, where a block has ``block_length`` tokens. ``causal`` means
-      those up to its own position.
+    - ``visibility``: which keys a query sees. ``full`` means all keys. ``block`` means the keys in
+      the query's block and in earlier blocks, where a block has ``block_length`` tokens. ``causal``
+      means the keys up to the query's position.
     - ``window``: if not ``None``, a query sees only keys that are at most this many tokens away.
     """
 
@@ -120,14 +118,16 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How a router chooses a token's experts and weighs them. Everything is computed in fp32.
+    """How a router chooses a token's experts and their routing weights. Everything is computed in
+    fp32.
 
-    - ``score``: the scores are the ``softmax`` or the ``sigmoid`` of the router's products.
-    - ``bias``: with ``choice``, a bias is added to the scores that choose experts, but not to their
-      weights (DeepSeek-V3, arXiv:2412.19437). With ``weights``, it is added to both. ``None`` means
-      no bias.
-    - ``renormalise``: divide the weights of the chosen experts by their sum.
-    - ``scale``: factor of the weights.
+    - ``score``: the function that computes scores from the router's outputs, ``softmax`` or
+      ``sigmoid``.
+    - ``bias``: with ``choice``, a bias is added to the scores by which experts are chosen, and not
+      to their routing weights (DeepSeek-V3, arXiv:2412.19437). With ``weights``, the bias is added
+      to the routing weights too. ``None`` means no bias.
+    - ``renormalise``: divide the routing weights of the chosen experts by their sum.
+    - ``scale``: factor of the routing weights.
     - ``groups``, ``active_groups``: experts form ``groups`` groups, and are chosen from the best
       ``active_groups`` of them. The score of a group is the sum of the scores of its two best
       experts.
@@ -154,8 +154,8 @@ class RouterSpec:
 class ExpertsSpec:
     """A mixture of experts.
 
-    Each token is routed to ``active`` of ``count`` gated MLPs. In addition, a shared MLP of
-    ``shared_size`` features processes every token; 0 means that there is none.
+    Each token is routed to ``active`` of ``count`` gated MLPs. In addition, a shared MLP with
+    ``shared_size`` features processes every token. 0 means that there is no shared MLP.
     """
 
     count: int
@@ -180,8 +180,8 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One transformer layer. ``norms`` is a subset of ``NORMS``, and ``norm_eps`` applies to all of
-    them.
+    """One transformer layer. ``norms`` is a subset of ``NORMS``. ``norm_eps`` is the epsilon of
+    these norms.
     """
 
     attention: AttentionSpec
@@ -194,7 +194,7 @@ class LayerSpec:
 class RotaryTable:
     """A table of cosines and sines for ``size`` rotated features, which have ``size / 2`` angles.
 
-    Layers with equal tables share one.
+    Layers whose tables are equal share one table.
     """
 
     theta: float
@@ -204,11 +204,12 @@ class RotaryTable:
 
 @dataclass(frozen=True)
 class Fold:
-    """The parameters into which the scales of a layer's input can be folded.
+    """Says into which parameters the scales of a layer's input can be folded.
 
     The last axis of each of ``parameters`` is divided by the scales. In grouped-query attention,
-    the queries of a group read the same value head, so several inputs of the ``out`` matrix come
-    from the same elements of the parameters: ``repeats`` runs of ``run`` inputs share them.
+    several query heads use the same value head. Several inputs of the ``out`` matrix then depend on
+    the same elements of the parameters, and share their scales: ``repeats`` groups of ``run``
+    inputs.
     """
 
     parameters: tuple[str, ...]
@@ -218,12 +219,12 @@ class Fold:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A multiplication by a weight matrix ``[inputs, outputs]``, which is at the module ``path``.
+    """A multiplication by a weight matrix ``[inputs, outputs]`` of the module at ``path``.
 
-    - ``role``: which matrix of its layer this is: ``q``, ``k``, ``v``, ``out``, ``gate``, ``up``,
-      ``down``, ``router``; or ``head``.
-    - ``site``: matrices with equal ``site`` read the same input. It is the path of the first of
-      them.
+    - ``role``: ``head``, or the matrix of the layer: ``q``, ``k``, ``v``, ``out``, ``gate``,
+      ``up``, ``down`` or ``router``.
+    - ``site``: the path of the first matrix with the same input. Matrices with equal ``site`` have
+      the same input.
     - ``fold``: the parameters into which scales of the input can be folded, if there are any.
     - ``count``, ``share``: in a mixture, the number of experts with this shape, and the share of
       tokens that each of them processes.
@@ -248,8 +249,8 @@ class LinearSpec:
 
     @property
     def is_stacked(self) -> bool:
-        """True if this is a stack of matrices, one for each expert. A token uses only a few of
-        them.
+        """True if this is a stack of matrices, one for each expert. Each token uses only a few of
+        the matrices.
         """
         return self.count > 1
 
@@ -257,7 +258,7 @@ class LinearSpec:
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter: ``[inputs, outputs]``.
 
-        A stack has an axis of experts in front. The shape of a tied head is ``[outputs, inputs]``.
+        A stack is ``[experts, inputs, outputs]``. A tied head is ``[outputs, inputs]``.
         """
         if self.is_tied:
             return (self.outputs, self.inputs)
@@ -272,8 +273,8 @@ class LinearSpec:
 class NetworkSpec:
     """The description of a denoiser, as read from its checkpoint.
 
-    ``norm_eps`` belongs to the final norm. With ``shift`` 1, the logits of row i predict the token
-    at position i + 1.
+    ``norm_eps`` is the epsilon of the final norm. With ``shift`` 1, the logits of row i predict the
+    token at position i + 1.
     """
 
     family: str
@@ -292,14 +293,15 @@ class NetworkSpec:
 
     @property
     def end_token_id(self) -> int | None:
-        """The token that ends a completion and fills the rest of its blocks.
+        """The end token. It ends a completion, and fills the remaining positions of its blocks.
 
         ``None`` if the denoiser has no end token.
         """
         return next(iter(self.eos_token_ids), None)
 
     def difference(self, other: NetworkSpec, but: Sequence[str] = ()) -> str | None:
-        """Describe the first field that differs from ``other``; ``None`` if there is no difference.
+        """Describe the first field that differs from ``other``. Returns ``None`` if there is no
+        difference.
 
         The fields in ``but`` are not compared.
         """
@@ -315,9 +317,9 @@ class NetworkSpec:
     # ---- Derived: tensors ----
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every parameter of ``Denoiser`` by its name, layer by layer.
+        """Return the shape of every parameter of ``Denoiser`` by its name, layer by layer.
 
-        A tied head has no entry of its own.
+        A tied head has no entry, because it uses the embedding table.
         """
         return dict(self._parameters)
 
@@ -366,7 +368,7 @@ class NetworkSpec:
     # ---- Derived: matrices ----
 
     def largest_matrix(self) -> int:
-        """Number of elements of the largest matrix. The head is not considered."""
+        """Number of elements of the largest matrix except the head."""
         return max(
             linear.inputs * linear.outputs
             for linear in self.linear_layers()
@@ -374,7 +376,9 @@ class NetworkSpec:
         )
 
     def linear_layers(self) -> tuple[LinearSpec, ...]:
-        """Every multiplication by a weight matrix, in the order of the pass. The head is last."""
+        """Return every multiplication by a weight matrix, in the order in which a pass computes
+        them. The head is last.
+        """
         return self._linear_layers
 
     @functools.cached_property
@@ -450,13 +454,17 @@ class NetworkSpec:
         return list(zip(stacks[::3], stacks[1::3], stacks[2::3], strict=True))
 
     def quantisable(self) -> dict[str, LinearSpec]:
-        """Linear layers that a recipe may name, by path, in the order of the pass."""
+        """Return the linear layers that a recipe may quantise, by path, in the order in which a
+        pass computes them.
+        """
         return {
             layer.path: layer for layer in self.linear_layers() if layer.role not in NEVER_QUANTISED
         }
 
     def units(self) -> dict[str, tuple[LinearSpec, ...]]:
-        """Groups of layers that share one format, by path, in the order of the pass.
+        """Return groups of layers, by path, in the order in which a pass computes them.
+
+        All layers of a group must have the same format.
 
         A group is one quantisable layer, or all stacks of a mixture.
         """
@@ -470,7 +478,7 @@ class NetworkSpec:
 
     @property
     def visible_block(self) -> int | None:
-        """The smallest block length that suits every layer: no query sees a key of a later block.
+        """The smallest block length for which no query of any layer sees a key of a later block.
 
         Blocks are counted from position 0. ``None`` if any layer has full attention.
         """
@@ -484,7 +492,7 @@ class NetworkSpec:
     def cache_bytes(self, element_bytes: int, scale_bytes: int = 0) -> int:
         """Bytes of one token's keys and values in all layers.
 
-        ``scale_bytes`` are added for each head's row (``CACHE_ROWS``).
+        For each key and each value of a head, ``scale_bytes`` are added (see ``CACHE_ROWS``).
         """
         return 2 * sum(
             kv_heads * (head_size * element_bytes + scale_bytes)
@@ -504,8 +512,8 @@ class NetworkSpec:
     # ---- Conversion to and from plain values ----
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields and the derived values, for ``network`` in the manifest and for ``inspect
-        --json``.
+        """Return the fields and the derived numbers, for ``network`` in the manifest and for
+        ``inspect --json``.
         """
         values = asdict(self) | {
             "eos_token_ids": list(self.eos_token_ids),
@@ -521,7 +529,9 @@ class NetworkSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> NetworkSpec:
-        """Read a description that ``as_dict`` wrote. Derived values are ignored. Raises ValueError."""
+        """Read a description that ``as_dict`` returned. Derived numbers are ignored. Raises
+        ValueError.
+        """
         chosen = {field.name: values[field.name] for field in fields(cls)}
         layers = tuple(_layer_from(layer) for layer in chosen["layers"])
         return cls(**chosen | {"layers": layers, "eos_token_ids": tuple(chosen["eos_token_ids"])})

@@ -1,7 +1,7 @@
 """Schedules the unmasking loop: which passes run, and which of the scored positions commit.
 
-This module uses only numpy and needs no denoiser. It is used by the reference loop, and by code
-that replays the canvases of a finished run.
+This module uses only numpy and needs no denoiser. Two kinds of code use it: the reference loop, and
+code that replays the canvases of a finished run. A turn is one pass and the commit after it.
 
 Two rules are not in the papers: every step commits at least one token, and positions with equal
 scores commit from left to right. Scores are compared with thresholds in float64.
@@ -24,7 +24,7 @@ class Canvas:
     """A canvas between two passes: its token ids, int64 ``[L]``, and which positions are undecided,
     bool ``[L]``.
 
-    The denoiser sees the tokens at undecided positions too, but they have no other meaning.
+    The tokens at undecided positions are part of the denoiser's input, and have no other use.
     """
 
     tokens: np.ndarray
@@ -32,7 +32,9 @@ class Canvas:
 
 
 def start_canvas(tokens: Sequence[int], max_new_tokens: int, mask_token_id: int) -> Canvas:
-    """The canvas of a request before its first pass. Mask tokens and new positions are undecided."""
+    """Return the canvas of a request before its first pass. Mask tokens and new positions are
+    undecided.
+    """
     canvas = np.array([*tokens, *[mask_token_id] * max_new_tokens], np.int64)
     return Canvas(canvas, canvas == mask_token_id)
 
@@ -47,8 +49,9 @@ class Turn:
     - ``positions``: the scored positions, int64 ``[M]``, in ascending order. Empty if the pass only
       fills the cache.
     - ``planned``: the number of positions that the schedule commits in this step.
-    - ``is_forced``: whether the first position commits whatever its score.
-    - ``standing``: in a turn that edits decided tokens, the current tokens, int64 ``[M]``.
+    - ``is_forced``: whether the first position must commit, even with a low score.
+    - ``standing``: the current tokens of the positions, int64 ``[M]``, if the turn edits decided
+      tokens.
     """
 
     start: int
@@ -76,9 +79,9 @@ def turns(
     tokens.
 
     ``steps`` is the number of passes planned for the whole generation, divided evenly among its
-    blocks. 0 uses the policy's own number. ``scaffold(first, last)`` fills positions where only one
-    token is possible. It is called first for the whole canvas, and then for a block before each of
-    the block's passes.
+    blocks. 0 uses the policy's own number. ``scaffold(first, last)`` fills the positions of
+    ``[first, last)`` where only one token is possible. It is called once for the whole canvas, and
+    then before each pass for the block of that pass.
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     scaffold(0, len(tokens))
@@ -89,9 +92,9 @@ def turns(
             step = 0
             counts = transfer_counts(int(undecided[stage.first : stage.last].sum()), stage.steps)
         before, is_made = stage, False
-        # A pass that opens a block is skipped if nothing in its block is undecided and no later
-        # block needs the rows that it stores. With ``refresh``, later opening passes do need the
-        # rows of earlier ones.
+        # The first pass of a block is skipped on two conditions: no position of the block is
+        # undecided, and no later block needs the rows that the pass stores. With ``refresh``, later
+        # blocks do need them.
         is_whole_block = (stage.span.first, stage.span.last) == (stage.start, stage.end)
         is_for_block = not policy.refresh if policy.cache in FULL_CACHES else is_whole_block
         own = slice(stage.first, stage.last)
@@ -106,8 +109,9 @@ def turns(
             planned = counts[step] if step < stage.steps else 1
             if policy.commit == "timestep":
                 planned = timestep_count(len(positions), step, stage.steps, policy.timestep_eps)
-            # With a shifted denoiser, the row before the block predicts the block's first position.
-            # Later passes do not compute that row, so the position must commit in the opening pass.
+            # With ``shift`` 1, the row before the block predicts the block's first position. Only
+            # the first pass of the block computes that row, so the position must commit in this
+            # pass.
             is_opening = not stage.is_repeated and policy.cache in FULL_CACHES
             is_forced = is_opening and looped.shift == 1 and int(positions[0]) == stage.start
             yield Turn(
@@ -131,7 +135,7 @@ def _edits(
 ) -> Iterator[Turn]:
     """Yield the passes that may edit the tokens of a finished block (LLaDA2.1).
 
-    They end when a pass changes no token.
+    The passes end after a pass that changes no token.
     """
     positions = stage.start + np.flatnonzero(wanted[stage.start : stage.end])
     for step in range(policy.edit_passes if policy.remask == "edit" else 0):
@@ -149,8 +153,8 @@ def _ends_early(decided: np.ndarray, policy: Policy, looped: Looped) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One recorded pass: its input canvas, int64 ``[L]``, the rows it computed, and its scored rows
-    ``[R]``.
+    """A recorded pass: the canvas before the pass, int64 ``[L]``, the rows that the pass computed,
+    and the rows that it scored, ``[R]``.
     """
 
     canvas: np.ndarray
@@ -159,18 +163,19 @@ class Step:
 
 
 Walk = Sequence[Step]
-"""The passes of one loop run, in order."""
+"""The recorded passes of one run of the unmasking loop, in order."""
 
 
 def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
-    """How many of ``masked`` positions Dream commits at ``step`` of ``steps``.
+    """Return how many of ``masked`` positions Dream's schedule commits at ``step`` of ``steps``.
 
-    The last step commits all of them.
+    The last step commits all positions.
     """
     if step >= steps - 1:
         return masked
-    # This gives the same numbers as torch.linspace(1, eps, steps + 1) in fp32. Like torch, it
-    # counts each value from the nearer end with a rounded increment, and rounds each value once.
+    # The function returns the same numbers as torch.linspace(1, eps, steps + 1) in fp32. Like
+    # torch, it computes the first half of the numbers from the start, and the second half from the
+    # end. The increment is rounded to fp32, and each number is rounded once.
     end, places = np.float32(eps), np.arange(steps + 1)
     increment = float((end - np.float32(1)) / np.float32(steps))
     from_end = float(end) - increment * (steps - places)
@@ -183,8 +188,8 @@ Word = TypeVar("Word", int, Any)
 
 
 def philox(key: int, counter: tuple[Word, Word, Word, Word]) -> tuple[Word, Word, Word, Word]:
-    """Philox4x32-10 (Salmon et al., SC 2011): four random words from a 64-bit key and a counter of
-    four words.
+    """Compute four random words from a 64-bit key and a counter of four words, with Philox4x32-10
+    (Salmon et al., SC 2011).
 
     Arrays are processed element by element.
     """
@@ -197,23 +202,25 @@ def philox(key: int, counter: tuple[Word, Word, Word, Word]) -> tuple[Word, Word
 
 
 def unit(high: Word, low: Word) -> Any:
-    """Turn two random words into a number that is uniform in the open interval (0, 1).
+    """Convert two random words to a random number, uniform in the open interval (0, 1).
 
-    It has 52 random bits plus one half, which a double represents exactly.
+    The number is (a random 52-bit integer plus one half) / 2^52, which a double represents exactly.
     """
     return (((high << 32 | low) >> 12) + 0.5) * 2.0**-52
 
 
 def random_score(seed: int, step: int, position: int) -> float:
-    """A random number in (0, 1) that depends only on the arguments. ``step`` counts the request's
-    passes.
+    """Return a random number in (0, 1) that depends only on the arguments.
+
+    ``step`` is the number of earlier passes of the request.
     """
     high, low, _, _ = philox(seed, (step, position, 0, 0))
     return float(unit(high, low))
 
 
 def gumbels(seed: int, step: int, position: int, vocab_size: int) -> np.ndarray:
-    """Gumbel noise for sampling, float64 ``[V]``: -ln(-ln u), where u is uniform.
+    """Return Gumbel noise for sampling, float64 ``[V]``: -ln(-ln u), where u is a uniform random
+    number.
 
     u depends only on the arguments and on the token.
     """
@@ -225,17 +232,19 @@ def gumbels(seed: int, step: int, position: int, vocab_size: int) -> np.ndarray:
 
 
 def random_scores(turn: Turn, policy: Policy) -> np.ndarray:
-    """Random scores float64 ``[M]``, which depend on the number of the pass and on the position."""
+    """Return random scores, float64 ``[M]``, which depend on the number of the pass and on the
+    position.
+    """
     return np.array(
         [random_score(policy.seed, turn.passes, position) for position in turn.positions.tolist()]
     )
 
 
 def scored_by(turn: Turn, policy: Policy) -> str:
-    """The kind of score for a turn.
+    """Return the kind of score for a turn.
 
-    This is ``policy.score``, with two exceptions: the rule entropy_bound uses entropies, and edits
-    use confidences.
+    This is ``policy.score``, with two exceptions. The rule entropy_bound always uses entropies.
+    Turns that edit always use confidences.
     """
     if turn.standing is not None:
         return "confidence"
@@ -246,8 +255,8 @@ def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
     """Choose which undecided positions to commit, bool ``[M]``.
 
     ``score`` has the scores of the positions in ascending order, float64 ``[M]``. ``count`` is the
-    number that the schedule plans for this step; the rules static, dynamic, timestep and sequential
-    use it. At least one position is chosen.
+    number of positions that the schedule plans for this step. The rules static, dynamic, timestep
+    and sequential use ``count``. At least one position is chosen.
     """
     order = np.argsort(-score, kind="stable")
     ranked = score[order]
@@ -277,7 +286,7 @@ def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
 
 
 def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) -> np.ndarray:
-    """Choose which positions of a turn to commit; returns bool ``[M]``.
+    """Choose which positions of a turn to commit. Returns bool ``[M]``.
 
     ``guess`` int64 ``[M]`` has the token proposed for each position, and ``score`` float64 ``[M]``
     has its score.
@@ -289,6 +298,6 @@ def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) 
         return np.zeros(0, bool)
     if turn.is_forced:
         score = score.copy()
-        # The score of a fully certain prediction.
+        # The score of a prediction with probability 1.
         score[0] = 0.0 if scored_by(turn, policy) == "entropy" else 1.0
     return choose(score, policy, turn.planned)

@@ -1,8 +1,9 @@
-"""Recomputes the passes of loop runs that are finished, one layer of the denoiser at a time.
+"""Recomputes the passes of finished runs of the unmasking loop, one layer of the denoiser at a
+time.
 
-The canvas of each pass is already known. A layer can therefore compute all passes before the next
-layer is read. Each pass computes the same rows as in the original run. The cached keys and values
-that it reads are those of this denoiser's own earlier passes.
+The recorded passes of one run are a *walk*. The canvas of each pass is already known. Each layer
+can therefore compute all passes before the next layer is read. Each pass computes the same rows as
+in the original run. It reads the keys and values that the recomputed earlier passes have cached.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _Pass = tuple[int, int]  # index of the walk, index of the pass in it
 
 
 class Walked:
-    """The hidden states of every pass of ``walks`` between two layers."""
+    """The hidden states between two layers, for every pass of ``walks``."""
 
     @torch.no_grad()
     def __init__(
@@ -68,10 +69,10 @@ class Walked:
 
     @torch.no_grad()
     def features(self) -> list[list[Tensor]]:
-        """Features after the final norm, ``[R, hidden]``, of the scored rows of each pass, on the
-        CPU.
+        """Return the features after the final norm, for the scored rows of each pass:
+        ``[R, hidden]`` on the CPU.
 
-        Call this after the last layer.
+        Call this method after the last layer.
         """
         norm = self.layered.final_norm()
         return [
@@ -85,8 +86,8 @@ class Walked:
         ]
 
     def _together(self, ready: Sequence[_Pass]) -> Iterator[list[_Pass]]:
-        """Group passes into batches of at most ``BATCH_TOKENS`` tokens. A batch has at least one
-        pass.
+        """Group passes into batches of at most ``BATCH_TOKENS`` tokens. A longer pass is a batch by
+        itself.
         """
         batch: list[_Pass] = []
         tokens = 0
@@ -108,9 +109,11 @@ def _rounds(walks: Sequence[Walk]) -> Iterator[list[_Pass]]:
 
 
 def _stretches(walk: Walk) -> Iterator[Sequence[int]]:
-    """Split a walk into groups of passes, in order.
+    """Split the passes of a walk into groups, in order. The passes of a group do not depend on each
+    other.
 
-    A pass that stores rows is a group by itself. Consecutive other passes form one group.
+    A pass that stores keys and values is a group by itself. Other passes form one group as long as
+    they follow each other.
     """
     for is_stored, run in itertools.groupby(
         range(len(walk)), lambda number: walk[number].span.is_stored

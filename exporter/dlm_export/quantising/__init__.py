@@ -1,8 +1,13 @@
 """Finds the numbers that a quantised graph needs: ranges, folded scales, and solved weights.
 
-A solved weight is one that a solver such as GPTQ has rounded. ``samples`` loads text and makes
-calibration states from it. ``calibrate`` runs the states and computes the ``numbers``. It uses
-``folding``, ``gptq`` and, for mixtures, ``experts``. Instead, ``modelopt`` can find ranges and
-scales with NVIDIA's library. The numbers are applied by ``graph.quantise``, and ``judging``
-measures what they cost.
+A weight is *solved* if a solver such as GPTQ has rounded it. A *calibration state* is a canvas on
+which the layers' inputs are observed.
+
+- ``samples`` loads text, and makes calibration states from it.
+- ``calibrate`` runs the denoiser on the states, and computes the ``numbers``. It uses ``folding``,
+  ``gptq`` and, for mixtures of experts, ``experts``.
+- ``modelopt`` finds ranges and scales with NVIDIA's library instead.
+
+``graph.quantise`` then applies the numbers to a graph, and ``judging`` measures the loss of
+accuracy.
 """

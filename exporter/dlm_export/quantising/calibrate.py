@@ -1,11 +1,16 @@
 """Computes the activation ranges, folded scales and quantised weights of a graph.
 
 The inputs are a recipe and calibration states. The denoiser runs layer by layer on all states
-(``network.layered``), and an observer records the input of each quantised matrix. In each layer,
-smoothing and AWQ first find scales and fold them into norms and neighbouring matrices. The folded
-layer computes the same function as before. Then the observers record the inputs of the folded
-layer. Last, the matrices of the layer are solved, before the next layer is read. The network's
-``LinearSpec`` says which matrices share an input, and where scales of that input can be folded.
+(``network.layered``), and an observer records the input of each quantised matrix. Each layer is
+processed in three steps, before the next layer is read:
+
+- Smoothing or AWQ find scales, which are folded into norms and neighbouring matrices. The folded
+  layer computes the same function as before.
+- The observers record the inputs of the folded layer.
+- The matrices of the layer are solved.
+
+The network's ``LinearSpec`` says which matrices have the same input, and where scales of that input
+can be folded.
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ bf16 is exact enough for ranges. Judging uses fp32.
 
 
 def computing_dtype(network: NetworkSpec, device: torch.device) -> torch.dtype:
-    """The type in which calibration computes."""
+    """Return the type in which calibration computes."""
     return (
         torch.bfloat16
         if network.parameter_count() > LARGE and has_bf16_kernels(device)
@@ -76,7 +81,7 @@ def calibrate(
     Args:
         parameters: The parameters of the source.
         network: The description of the source.
-        recipe: How to quantise.
+        recipe: The quantisation recipe.
         formats: The format of each layer.
         states: Calibration states; may be empty unless ``recipe.needs_states``.
         on_done: Called ``units(...)`` times.
@@ -84,8 +89,8 @@ def calibrate(
             which loads the whole denoiser. Experts are always calibrated by our own code.
         scale_dtype: Type of scales in the graph.
         workplace: Memory and device to use.
-        fewest_tokens: The number of calibration tokens that an expert must get before its weights
-            are solved.
+        fewest_tokens: The weights of an expert are solved if at least this many calibration tokens
+            are routed to it.
         is_dense: See ``Quantisation``.
 
     Raises:
@@ -166,7 +171,9 @@ def _sweep(
     *,
     is_folding: bool,
 ) -> None:
-    """Fold, observe and solve each layer in order, and the head last."""
+    """Process each layer in order, and then the head: fold scales, observe inputs, and solve
+    matrices.
+    """
     c, recipe = done.parameters.network, done.recipe
     layered = families.layered(
         done.parameters, c, computing_dtype(c, workplace.device), workplace.device
@@ -174,7 +181,7 @@ def _sweep(
     canvases = [state.canvas for state in states]
     has_experts = any(readers[0].is_stacked for readers in sites.values())
     memory = workplace.activation_bytes
-    # The inputs of a mixture are stored in addition to the hidden states.
+    # The inputs of a mixture of experts need memory in addition to the hidden states.
     if memory is not None and has_experts:
         memory //= 2
     carried = Carried(layered, canvases, memory_bytes=memory, folder=workplace.folder)
@@ -215,7 +222,7 @@ def _sweep(
                     )
                     entered.watch(observers[of])
                     continue
-                # When scales are searched, inputs are not rotated yet.
+                # Scales are found before inputs are rotated.
                 turn = keep and of in done.rotated
                 look = functools.partial(seen.look, observers[of], grams.get(of), turn)
                 modules[of].register_forward_pre_hook(
@@ -278,13 +285,18 @@ def _sweep(
 
 
 def _unsolved(done: Quantisation, readers: Iterable[LinearSpec]) -> bool:
-    """True if the Gram matrix of a site is needed. Experts have Gram matrices of their own."""
+    """True if some matrix of a site is not solved, so that the site's Gram matrix is needed.
+
+    Stacks are ignored, because each expert has a separate Gram matrix.
+    """
     return any(layer.path not in done.solved for layer in readers if not layer.is_stacked)
 
 
 @torch.no_grad()
 def _solve_experts(done: Quantisation, entered: Entered, path: str) -> None:
-    """Solve the weights of each expert with the tokens routed to it, unless there are too few."""
+    """Solve the weights of each expert with the tokens routed to it. Experts with too few tokens
+    are skipped.
+    """
     gate, up, down = (f"{path}.{role}" for role in STACKS)
     few, device = done.reached[path].few, entered.device
     for expert in range(entered.module.count):
@@ -301,20 +313,22 @@ def _solve_experts(done: Quantisation, entered: Entered, path: str) -> None:
 def _is_byte_head(done: Quantisation, layer: LinearSpec) -> bool:
     """True if a layer is a head in INT8. Such a head is rounded to nearest instead of solved.
 
-    The head is the largest matrix, and solvers would need it in fp32 several times. With eight bits
-    they would gain little.
+    The head is the largest matrix, and a solver would need several fp32 copies of it. With eight
+    bits, solving would improve accuracy very little.
     """
     return layer.role == "head" and FORMATS[done.formats[layer.path]].weights == "int8"
 
 
 class _Seen:
-    """Gives the inputs of layers to observers, and tells the observers which positions are masked."""
+    """Gives the inputs of layers to the observers, and says which positions are masked."""
 
     def __init__(self, states: Sequence[State], mask_token_id: int, device: torch.device) -> None:
         self.states = states
         self.is_masked = [state.canvas == mask_token_id for state in states]
         self.predicted = [np.flatnonzero(is_masked) for is_masked in self.is_masked]
-        """Positions that the head reads: masked ones, or all if no state has any."""
+        """Positions for which the head is computed: the masked positions, or all if no state has
+        masked positions.
+        """
         if not any(map(len, self.predicted)):
             self.predicted = [np.arange(len(is_masked)) for is_masked in self.is_masked]
         self.device = device
@@ -330,8 +344,8 @@ class _Seen:
     ) -> None:
         """Give the inputs ``x`` ``[B, L, K]`` of a layer to the observer of its site.
 
-        ``numbers`` has the index of each canvas among the states. ``rows`` selects the positions of
-        a canvas that ``x`` covers. If ``turn`` is true, ``x`` is rotated first.
+        ``numbers`` has the index of each of the B canvases among the states. ``rows`` selects the
+        positions of a canvas that are in ``x``. If ``turn`` is true, ``x`` is rotated first.
         """
         wide = x.float().cpu().numpy()
         if turn:
@@ -351,7 +365,7 @@ class _Seen:
 
 
 def _quantised(network: NetworkSpec, formats: Mapping[str, str]) -> list[LinearSpec]:
-    """The layers that a recipe quantises, in the order of the pass."""
+    """Return the layers that a recipe quantises, in the order in which a pass computes them."""
     return [
         layer for path, layer in network.quantisable().items() if formats.get(path, HIGH) != HIGH
     ]
@@ -386,8 +400,8 @@ def take_stored(
 
 
 def _range(observer: Observer, chosen: LayerFormat, recipe: Recipe) -> float:
-    # The groups of NVFP4 have dynamic ranges. The scale of the tensor only has to cover the largest
-    # of them.
+    # In NVFP4, each group has a dynamic range. The scale of the tensor must only be large enough
+    # for the largest range.
     if chosen.activations == "nvfp4":
         return observer.amax("max", levels="fp8")
     return observer.amax(
@@ -401,7 +415,7 @@ def _load(done: Quantisation) -> Denoiser:
 
 
 def batch(state: State) -> tuple[Tensor, Tensor]:
-    """The token ids and positions of a state, both ``[1, L]``."""
+    """Return the token ids and positions of a state, both ``[1, L]``."""
     ids = torch.from_numpy(state.canvas).unsqueeze(0)
     return ids, torch.arange(ids.shape[1]).unsqueeze(0)
 
@@ -412,8 +426,8 @@ def simulate(
 ) -> Callable[[], None]:
     """Make a folded torch denoiser compute with quantised weights and inputs, in place.
 
-    Weights and inputs are quantised and dequantised, and products are in fp32. The results equal
-    those of the graph, except for the order in which sums are added.
+    Weights and inputs are quantised, dequantised and multiplied in fp32. The results equal those of
+    the graph, except that sums are added in a different order.
 
     Args:
         modules: The modules of the denoiser, by their path in it.
@@ -457,8 +471,8 @@ def _dequantised_expert(done: Quantisation, layer: str, expert: int) -> Tensor:
 
 
 def as_seen(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray:
-    """The input of a quantised layer as it is multiplied: rotated if needed, quantised, and
-    dequantised.
+    """Return the input of a quantised layer in the form in which it is multiplied: rotated if
+    needed, quantised, and dequantised.
     """
     chosen = FORMATS[done.formats[layer]]
     if layer in done.rotated:

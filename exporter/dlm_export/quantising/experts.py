@@ -1,11 +1,10 @@
-"""Calibrates experts: counts the tokens that reach each expert, and collects the inputs of each
-expert.
+"""Calibrates experts: counts the tokens that are routed to each expert, and collects their inputs.
 
-To limit memory, experts are processed one after the other. The inputs of a mixture are stored once
-for all tokens, in memory or in a memory-mapped file. The inputs of one expert are gathered from
-them, and only one expert's Gram matrix exists at a time. The weights of experts that too few tokens
-reach are rounded to nearest. Activation ranges belong to a whole stack, so even an expert that no
-token reaches has a range.
+To limit memory, experts are processed one after the other. The inputs of a mixture are stored for
+all tokens, in memory or in a memory-mapped file. The inputs of one expert are then selected from
+them. Only one expert's Gram matrix is in memory at a time. If too few tokens are routed to an
+expert, its weights are rounded to nearest. An activation range applies to all experts of a stack,
+so even an expert without tokens has a range.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ _NAMED = 6  # largest number of experts that a message names
 
 
 def member(layer: str, expert: int) -> str:
-    """The name of one expert's matrix in a stack."""
+    """Return the name of one expert's matrix in a stack."""
     return f"{layer}.{expert}"
 
 
 class Entered:
-    """The inputs of a layer's mixture of experts, from one run over all states.
+    """The recorded inputs of a layer's mixture of experts, for all states.
 
-    ``x`` has the inputs, ``[tokens, hidden]``, in the order of the batches. ``chosen`` and
-    ``weights`` have each token's experts and their routing weights, ``[tokens, k]``. ``counts_for``
-    has each token's weight in a Gram matrix.
+    ``x`` has the inputs, ``[tokens, hidden]``, in the order of the batches. ``chosen`` has the k
+    experts of each token, ``[tokens, k]``, and ``weights`` their routing weights. ``counts_for``
+    has the factor of each token in a Gram matrix.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Entered:
         memory_bytes: int | None,
         folder: Path | None,
     ) -> None:
-        """If ``x`` needs more than ``memory_bytes``, it is in a file in ``folder``. Raises
+        """If ``x`` needs more than ``memory_bytes``, it is stored in a file in ``folder``. Raises
         MemoryLimitError.
         """
         self.module, self._carried, self._states = module, carried, states
@@ -65,26 +64,29 @@ class Entered:
         self.counts_for = torch.where(torch.cat(is_masked), 1.0, gptq.COMMITTED_WEIGHT)
 
     def watch(self, hidden: Observer) -> None:
-        """Register hooks that store the inputs of the mixture, and that observe the inputs of
-        ``down``.
+        """Register hooks that store the inputs of the mixture, and observe the inputs of the down
+        projection.
         """
         self.module.register_forward_pre_hook(self._keep)
         self.module.down.register_forward_pre_hook(self._collect)
         self.module.register_forward_hook(lambda *_: self._show(hidden))
 
     def rows(self, expert: int) -> tuple[Tensor, Tensor]:
-        """The tokens of an expert in order, ``[n]``, and their routing weights, ``[n, 1]``."""
+        """Return the indices of an expert's tokens in order, ``[n]``, and their routing weights,
+        ``[n, 1]``.
+        """
         rows, places = (self.chosen == expert).nonzero(as_tuple=True)
         return rows, self.weights[rows, places, None]
 
     @property
     def tokens(self) -> np.ndarray:
-        """The number of tokens that reached each expert, int64 ``[E]``."""
+        """The number of tokens that were routed to each expert, int64 ``[E]``."""
         return self.chosen.flatten().bincount(minlength=self.module.count).numpy()
 
     def inputs(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the inputs of the tokens ``rows`` in batches, on the layer's device, with their
-        weights in the Gram matrix.
+        """Yield the inputs of the tokens ``rows`` in batches, on the layer's device.
+
+        Each batch comes with the factors of its tokens in the Gram matrix.
         """
         for some in torch.split(rows, BATCH_TOKENS):
             yield self.x[some].to(self.device), self.counts_for[some].to(self.device)
@@ -117,7 +119,7 @@ def hidden_of(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield an expert's features before the down projection in batches ``[n, size]``.
 
-    Each batch comes with the weights of its tokens in the Gram matrix.
+    Each batch comes with the factors of its tokens in the Gram matrix.
     """
     for (x, counts), mine in zip(
         entered.inputs(rows), torch.split(share, BATCH_TOKENS), strict=True
@@ -127,7 +129,7 @@ def hidden_of(
 
 @torch.no_grad()
 def kept_rows(pieces: Iterator[tuple[Tensor, Tensor]], most: int) -> np.ndarray:
-    """A sample of an expert's input vectors, evenly spaced, fp32 ``[at most most, K]``."""
+    """Return up to ``most`` of an expert's input vectors, evenly spaced, fp32 ``[.., K]``."""
     x = torch.cat([piece.float().cpu() for piece, _ in pieces])
     chosen = np.unique(np.linspace(0, len(x) - 1, min(most, len(x))).astype(int))
     rows: np.ndarray = x.numpy()[chosen]
@@ -138,7 +140,7 @@ def kept_rows(pieces: Iterator[tuple[Tensor, Tensor]], most: int) -> np.ndarray:
 def factor_of(
     pieces: Iterator[tuple[Tensor, Tensor]], channels: int, device: torch.device
 ) -> Tensor:
-    """The factor that GPTQ needs for an expert's inputs (``gptq.inverse_factor``)."""
+    """Return the matrix that GPTQ needs for an expert's inputs (see ``gptq.inverse_factor``)."""
     gram = Gram(channels, device)
     for x, counts in pieces:
         gram.add(x.float(), counts)
@@ -153,9 +155,9 @@ def factor_of(
 
 @dataclass(frozen=True)
 class Reached:
-    """The number of calibration tokens that each expert of a mixture got.
+    """The number of calibration tokens that were routed to each expert of a mixture.
 
-    The weights of experts that got less than ``fewest`` tokens are rounded to nearest.
+    If an expert has less than ``fewest`` tokens, its weights are rounded to nearest.
     """
 
     layer: str
@@ -168,17 +170,17 @@ class Reached:
 
     @property
     def few(self) -> list[int]:
-        """Experts that got less than ``fewest`` tokens, including those that got none."""
+        """Experts with less than ``fewest`` tokens, including experts without tokens."""
         return [expert for expert, count in enumerate(self.tokens) if count < self.fewest]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for accuracy.json."""
+        """Return this record as plain Python objects, for accuracy.json."""
         plain = asdict(self) | {"tokens": list(self.tokens)}
         return plain | {"never": self.never, "few": self.few}
 
 
 def doubts(reached: Mapping[str, Reached]) -> list[str]:
-    """Warnings about experts that got no calibration tokens, or only a few."""
+    """Return warnings about experts with too few calibration tokens."""
     total = sum(len(each.tokens) for each in reached.values())
     never = [member(each.layer, expert) for each in reached.values() for expert in each.never]
     few = [

@@ -1,5 +1,5 @@
-"""Finds the scales of SmoothQuant and AWQ, and folds them into the operators before the scaled
-inputs.
+"""Finds the scales of SmoothQuant and AWQ for layer inputs, and folds them into the operators that
+compute these inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dlm_export.quantising.experts import Entered, hidden_of, kept_rows
 from dlm_export.quantising.numbers import Quantisation
 
 AWQ_ROWS = 256
-AWQ_EXPERTS = 8  # number of experts of a mixture on which shared scales are tried
+# AWQ tries the scales that all experts of a mixture share on this many experts.
+AWQ_EXPERTS = 8
 
 
 def fold(
@@ -27,9 +28,7 @@ def fold(
     entered: Entered | None,
     fewest_tokens: int,
 ) -> None:
-    """Find scales for every site where scales can be folded, and fold them into
-    ``done.parameters``.
-    """
+    """Find scales for the layer inputs that can be scaled, and fold them into ``done.parameters``."""
     found = {}
     for of, observer in observers.items():
         readers = sites[of]
@@ -54,8 +53,8 @@ def _rounded_by(done: Quantisation, layer: LinearSpec) -> Callable[[np.ndarray],
 
 
 def _row_amax(done: Quantisation, layer: LinearSpec) -> np.ndarray:
-    """The largest weight magnitude of each input, fp32 ``[K]``. For a stack, this is over all
-    experts.
+    """Return the largest weight magnitude of each input, fp32 ``[K]``, over all experts if the
+    layer is a stack.
     """
     found: np.ndarray
     if layer.is_stacked:
@@ -78,9 +77,9 @@ def _expert_matrix(done: Quantisation, layer: LinearSpec, expert: int) -> np.nda
 def _met(
     done: Quantisation, observer: Observer, readers: Sequence[LinearSpec], entered: Entered | None
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The inputs and matrices of a site on which scales are tried.
+    """Return the inputs and matrices on which AWQ tries scales.
 
-    For experts, these are the experts that get the most tokens.
+    For a mixture of experts, these are the matrices of the experts with the most tokens.
     """
     plain = [done.parameters.read(layer.weight, FP32) for layer in readers if not layer.is_stacked]
     inputs, stacks = [observer.rows] * len(plain), [layer for layer in readers if layer.is_stacked]
@@ -99,11 +98,11 @@ def _met(
 def _scales_by_expert(
     done: Quantisation, observer: Observer, down: LinearSpec, entered: Entered, fewest_tokens: int
 ) -> np.ndarray:
-    """The scales by which each expert's features are divided before the down projection, fp32 ``[E,
-    K]``.
+    """Return the scales by which each expert's features are divided before the down projection,
+    fp32 ``[E, K]``.
 
-    They are found from the tokens that reached the expert. If there are too few tokens, SmoothQuant
-    uses the ranges of the stack, and AWQ uses scale 1.
+    The scales of an expert are found from the tokens that were routed to it. If there are too few
+    tokens, SmoothQuant uses the ranges of the whole stack, and AWQ uses scale 1.
     """
     scales = np.ones((down.count, down.inputs), np.float32)
     alpha, tokens = done.recipe.smoothing, entered.tokens

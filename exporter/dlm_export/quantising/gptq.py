@@ -1,8 +1,8 @@
-"""GPTQ (arXiv:2210.17323): rounds weights row by row, and changes later rows to compensate for
-errors.
+"""GPTQ (arXiv:2210.17323): rounds the rows of a weight matrix one by one, and changes later rows to
+compensate for the rounding errors.
 
-The work that grows with the cube of a layer's inputs runs in torch, on a GPU if there is one. The
-codes are computed in numpy, by the functions that define the formats.
+The expensive work, which grows with the cube of the number of inputs, runs in torch: on a GPU if
+there is one. The codes are computed in numpy, by the functions that define the formats.
 """
 
 from __future__ import annotations
@@ -28,38 +28,37 @@ from dlm_calibration.formats import (
 )
 
 COMMITTED_WEIGHT = 0.5
-"""Weight of a committed position in a Gram matrix.
-
-A masked position has weight 1. It counts more because only predictions at masked positions are
-used.
+"""The factor of a committed position in a Gram matrix. It is less than 1, the factor of a masked
+position, because only the predictions at masked positions are used.
 """
-_BATCH = 128  # number of rows whose errors are applied to later rows in one product
-_STEP = 16  # number of rows of a group or batch whose errors are applied one at a time
+_BATCH = 128  # number of rows in a batch; their errors are applied to all later rows in one product
+_STEP = 16  # number of rows in a small batch; inside it, errors are applied row by row
 _STRIP = 1024  # number of columns of a Gram matrix that are summed at a time
 # Lower bound of a vector's mean square, so that a vector of zeros adds nothing.
 _SMALLEST_SQUARE = 1e-20
 EXACT = 4096
-"""Largest number of inputs for which the factor is computed in float64.
+"""Largest number of inputs for which the Cholesky factor is computed in float64.
 
 For more inputs, it is computed in fp32, as in the paper.
 """
 
 
 class Gram:
-    """The weighted sum of ``x^T x`` over a layer's input vectors, fp32 ``[K, K]``.
+    """The Gram matrix: the weighted sum of ``x^T x`` over a layer's input vectors ``x``, fp32
+    ``[K, K]``.
 
-    Only the upper triangle is computed. The vectors are normalised first. In trained denoisers, a
-    few tokens have vectors a thousand times as long as the others, and would otherwise dominate the
-    rounding (figures in BENCHMARKS.md).
+    Only the upper triangle is computed. The vectors are normalised first. In trained denoisers, the
+    vectors of a few tokens are a thousand times as long as all others. Without normalisation, the
+    rounding would depend on these tokens only (figures in BENCHMARKS.md).
     """
 
     def __init__(self, channels: int, device: torch.device) -> None:
         self.matrix = torch.zeros(channels, channels, device=device)
 
     def add(self, x: Tensor, weight: Tensor) -> None:
-        """Add input vectors ``x``, fp32 ``[P, K]``, with weights ``weight`` ``[P]``.
+        """Add P input vectors ``x``, fp32 ``[P, K]``, each with a factor ``weight`` ``[P]``.
 
-        Each vector is scaled to a mean square of 1 before its weight is applied.
+        Each vector is scaled to a mean square of 1 before it is multiplied by its factor.
         """
         weighted = x * (weight / x.square().mean(1).clamp_min(_SMALLEST_SQUARE))[:, None]
         for start in range(0, x.shape[1], _STRIP):
@@ -68,15 +67,15 @@ class Gram:
 
 
 def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
-    """The upper triangular matrix ``U``, fp32 ``[K, K]``, where ``U^T U`` is the inverse of the
-    damped Gram matrix.
+    """Return the upper triangular matrix ``U``, fp32 ``[K, K]``, with ``U^T U`` = the inverse of
+    the damped Gram matrix.
 
-    An input channel that was always zero does not change other rows. The function needs memory for
-    two matrices of this size, in float64 up to ``EXACT`` inputs.
+    An input that was always zero does not change other rows. The function needs memory for two
+    matrices of this size, in float64 if there are at most ``EXACT`` inputs.
 
     Args:
         gram: fp32 ``[K, K]``; only the upper triangle is read.
-        damping: This share of the mean of the diagonal is added to the diagonal; default 0.01.
+        damping: The diagonal is increased by this share of its mean; default 0.01.
 
     Raises:
         QuantisationError: Values are not finite, or the matrix is not positive semi-definite.
@@ -91,13 +90,13 @@ def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
             "the Gram matrix has values that are not finite, or a negative diagonal: calibrate again."
         )
     is_dead = diagonal == 0
-    # The row and column of a dead channel are zero too, otherwise this would not be a Gram matrix.
+    # If an input was always zero, its row and column in a Gram matrix must be zero too.
     added = damping * diagonal[~is_dead].mean() if not bool(is_dead.all()) else torch.zeros(())
     # Let R be the upper triangular matrix for which R R^T is the damped matrix. Then U is the
-    # inverse of R. R is found by reversing the order of rows and columns, computing the Cholesky
-    # factor, and reversing again. This needs one factorisation; inverting the matrix first would
-    # need two, and would lose digits. The triangle that was summed is the lower one of the reversed
-    # matrix.
+    # inverse of R. To find R, the order of rows and columns is reversed, the Cholesky factor is
+    # computed, and the order is reversed again. This needs one factorisation. To invert the matrix
+    # first would need two, and would lose digits. The upper triangle of ``gram`` is the lower
+    # triangle of the reversed matrix.
     lower = gram.to(torch.float64 if size <= EXACT else torch.float32).flip(0, 1)
     lower.diagonal().copy_((torch.where(is_dead, 1.0, diagonal) + added).flip(0))
     info = torch.empty((), dtype=torch.int32, device=gram.device)
@@ -142,16 +141,17 @@ def gptq(
     """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes least, for the inputs ``x`` of the Gram
     matrix.
 
-    In int4 and in nvfp4 (groups of 16), the scale of a group is computed when the group begins,
-    from weights that are already corrected. In int8 and fp8 there is one scale per column. The
-    function needs K^2 N multiply-adds.
+    In int4 and in nvfp4 (groups of 16), the scale of a group is computed from weights that are
+    already corrected, before the first row of the group is rounded. In int8 and fp8, each column
+    has one scale. The function needs K^2 N multiply-adds.
 
     Args:
         w: The weight.
         factor: ``inverse_factor`` of the layer's Gram matrix; layers with the same input share it.
         format: Number format; default int4.
         group_size: Rows in a group of int4; default 128.
-        amax: Range to use instead of that of the column. For nvfp4, instead of that of the tensor.
+        amax: Range to use instead of the column's range. For nvfp4: instead of the range of the
+            whole tensor.
         scale_dtype: Type of scales in the graph.
         is_signed: Allow negative scales in int4.
 
@@ -167,8 +167,8 @@ def gptq(
             f"a Gram matrix of shape {list(factor.shape)} does not belong to a weight of {rows} input channels."
         )
     is_grouped, size = group_size is not None, group_size or rows
-    # There is one row of scales per group. For formats with groups, it is computed when the group
-    # begins.
+    # There is one row of scales per group. It is computed before the first row of the group is
+    # rounded.
     scales, global_scale = scales_of(ranges, format, scale_dtype), None
     if format == "nvfp4":
         global_scale = np.float32(scales_of(ranges.max(), format, scale_dtype))
@@ -176,13 +176,13 @@ def gptq(
     codes = np.empty((rows, columns), CODE_TYPES[format])
     # The weights, which are corrected in place.
     left = torch.tensor(np.asarray(w, np.float32), device=factor.device)
-    # The scale of a group depends on all earlier corrections, so a batch of rows must end where a
-    # group ends.
+    # The scale of a group depends on all earlier corrections. No group may therefore extend beyond
+    # a batch of rows.
     batch = size * max(1, _BATCH // size) if is_grouped else _BATCH
     for start in range(0, rows, batch):
         stop = min(start + batch, rows)
-        # On a CPU this array shares memory with ``left``, whose rows of this batch are not read
-        # again.
+        # On a CPU, this array and ``left`` use the same memory. The rows of this batch in ``left``
+        # are not used again.
         now = left[start:stop].cpu().numpy()
         local = factor[start:stop, start:stop].cpu().numpy()
         errors = np.empty_like(now)
@@ -194,7 +194,7 @@ def gptq(
                 if is_grouped and (start + i) % size == 0:
                     largest = group_amax(now[i : i + size], size)[0]
                     if global_scale is None:
-                        # The weight of the error of each row.
+                        # The factor of the error of each row.
                         counts = local.diagonal()[i : i + size, None] ** -2.0
                         scales[group] = int4_scales(
                             now[None, i : i + size],

@@ -1,13 +1,13 @@
 """Finds ranges and scales with NVIDIA's modelopt, as an alternative to our own calibration.
 
 modelopt (https://github.com/NVIDIA/Model-Optimizer, Apache-2.0) quantises ``nn.Linear`` modules in
-place. It therefore works on a copy of the denoiser that has such modules. Only two results are
-used: the range of each layer's input, and the scales of SmoothQuant (arXiv:2211.10438) and AWQ
-(arXiv:2306.00978). Our own code rounds and writes the weights.
+place. It is therefore given a copy of the denoiser that consists of such modules. Only two of its
+results are used: the range of each layer's input, and the scales of SmoothQuant (arXiv:2211.10438)
+and AWQ (arXiv:2306.00978). Our own code rounds and writes the weights.
 
-modelopt is optional. Its extra ``[onnx]`` requires other versions of onnx and onnxruntime than
-ours. For this reason, only the plain package is used, and only ``modelopt.torch`` is imported.
-Everything except AWQ on NVFP4 weights runs without CUDA.
+modelopt is optional. It is installed without its extra ``[onnx]``, because that extra requires
+other versions of onnx and onnxruntime than this project. Only ``modelopt.torch`` is imported. Only
+AWQ on NVFP4 weights needs CUDA.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dlm_export.network.linear import Linear
 from dlm_runtime.errors import DlmError
 
 PACKAGE = "nvidia-modelopt"
-OLDEST = (0, 47)  # the oldest version tested; shortly before it, quantiser settings became a list
+OLDEST = (0, 47)  # the oldest tested version; quantiser settings became a list shortly before it
 INSTALL = "pip install 'dlm-export[modelopt]'"
 
 # modelopt's settings for number formats. Activations have one static scale per tensor.
@@ -51,8 +51,7 @@ _WEIGHTS: dict[str, dict[str, Any]] = {
     "nvfp4": _ACTIVATIONS["nvfp4"],
 }
 AWQ_SWEEPS = 2
-"""Number of times that AWQ runs every state. Finding ranges, and SmoothQuant, run every state once.
-"""
+"""Number of times that AWQ runs every state. Ranges and SmoothQuant need one run of every state."""
 
 
 class ModeloptError(DlmError):
@@ -65,7 +64,7 @@ def version() -> str | None:
 
 
 def require() -> Any:
-    """Import ``modelopt.torch.quantization``. Raises ModeloptError that names the versions."""
+    """Import ``modelopt.torch.quantization``. Raises ModeloptError, which names the versions."""
     found = version()
     if found is None:
         raise ModeloptError(
@@ -100,8 +99,7 @@ def amaxes(
     rotated: Mapping[str, int] | None = None,
     on_state: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Find the input ranges of all layers with static activation scales, with modelopt's max
-    calibration.
+    """Find the ranges of layer inputs that have static scales, with modelopt's max calibration.
 
     The denoiser is not modified.
 
@@ -137,7 +135,7 @@ def amaxes(
     modules: dict[str, Any] = dict(calibrated.named_modules())
     ranges = {layer: modules[_path(layer, turned)].input_quantizer.amax for layer in layers}
     _check_observed(ranges)
-    # As with our own observers, inputs that were always zero get a range too.
+    # As in our own observers, an input that was always zero also gets a range.
     return {layer: max(float(amax), SMALLEST_AMAX) for layer, amax in ranges.items()}
 
 
@@ -150,7 +148,8 @@ def scales(
     alpha: float | None = None,
     on_state: Callable[[], None] = lambda: None,
 ) -> dict[str, np.ndarray]:
-    """Find the scales for the inputs of each group of layers, fp32 ``[K]`` per group.
+    """Find the scales for the inputs of each group of layers. A group with K inputs has scales fp32
+    ``[K]``.
 
     The inputs are divided by the scales, and the rows of the weights are multiplied by them.
 
@@ -160,8 +159,7 @@ def scales(
         formats: The format of each layer, a key of ``recipes.FORMATS``.
         groups: Groups of layers that have the same input, by name. The scales of the layers in a
             group are averaged, as in modelopt's export.
-        alpha: Strength of SmoothQuant. ``None`` uses AWQ's search instead, for the formats of the
-            weights.
+        alpha: Strength of SmoothQuant. ``None`` uses AWQ instead, for the formats of the weights.
         on_state: Called once per state by SmoothQuant, and ``AWQ_SWEEPS`` times by AWQ.
 
     Raises:
@@ -174,8 +172,8 @@ def scales(
         chosen = FORMATS[formats[layer]]
         assert chosen.weights is not None
         if alpha is not None:
-            # These scales depend only on ranges, so the format does not matter. modelopt computes
-            # them only for INT8.
+            # These scales depend only on ranges. They are the same for every format, but modelopt
+            # computes them only for INT8.
             settings.append(
                 {"quantizer_name": f"{layer}.weight_quantizer", "cfg": _WEIGHTS["int8"]}
             )
@@ -233,7 +231,7 @@ def _calibrate(
             ]
             is_masked = ids[0] == mask_token_id
             if has_head and is_masked.any():
-                # Rows of committed positions never reach the head.
+                # The head is not computed for committed positions.
                 denoiser.project(features[0, is_masked])
             on_state()
 
@@ -253,9 +251,9 @@ def _calibrate(
 def _with_torch_linears(
     denoiser: Denoiser, layers: Sequence[str], rotated: Mapping[str, int], *, own_weights: bool
 ) -> Denoiser:
-    """A copy of the denoiser where the linear layers are ``nn.Linear``.
+    """Return a copy of the denoiser, in which linear layers are ``nn.Linear`` modules.
 
-    The copy shares the weights, unless ``own_weights`` is true.
+    The copy uses the same weights in memory, unless ``own_weights`` is true.
     """
     shared: dict[int, Any] = {}
     for tensor in (*denoiser.parameters(), *denoiser.buffers()):
@@ -305,8 +303,8 @@ class _Rotation(nn.Module):
 
 
 def _path(layer: str, rotated: Mapping[str, int]) -> str:
-    """The path of a layer's ``nn.Linear`` in the copy. The path differs if a rotation comes before
-    the layer.
+    """Return the path of a layer's ``nn.Linear`` in the copy. It differs from the path in the
+    denoiser if the layer's input is rotated.
     """
     return f"{layer}.1" if layer in rotated else layer
 
@@ -330,7 +328,7 @@ def _check_observed(found: Mapping[str, Tensor | None]) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence warnings that do not apply, and redirect what modelopt prints from stdout to stderr.
+    """Silence warnings that do not apply, and redirect modelopt's output from stdout to stderr.
 
     stdout is reserved for results.
     """
@@ -347,6 +345,6 @@ def _version(package: str) -> str | None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The first two numbers of a version: ``(0, 47)`` for ``0.47.0rc1``."""
+    """Return the first two numbers of a version, for example ``(0, 47)`` for ``0.47.0rc1``."""
     parts = text.split(".")[:2]
     return tuple(int("".join(digit for digit in part if digit.isdigit()) or 0) for part in parts)

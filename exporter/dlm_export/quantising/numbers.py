@@ -1,5 +1,5 @@
-"""The numbers of a quantised graph: parameters with folded scales, ranges, and codes that are made
-on demand.
+"""The numbers of a quantised graph: parameters with folded scales, ranges, and codes. Codes are
+computed when they are read.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _HEAD_COLUMNS = 1 << 14  # number of columns of a head that are solved at a time
 
 
 def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
-    """Group layers by their site: layers of one site read the same input.
+    """Group layers by their site: the layers of one site have the same input.
 
-    Sites and layers are in the order of the pass.
+    Sites and layers are in the order in which a pass computes them.
     """
     sites: dict[str, list[LinearSpec]] = {}
     for layer in layers:
@@ -47,10 +47,11 @@ def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
 
 @dataclass
 class Folded:
-    """The parameters of a source with scales folded in.
+    """The parameters of a checkpoint with scales folded in.
 
     ``rows`` has the scales of a parameter's inputs. ``columns`` has the scales of its outputs, or
-    of the elements of a norm or bias. If each expert has its own scales, they are ``[E, K]``.
+    of the elements of a norm or bias. The scales of a stack are ``[E, K]`` if each of its E experts
+    has its own.
     """
 
     source: Parameters
@@ -91,10 +92,11 @@ class Folded:
         return by_site(self.network.linear_layers())
 
     def fold(self, of: str, scales: np.ndarray) -> None:
-        """Divide the input of a site by ``scales``, and multiply the rows of all matrices that read
-        the input.
+        """Divide the input of a site by ``scales``, and multiply the rows of the site's matrices by
+        them.
 
-        ``scales`` is ``[K]``, or ``[E, K]`` with scales for each expert.
+        ``scales`` is ``[K]`` for K inputs, or ``[E, K]`` with separate scales for each of E
+        experts.
         """
         readers = self._readers[of]
         fold = readers[0].fold
@@ -114,14 +116,15 @@ class Folded:
 
 
 def _transposed(matrix: Lazy) -> Lazy:
-    """The transposed matrix. Both axes must be indexed."""
+    """Return the transposed matrix as a ``Lazy`` array. An index must have both axes."""
     return Lazy(matrix.shape[::-1], lambda at: matrix[at[::-1]].T)
 
 
 def _along(scales: np.ndarray, at: Index, ndim: int, axis: int) -> np.ndarray:
-    """The scales for the part ``at`` of an array with ``ndim`` axes.
+    """Return the scales that apply to the part ``at`` of an array with ``ndim`` axes.
 
-    The scales are along ``axis``. If they are ``[E, K]``, each expert has its own.
+    Along ``axis``, each element of the array has one scale. Scales ``[E, K]`` are separate for each
+    expert.
     """
     place = ndim + axis
     found: np.ndarray = scales[at[: scales.ndim - 1] + at[place : place + 1]]
@@ -130,7 +133,7 @@ def _along(scales: np.ndarray, at: Index, ndim: int, axis: int) -> np.ndarray:
 
 @dataclass
 class Quantisation:
-    """Everything that a quantised graph needs. ``weight`` and ``embedding`` return codes."""
+    """All numbers of a quantised graph. ``weight`` and ``embedding`` return quantised matrices."""
 
     recipe: Recipe
     formats: dict[str, str]
@@ -140,21 +143,22 @@ class Quantisation:
     observers: Observers | None = None
     stored: families.Weights | None = None
     scale_dtype: ScaleType = FP32
-    """Type of scales in the graph. Some formats use fp16 in any case."""
+    """Type of scales in the graph. Some formats always have fp16 scales."""
     solved: Solved = field(default_factory=Solved)
     is_dense: bool = False
-    """True if all experts are computed, and each stack is one matrix.
+    """True if the graph computes all experts for every token, and each stack is joined into one
+    matrix.
 
-    Then the experts in the stack of down projections share one scale per column.
+    The experts in a stack of down projections then share one scale per column.
     """
     reached: dict[str, Reached] = field(default_factory=dict)
-    """For each quantised mixture of experts, the number of calibration tokens that its experts got.
+    """For each quantised mixture, the number of calibration tokens that were routed to each expert.
     """
     _ranges: dict[str, np.ndarray | float] = field(default_factory=dict)
 
     def matrix(self, layer: str) -> np.ndarray:
-        """The unquantised weight of a layer, fp32 ``[K, N]``. Scales are folded in, and rotation is
-        applied.
+        """Return the unquantised weight of a layer, fp32 ``[K, N]``. Scales are folded in, and
+        rotation is applied.
         """
         spec = self.parameters.network.quantisable()[layer]
         w = self.parameters.read(spec.weight, FP32)
@@ -163,7 +167,8 @@ class Quantisation:
         return solvers.rotate_rows(w) if layer in self.rotated else w
 
     def _stored(self, layer: str) -> Lazy:
-        """The unquantised weight of a layer, fp32 ``[K, N]``, which is read on demand.
+        """Return the unquantised weight of a layer, fp32 ``[K, N]``, which is read when it is
+        indexed.
 
         Scales are folded in, but rotation is not applied.
         """
@@ -172,8 +177,8 @@ class Quantisation:
         return _transposed(parameter) if spec.is_tied else parameter
 
     def expert(self, layer: str, expert: int) -> QuantisedWeight:
-        """The quantised weight of one expert. If calibration did not solve it, this call rounds it
-        to nearest.
+        """Return the quantised weight of one expert. If it was not solved, it is rounded to nearest
+        now.
         """
         name = member(layer, expert)
         if name in self.solved:
@@ -190,10 +195,11 @@ class Quantisation:
         )
 
     def _shared_range(self, layer: str) -> np.ndarray | float | None:
-        """The range that the experts of a stack share, or ``None`` if each has its own.
+        """Return the range that all experts of a stack share, or ``None`` if each expert has its
+        own range.
 
-        In NVFP4 they share the range of the tensor. If the experts are joined to one matrix along
-        their inputs, they share the ranges of the columns.
+        In NVFP4, experts share the range of the whole stack. If experts are joined into one matrix
+        along their inputs, they share one range per column.
         """
         chosen = FORMATS[self.formats[layer]]
         is_column = self.is_dense and layer.endswith(".down") and chosen.weights in ("int8", "fp8")
@@ -207,13 +213,13 @@ class Quantisation:
         return self._ranges[layer]
 
     def _joined(self, layer: LinearSpec) -> QuantisedWeight:
-        """All experts of a stack as one matrix, for ``graph.experts.spread``."""
+        """Return all experts of a stack as one matrix, for ``graph.experts.spread``."""
         each = [self.expert(layer.path, i) for i in range(layer.count)]
         (first, *_), is_down = each, layer.role == "down"
         along = 0 if is_down != (first.format == "nvfp4") else 1  # codes of NVFP4 are transposed
         codes = np.concatenate([weight.codes for weight in each], along)
         scales = first.scales
-        # Otherwise all experts have the same scales.
+        # In the other case, all experts have the same scales.
         if not is_down or first.group_size is not None:
             scales = np.concatenate(
                 [weight.scales for weight in each], 0 if first.group_size is None else along
@@ -221,8 +227,8 @@ class Quantisation:
         return replace(first, codes=codes, scales=scales)
 
     def weight(self, layer: str) -> QuantisedWeight:
-        """The quantised weight of a layer. If calibration did not solve it, this call rounds it to
-        nearest.
+        """Return the quantised weight of a layer. If it was not solved, it is rounded to nearest
+        now.
 
         A stack of experts becomes one matrix.
         """
@@ -243,7 +249,9 @@ class Quantisation:
     def rounded(
         self, w: np.ndarray | Lazy, chosen: LayerFormat, amax: np.ndarray | float | None = None
     ) -> QuantisedWeight:
-        """Round a matrix to nearest in a layer format. ``quantise_weight`` explains ``amax``."""
+        """Round a matrix to the nearest numbers of a layer format. ``quantise_weight`` explains
+        ``amax``.
+        """
         assert chosen.weights is not None
         return quantise_weight(
             w,
@@ -271,8 +279,8 @@ class Quantisation:
             "is_signed": chosen.is_int4_in_panels,
         }
         if layer == HEAD and chosen.weights != "nvfp4":
-            # The head is solved in parts, because all of its columns in fp32 would take gigabytes.
-            # Columns are independent of each other.
+            # The head is solved a few columns at a time, because all columns in fp32 would take
+            # gigabytes. The results are the same, because columns are solved independently.
             stored = self._stored(layer)
             pieces = [
                 gptq.gptq(np.ascontiguousarray(stored[:, at], FP32), factor, **options)
@@ -295,24 +303,23 @@ class Quantisation:
         )
 
     def embedding(self) -> QuantisedWeight:
-        """The codes of the embedding table, as columns of its transpose: ``[hidden, V]`` with one
-        scale per token.
+        """Return the quantised embedding table, transposed: ``[hidden, V]``, with one scale per
+        token.
         """
         assert self.recipe.embedding is not None
         return quantise_weight(_transposed(self._later(EMBEDDING)), self.recipe.embedding)
 
     @property
     def has_tied_table(self) -> bool:
-        """True if the embedding table is also the weight of a quantised head.
-
-        Both then have the same codes and scales.
+        """True if a quantised head uses the embedding table. Head and table then have the same
+        codes and scales.
         """
         head = self.parameters.network.quantisable()[HEAD]
         return head.is_tied and self.formats.get(HEAD, HIGH) != HIGH
 
     def embedding_rows(self, table: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """The embeddings that the quantised graph looks up for ``ids`` ``[N]``, fp32 ``[N,
-        hidden]``.
+        """Return the embeddings that the quantised graph looks up for ``ids`` ``[N]``, fp32
+        ``[N, hidden]``.
 
         ``table`` ``[N, hidden]`` has the unquantised embeddings of these ids.
         """
@@ -332,5 +339,5 @@ class Quantisation:
         return later(self.parameters, self.parameters.network, parameter)
 
     def summary(self) -> dict[str, Any]:
-        """The recipe, and the format of every layer, for the manifest."""
+        """Return the recipe, and the format of every layer, for the manifest."""
         return {"recipe": self.recipe.as_dict(), "layers": self.formats}

@@ -21,32 +21,33 @@ if TYPE_CHECKING:
     from dlm_export.network.layered import Layered
     from dlm_export.sources import Source
 
-# The default data, if this file is in the folder of the checkpoint.
+# If the checkpoint's folder has this file, it is the default data.
 CALIBRATION_FILE = "calibration.jsonl"
 MIXES = {"denoising": (0.5, 0.4, 0.1), "text": (0.0, 0.0, 1.0)}
-"""Shares of masked, trajectory and clean states.
-
-"denoising" is the default. "text" is what tools for other language models use.
+"""The shares of masked, trajectory and clean states in each mix. "denoising" is the default. "text"
+has clean states only, like the calibration data of other language models.
 """
-# Every fourth sample of a file is used for judging; the others are used for calibration.
+# Every fourth sample of a file is used for judging. The other samples are used for calibration.
 JUDGED_EVERY = 4
 FEWEST_TOKENS = 32
-"""Default number of calibration tokens that an expert must get before its weights are solved.
+"""By default, the weights of an expert are solved if at least this many tokens are routed to it.
 
-On independent inputs, GPTQ beats rounding to nearest from 8 tokens on, and from 32 tokens on it
-loses a third less. A few texts often have tokens that are too similar.
+With independent inputs, GPTQ is better than rounding to nearest from 8 tokens on. From 32 tokens
+on, its loss is a third less. The limit is higher because the tokens of a few texts are often
+similar.
 """
 RANDOM_LENGTH = 64  # length of a random sample in tokens; the first half is the prompt
-# Limit of passes per block, because an unsure denoiser would need one pass per token.
+# Largest number of passes per block. Without a limit, an unsure denoiser would need one pass per
+# token.
 TRAJECTORY_PASSES = 16
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """Which data to calibrate on, and how.
+    """The user's choice of calibration data.
 
-    ``data`` is a JSONL or text file. Up to ``samples`` prompts are used, and each gives
-    ``states_per_sample`` canvases. ``source`` is a key of ``MIXES``.
+    ``data`` is a JSONL or text file. Up to ``samples`` prompts are used. ``states_per_sample``
+    canvases are made from each prompt. ``source`` is a key of ``MIXES``.
     """
 
     data: Path | None = None
@@ -59,10 +60,11 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class Data:
-    """Samples for calibration and for judging, and where they are from.
+    """Samples for calibration and for judging, and the name of their source.
 
-    ``is_made_up`` means that the user gave no data, so that results say little about the real task.
-    ``is_shared`` means that there are too few samples to split. Both lists are then the same.
+    ``is_made_up`` means that the user gave no data, so results say little about the user's task.
+    ``is_shared`` means that there were too few samples to split. ``calibration`` and ``judging``
+    are then the same list.
     """
 
     name: str
@@ -72,11 +74,11 @@ class Data:
     is_shared: bool
 
     def doubts(self, *, option: str, has_ranges: bool = False, is_judged: bool = True) -> list[str]:
-        """Warnings about figures that depend on this data.
+        """Return warnings about numbers that were measured with this data.
 
         ``option`` is the command-line option with which the user can give better data.
-        ``has_ranges`` says whether static activation ranges were found on the data, and
-        ``is_judged`` whether a loss was measured on it.
+        ``has_ranges`` says whether static activation ranges were found with this data.
+        ``is_judged`` says whether a loss was measured with it.
         """
         found = []
         if self.is_made_up and has_ranges:
@@ -106,9 +108,10 @@ class Data:
 def threshold_preset(
     network: NetworkSpec, presets: Mapping[str, Policy], name: str | None
 ) -> tuple[str, Policy]:
-    """The preset ``name``, or by default the parallel loop that was published for such a network.
+    """Return the policy of the preset ``name``, without sampling.
 
-    Sampling is turned off. Raises RequestError that lists the choices.
+    The default is the parallel loop that was published for networks of this kind. Raises
+    RequestError, which lists the choices.
     """
     chosen = name or ("dream-block" if network.shift else "fast-dllm")
     # The preset of Fast-dLLM v2 supports only some block lengths.
@@ -129,10 +132,10 @@ def load_data(
 ) -> Data:
     """Load the samples for calibration and judging.
 
-    They are from the file in ``options``, or else from the checkpoint's own file, or else the
-    built-in samples. Without a tokenizer, they are random ids. If nothing is calibrated, all
-    samples of the file in ``options`` are used for judging. Raises CalibrationError or RequestError
-    if a file is unusable.
+    The samples come from the file in ``options``. If there is no such file, they come from the
+    checkpoint's own file, and if that is missing too, from the built-in samples. Without a
+    tokenizer, the samples are random ids. If nothing is calibrated, all samples of the file in
+    ``options`` are used for judging. Raises CalibrationError or RequestError if a file is unusable.
     """
     c = network
     own = folder / CALIBRATION_FILE
@@ -175,15 +178,16 @@ def _random_samples(c: NetworkSpec, options: CalibrationOptions) -> list[Sample]
 def trajectories(
     layered: Layered, policy: Policy, memory_bytes: int | None, on_done: Callable[[], None]
 ) -> Trajectories:
-    """Return a function that generates from samples with the policy, and returns the canvases of
-    each run.
+    """Return a function that generates text from samples, and returns the canvases of each
+    generation.
 
-    For each sample, these are the canvas before the first pass, where the response is masked, and
-    the canvas after each pass. A block has at most ``TRAJECTORY_PASSES`` passes.
-    ``lockstep.courses`` explains ``memory_bytes``. ``on_done`` is called once per sample, at even
-    shares of the positions that are decided.
+    The first canvas of a generation is the sample with a masked response. One more canvas follows
+    for each pass. A block has at most ``TRAJECTORY_PASSES`` passes. ``lockstep.courses`` explains
+    ``memory_bytes``. ``on_done`` is called as many times as there are samples, at equal intervals
+    of decided positions.
     """
-    # Imported here, because reading data and judging bundles must work without torch.
+    # This module is imported here, because reading data and judging bundles must work without
+    # torch.
     from dlm_export.network import lockstep
 
     c = layered.network
@@ -224,8 +228,8 @@ def calibration_states(
     on_sample: Callable[[], None],
     memory_bytes: int | None = None,
 ) -> Iterator[State]:
-    """The states of ``data.calibration``. If the mix has trajectory states, the denoiser generates
-    them.
+    """Return the states of ``data.calibration``. If the mix has trajectory states, the denoiser
+    generates them.
     """
     _, policy = threshold_preset(source.network, source.presets, options.preset)
     runs = (
@@ -235,7 +239,7 @@ def calibration_states(
 
 
 def masked_states(source: Source, data: Data, options: CalibrationOptions) -> Iterator[State]:
-    """States of ``data.calibration`` that need no denoiser. Masked states take the place of
+    """Return states of ``data.calibration`` without running the denoiser. Masked states replace
     trajectory states.
     """
     return _states(source, data, options, None)

@@ -1,4 +1,4 @@
-"""Keeps the weights that a solver has rounded, in memory or in files, until the graph is written."""
+"""Stores the weights that a solver has rounded until the graph is written, in memory or in files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from dlm_runtime.precision import NUMBER_FORMATS
 class Solved:
     """The rounded weight of each layer that a solver has processed.
 
-    With a ``folder``, each weight is a file, which is written atomically and contains its hash.
-    Otherwise the weights are in memory.
+    With a ``folder``, each weight is stored in a file. The file is written atomically and contains
+    its hash. Without a ``folder``, the weights are in memory.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -60,7 +60,7 @@ class Solved:
         os.replace(partial, self._path(layer))
 
     def __getitem__(self, layer: str) -> QuantisedWeight:
-        """The weight of a layer. Raises CalibrationError if its file is damaged."""
+        """Return the rounded weight of a layer. Raises CalibrationError if its file is damaged."""
         if layer in self._held:
             return self._held[layer]
         path = self._path(layer)

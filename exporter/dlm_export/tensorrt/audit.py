@@ -1,10 +1,14 @@
 """Compares the format of each layer in an engine with the recipe, so that every fallback is
 noticed.
 
-Here a layer is a matrix multiplication. It is identified by its module path, which is part of the
-names of nodes in the device graph. Without a GPU, the parsed network is read: it is strongly typed,
-so both operands can be traced back to their dequantisation. On a device, the report of the engine
-inspector is read too. A table maps module paths to formats, by their names in recipes.
+Here, a layer is a matrix multiplication. Its module path is part of the names of its nodes in the
+device graph. There are two sources of formats:
+
+- The parsed network, which needs no GPU. It is strongly typed, so both operands of a multiplication
+  can be traced back to their dequantisation.
+- The report of the engine inspector, on a device only.
+
+The result maps module paths to format names of recipes.
 """
 
 from __future__ import annotations
@@ -23,24 +27,24 @@ FULL = {"HALF": "float16", "BF16": "bfloat16", "FLOAT": "float32"}
 # TensorRT's names of number formats. The inspector uses them in "Format/Datatype", for example in
 # "Row major linear FP8 format".
 NUMBERS = {word: name for name, known in NUMBER_FORMATS.items() for word in known.tensorrt}
-# An engine contains the weights of the data file without the padding to pages, and in addition
-# kernels and constants. These are the limits of its size.
+# An engine contains the weights of the data file without padding, plus kernels and constants. These
+# are the limits of its size.
 SIZE_LEAST, SIZE_MOST, SIZE_KERNELS_BYTES = 0.9, 1.15, 48 << 20
 
 
 class AuditError(DlmError):
-    """Raised if the engine would have other formats than requested."""
+    """Raised if layers of an engine do not have the requested formats."""
 
     exit_code = ExitCode.MISSED
 
 
 def differs(asked: str, held: str) -> bool:
-    """True if a layer's format is not the requested one. ``high`` matches any full precision."""
+    """True if a layer does not have the requested format. ``high`` matches any unquantised type."""
     return held not in FULL.values() if asked == HIGH else held != asked
 
 
 def fallbacks(table: Mapping[str, str], asked: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Layers whose format is not the requested one, for the manifest."""
+    """The layers that do not have the requested format, for the manifest."""
     return {
         layer: {"asked": name, "held": table[layer]}
         for layer, name in asked.items()
@@ -51,10 +55,10 @@ def fallbacks(table: Mapping[str, str], asked: Mapping[str, str]) -> dict[str, d
 def check(
     table: Mapping[str, str], asked: Mapping[str, str], target: str, *, allow_fallback: bool
 ) -> None:
-    """Raises AuditError if layers are missing or have another format than requested. The error
-    names them.
+    """Check that no layer is missing, and that all layers have the requested formats.
 
-    With ``allow_fallback``, other formats are accepted.
+    Raises AuditError, which names the wrong layers. With ``allow_fallback``, other formats are
+    accepted.
     """
     missing = [layer for layer in asked if layer not in table]
     if missing:
@@ -74,9 +78,9 @@ def _more(names: list[str]) -> str:
 
 
 def check_size(engine_bytes: int, weights_bytes: int, target: str, *, allow_fallback: bool) -> None:
-    """Raises AuditError if the size of an engine does not match the size of its weights.
+    """Check that the size of an engine matches the size of its weights.
 
-    The engine then contains widened weights, or lacks some.
+    Raises AuditError otherwise. The engine then contains weights in a wider type, or lacks weights.
     """
     low, high = int(SIZE_LEAST * weights_bytes), int(SIZE_MOST * weights_bytes) + SIZE_KERNELS_BYTES
     padding = 4096 * 2048  # bytes of padding in a data file; no denoiser's tensors need more
@@ -91,7 +95,7 @@ def check_size(engine_bytes: int, weights_bytes: int, target: str, *, allow_fall
 
 
 class _Network:
-    """The layers of an INetworkDefinition, and for each tensor the layer that produces it."""
+    """The layers of an INetworkDefinition, and the layer that produces each tensor."""
 
     def __init__(self, network: Any) -> None:
         self.layers = [network.get_layer(i) for i in range(network.num_layers)]
@@ -103,9 +107,9 @@ class _Network:
         }
 
     def source(self, tensor: Any) -> Any:
-        """The layer that computes a tensor. Layers that only move values are skipped.
+        """Return the layer that computes a tensor, or ``None`` for an input of the network.
 
-        ``None`` for an input of the network.
+        Layers that copy or reorder values without computing are skipped.
         """
         layer = self.producers.get(tensor.name)
         while layer is not None and _kind(layer) in ("SHUFFLE", "IDENTITY"):
@@ -122,7 +126,7 @@ def _dtype(tensor: Any) -> str:
 
 
 def network_table(network: Any) -> dict[str, str]:
-    """The format of every multiplication by a weight in a parsed network, by module path."""
+    """Return the format of every multiplication by a weight in a parsed network, by module path."""
     parsed = _Network(network)
     table: dict[str, str] = {}
     for layer in parsed.layers:
@@ -132,8 +136,8 @@ def network_table(network: Any) -> dict[str, str]:
         made = parsed.source(layer.get_input(1))
         # Products of two activations are not layers.
         if made is not None and _kind(made) in ("CONSTANT", "DEQUANTIZE"):
-            # A path may have two products, because the input may be rotated first. The last one is
-            # the layer's.
+            # If the input of a layer is rotated, its path has two products: the rotation, and then
+            # the layer.
             table[path] = _format(parsed, layer)
     return table
 
@@ -158,9 +162,10 @@ def _format(parsed: _Network, matmul: Any) -> str:
 
 
 def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str | None, int | None]:
-    """The number format of a dequantised operand, and the size of its groups along the inputs.
+    """Return the number format of a dequantised operand, and the size of its groups along the
+    inputs.
 
-    Both are ``None`` in full precision.
+    Both are ``None`` if the operand is not dequantised.
     """
     dequantise = parsed.source(tensor)
     if dequantise is None or _kind(dequantise) != "DEQUANTIZE":
@@ -173,8 +178,8 @@ def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str |
     name = NUMBERS.get(_dtype(codes), _dtype(codes).lower())
     if not is_weight or len(tuple(scales.shape)) < 2:
         return name, None
-    # int4 codes are [K, N] with scales [K / group, N]; nvfp4 codes are [N, K] with scales [N, K /
-    # group]. In both, one axis of the scales is shorter.
+    # int4 codes are [K, N] with scales [K / group, N]. nvfp4 codes are [N, K] with scales [N, K /
+    # group]. In both formats, one axis of the scales is shorter.
     ratios = [
         -(-size // groups)
         for size, groups in zip(tuple(codes.shape), tuple(scales.shape), strict=True)
@@ -186,11 +191,12 @@ def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str |
 
 
 def inspector_table(information: str, expected: Mapping[str, str]) -> dict[str, str]:
-    """The formats of layers according to the JSON of IEngineInspector (with detailed verbosity).
+    """Return the formats of layers according to the JSON of IEngineInspector (with detailed
+    verbosity).
 
-    A layer has its ``expected`` format if an engine layer that contains its node reads a tensor of
-    that format. Otherwise its entry is the types that the engine layer reads. Raises AuditError if
-    the JSON has no layers.
+    An engine layer contains one or more nodes of the graph. A layer has its ``expected`` format if
+    the engine layer that contains its node has an input of this format. Otherwise, the entry of the
+    layer names the types of these inputs. Raises AuditError if the JSON has no layers.
     """
     try:
         layers = json.loads(information).get("Layers")

@@ -31,16 +31,16 @@ class Builder:
 
 
 def deferred_command(folder: Path, target: Target) -> str:
-    """The command that builds the engine on the device."""
+    """Return the command that builds the engine on the device."""
     return f"dlm-export engine {folder} --target {target.name}"
 
 
 def find_builder(target: Target, options: EngineOptions) -> Builder | None:
-    """The TensorRT on this machine that builds for ``target``, or ``None`` if the device must do
-    it.
+    """Find the TensorRT on this machine that can build for ``target``.
 
-    Raises BuilderError if TensorRT-RTX could build but is not installed, or if this machine has
-    another GPU. Raises EngineError for an option that the builder does not support.
+    Returns ``None`` if the engine must be built on the device. Raises BuilderError if TensorRT-RTX
+    could build the engine but is not installed, or if this machine has another GPU. Raises
+    EngineError for an option that the builder does not support.
     """
     wanted = options.builder
     assert target.sm is not None, target.name
@@ -53,8 +53,8 @@ def find_builder(target: Target, options: EngineOptions) -> Builder | None:
         module = _rtx_module()
         if module is not None:
             if options.timing_cache is not None:
-                # Since version 1.2, the timing caches of TensorRT-RTX are empty, and creating one
-                # without a GPU fails.
+                # Since version 1.2, the timing caches of TensorRT-RTX are empty. They cannot be
+                # created without a GPU.
                 raise EngineError("TensorRT-RTX keeps no timings: omit --timing-cache")
             return Builder(RTX.name, module, (target.sm,))
         if wanted == RTX.name or importlib.util.find_spec("tensorrt") is None:

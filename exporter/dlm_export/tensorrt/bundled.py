@@ -1,7 +1,8 @@
 """Adds an engine to an existing bundle, or removes an engine from it.
 
-The bundle is locked meanwhile, and files are replaced by renaming. Even if the process is killed,
-the bundle can be opened, because its manifest never lists an engine that is missing or different.
+The bundle is locked during a change, and files are replaced by renaming. Its manifest never lists
+an engine that is missing or different. The bundle can therefore be opened even if the process is
+killed.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ def add_engine(
 ) -> Built:
     """Build an engine and add it to an existing bundle.
 
-    First the engine and then the manifest is renamed into place. Until then the bundle is
-    unchanged. An engine that is replaced is removed from the manifest first.
+    The engine and the manifest are written to temporary files. An old engine of the same target is
+    removed from the manifest. Then the engine is renamed, and then the manifest.
 
     Args:
         folder: The bundle.
         manifest: The bundle's manifest, which the runtime has checked.
         target: The device.
         options: How to build.
-        force: Replace an existing engine.
+        force: Replace an engine of the same target.
         progress: Receives the stages of the build.
 
     Raises:
@@ -112,9 +113,7 @@ def remove_engine(folder: Path, manifest: dict[str, Any], target: Target) -> int
 
 @contextmanager
 def _changing(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
-    """Lock the bundle of the engine ``path`` as ``changing`` does, and create the folder of
-    engines.
-    """
+    """Lock a bundle like ``changing``, and create the folder for the engine file ``path``."""
     folder = path.parent.parent
     with changing(folder, manifest, path.relative_to(folder).as_posix()):
         if path.parent.is_symlink():
@@ -122,7 +121,8 @@ def _changing(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
                 f"{path.parent}: is a symbolic link, which may lead out of the bundle: not written"
             )
         path.parent.mkdir(exist_ok=True)
-        # A killed process left this file; no other process uses it, because we hold the lock.
+        # A killed process left this file. No other process uses it, because this process holds the
+        # lock.
         for left in path.parent.glob("*.engine.new"):
             left.unlink()
         try:
@@ -133,7 +133,7 @@ def _changing(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _check_precision(target: Target, precision: Mapping[str, Any]) -> None:
-    """Raises TargetError if ``target`` does not support the bundle's precision."""
+    """Check that ``target`` supports the bundle's precision. Raises TargetError otherwise."""
     if "layers" in precision:
         target.check_layers(precision["layers"])
     else:

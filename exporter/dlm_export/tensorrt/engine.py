@@ -2,9 +2,9 @@
 TensorRT-RTX.
 
 All versions parse ``device.onnx`` from its file, so the weights are memory-mapped and not copied.
-Networks are strongly typed, which means that the engine has the types of the graph. Errors that the
-builder logs become part of the exception. A warning that a part of the graph was ignored counts as
-an error.
+Networks are strongly typed, which means that the engine uses the types of the graph. If the builder
+logs an error, an exception with the text of the error is raised. This includes warnings that a part
+of the graph was ignored.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from dlm_export.tensorrt.estimate import (
 )
 from dlm_runtime.files import read_bytes
 
-# Warnings with these texts mean that the engine would not compute the whole graph. Other warnings
-# are shown.
+# Warnings with these texts mean that the engine would not compute the whole graph, so they are
+# errors. Other warnings are shown.
 TIMINGS_LIMIT_BYTES = 1 << 30
 FATAL_WARNINGS = (
     "unused input",
@@ -54,8 +54,8 @@ FATAL_WARNINGS = (
 class Built:
     """The result of building an engine.
 
-    ``entry`` and ``audit`` are the engine's records for ``loop.engines`` and ``audits`` in the
-    manifest. ``seconds`` is the time of the build.
+    ``entry`` is the engine's record for ``loop.engines`` in the manifest, and ``audit`` its record
+    for ``audits``. ``seconds`` is the duration of the build.
     """
 
     target: str
@@ -69,9 +69,10 @@ class Built:
 
 
 def with_engine(manifest: Mapping[str, Any], built: Built) -> dict[str, Any]:
-    """A copy of the manifest with an engine, which replaces an old engine of the same target.
+    """Return a copy of the manifest with an added engine. An old engine of the same target is
+    replaced.
 
-    ``files`` is not changed.
+    The field ``files`` is not changed.
     """
     loop, audits = manifest["loop"], manifest.get("audits", {})
     engines = loop.get("engines", {}) | {built.target: built.entry}
@@ -83,7 +84,9 @@ def with_engine(manifest: Mapping[str, Any], built: Built) -> dict[str, Any]:
 
 
 def without_engine(manifest: Mapping[str, Any], target: str) -> dict[str, Any]:
-    """A copy of the manifest without the engine of a target. ``files`` is not changed."""
+    """Return a copy of the manifest without the engine of a target. The field ``files`` is not
+    changed.
+    """
 
     def others(entries: Mapping[str, Any]) -> dict[str, Any]:
         return {name: entry for name, entry in entries.items() if name != target}
@@ -97,8 +100,9 @@ def without_engine(manifest: Mapping[str, Any], target: str) -> dict[str, Any]:
 
 
 def check_device_graph(folder: Path, manifest: Mapping[str, Any], target: Target) -> None:
-    """Raises EngineError if the bundle has no graph that an engine for ``target`` can be built
-    from.
+    """Check that the bundle has a graph from which an engine for ``target`` can be built.
+
+    Raises EngineError otherwise.
     """
     if target.sm is None:
         raise EngineError(f"target {target.name} needs no engine: ONNX Runtime runs its graph")
@@ -119,10 +123,9 @@ def build_engine(
     output: Path,
     progress: Progress | None = None,
 ) -> Built:
-    """Build the engine of a bundle's device graph into the file ``output``. The caller changes the
-    manifest.
+    """Build an engine from a bundle's device graph, and write it to the file ``output``.
 
-    A signal that ends the process first cancels the builder.
+    The manifest is not changed. A signal that ends the process first cancels the builder.
 
     Args:
         folder: The bundle.
@@ -214,10 +217,10 @@ def build_engine(
 
 
 def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Path) -> bool:
-    """Build the engine into a file. If the result is False, the logger has the reason.
+    """Build the engine, and write it to a file. If the result is False, the logger has the reason.
 
-    Newer builders write the engine in pieces, so that memory never holds the whole engine besides
-    the weights.
+    Newer builders write the engine in pieces. The whole engine is then never in memory together
+    with the weights.
     """
     if not hasattr(trt_builder, "build_serialized_network_to_stream"):
         plan = trt_builder.build_serialized_network(network, config)
@@ -246,13 +249,14 @@ def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Pa
 
 
 def engine_file(target: Target) -> str:
-    """The path of a target's engine within a bundle."""
+    """Return the path of a target's engine within a bundle."""
     return f"engines/{target.name}.engine"
 
 
 def seal(entry: Mapping[str, Any]) -> str:
-    """SHA-256 of an engine's record without its seal, as canonical JSON. It detects records that
-    were edited.
+    """Return the SHA-256 of an engine's record without its seal, as canonical JSON.
+
+    The seal shows whether the record was edited later.
     """
     bare = {key: value for key, value in entry.items() if key != "seal"}
     return hashlib.sha256(
@@ -295,7 +299,7 @@ def _logger(base: Any) -> Any:
 
 
 def _raise_logged(logger: Any, what: str, succeeded: Any) -> None:
-    """Raises BuilderError with all logged errors. It does so even if the call reports success."""
+    """Raise a BuilderError with all logged errors, even if the builder reports success."""
     if succeeded and not logger.errors:
         return
     reasons = "; ".join(dict.fromkeys(logger.errors)) or "no reason was given"
@@ -345,8 +349,8 @@ def _make_config(
 
 @contextmanager
 def _cancellable(trt: Any, config: Any, progress: Progress, stage: str) -> Iterator[None]:
-    """Show the builder's phases as progress. Signals that end the process stop the builder between
-    two steps.
+    """Show the builder's phases as progress. If a signal ends the process, the builder is stopped
+    between two steps.
     """
     stopped: list[int] = []
 
@@ -371,9 +375,9 @@ def _cancellable(trt: Any, config: Any, progress: Progress, stage: str) -> Itera
 
     monitor = Monitor()
     config.progress_monitor = monitor
-    # An exception must not pass through the builder's C++ code. The handler therefore only records
-    # the signal, and the monitor then cancels the build. Afterwards, the original handler gets the
-    # first signal.
+    # An exception must not pass through the builder's C++ code. The signal handler therefore only
+    # records the signal, and the monitor cancels the build. Afterwards, the original handler is
+    # called with the first signal.
     with handled_by(lambda got, _: stopped.append(got)):
         try:
             yield

@@ -1,4 +1,4 @@
-"""Computes what an engine needs: the sizes of its largest passes, and its memory by formula."""
+"""Computes the sizes of an engine's largest passes, and estimates its memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dlm_export.targets import Target
 from dlm_runtime.errors import DlmError, ExitCode
 
 WORKSPACE_BYTES = 1 << 30
-# Memory of a build on the host: a constant, plus a factor times the size of the weights. See
+# Host memory of a build: a constant, plus a factor times the size of the weights. See
 # BENCHMARKS.md.
 HOST_OVERHEAD_BYTES, HOST_FACTOR = 1 << 30, 2.5
 # Memory on the device for CUDA's context, kernels, and the builder's temporary data.
@@ -19,7 +19,7 @@ DEVICE_OVERHEAD_BYTES = 768 << 20
 
 
 class EngineError(DlmError):
-    """Raised if an engine cannot be built as requested. Nothing was written."""
+    """Raised if an engine cannot be built as requested. No file was written."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -36,8 +36,8 @@ class BuilderError(EngineError):
 class EngineOptions:
     """How an engine is built.
 
-    ``canvas`` is the length of the longest canvas, and ``block`` that of the longest pass with a
-    cache, both in tokens. ``None`` uses the bundle's values.
+    ``canvas`` is the length of the longest canvas in tokens. ``block`` is the length of the longest
+    pass with a cache, in tokens. ``None`` uses the bundle's setting.
     """
 
     canvas: int | None = None
@@ -60,9 +60,10 @@ class Limits:
     block: int
 
     def profiles(self) -> dict[str, dict[str, list[int]]]:
-        """TensorRT's optimisation profiles, by kind of pass.
+        """Return TensorRT's optimisation profiles, by kind of pass.
 
-        Each has ``[min, opt, max]`` of the tokens, the cached tokens and the scored rows of a pass.
+        Each profile has ``[min, opt, max]`` for three numbers: the tokens, the cached tokens and
+        the scored rows of a pass.
         """
         rows = [1, min(32, self.block), self.block]
         return {
@@ -81,9 +82,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The bytes that an engine needs, according to a formula.
+    """Estimated memory of an engine in bytes.
 
-    ``device`` is the total on the device: weights, cache, passes and CUDA's context. ``host`` is
+    ``device`` is all memory on the device: weights, cache, passes and CUDA's context. ``host`` is
     the memory that the build needs on the host.
     """
 
@@ -95,9 +96,10 @@ class Estimate:
 
 
 def limits_of(longest: int, block_length: int, options: EngineOptions) -> Limits:
-    """The limits of an engine for canvases of ``longest`` tokens and a loop with ``block_length``.
+    """Return the limits of an engine for canvases of ``longest`` tokens and blocks of
+    ``block_length`` tokens.
 
-    ``options`` may reduce them. Raises EngineError.
+    ``options`` may reduce the limits. Raises EngineError.
     """
     canvas = options.canvas or longest
     if canvas > longest:
@@ -109,12 +111,12 @@ def limits_of(longest: int, block_length: int, options: EngineOptions) -> Limits
 
 
 def estimate(network: NetworkSpec, weights_bytes: int, limits: Limits) -> Estimate:
-    """Estimate memory in bytes, by formula.
+    """Estimate memory in bytes with these formulas.
 
-    The cache is the keys and values of the whole canvas, at 2 bytes per element. It is counted
-    twice: before and after a pass. Passes need the activations of the widest layer: residual, norm,
-    q, k, v, attention, the two halves of the MLP and their product. They also need fp32 logits,
-    probabilities and sorted rows for the scored rows.
+    The cache has the keys and values of the whole canvas, with 2 bytes per element. It is counted
+    twice, because a pass reads one cache and writes another. A pass needs the activations of the
+    widest layer: residual, norm, q, k, v, attention, gate and up of the MLP, and their product. For
+    each scored row, it also needs fp32 logits, fp32 probabilities and a sorted copy.
     """
     canvas, rows = limits.canvas, limits.block
     cache = 2 * canvas * network.cache_bytes(2)
@@ -127,7 +129,7 @@ def estimate(network: NetworkSpec, weights_bytes: int, limits: Limits) -> Estima
 
 
 def _inner_width(layer: LayerSpec) -> int:
-    """Features per token inside a layer, without the residual and its norm."""
+    """Return the number of features per token inside a layer, without the residual and its norm."""
     a, mlp = layer.attention, layer.mlp
     inside = mlp.size if isinstance(mlp, MlpSpec) else mlp.active * mlp.size + mlp.shared_size
     return 2 * (a.heads + a.kv_heads) * a.head_size + 3 * inside
@@ -138,8 +140,9 @@ def check_memory(
 ) -> Estimate:
     """Estimate the memory, and check that it is available.
 
-    Raises EngineError with figures if the target has too little memory. With ``on_host``, raises
-    BuilderError if this machine has too little to build the engine.
+    Raises EngineError if the target has too little memory. With ``on_host``, raises BuilderError if
+    this machine has too little memory to build the engine. Both errors state the bytes needed and
+    available.
     """
     found = estimate(network, weights_bytes, limits)
     if target.memory_bytes is not None and found.device > target.memory_bytes:

@@ -1,9 +1,9 @@
 """Compiles a tokenizer and a chat template into one data file for the native library.
 
 - ``vocabulary`` reads tokenizer.json.
-- ``splits`` converts its split patterns to automata.
+- ``splits`` converts the split patterns of tokenizer.json to automata.
 - ``composition`` has tables of Unicode's canonical composition.
-- ``chat`` finds the parts that a chat template writes around messages.
+- ``chat`` finds the texts that a chat template writes around messages.
 - ``proof`` compares the results of the native library with those of the tokenizers library and
   Jinja.
 - ``compiled`` leaves out the parts whose results differ, and records the reason.

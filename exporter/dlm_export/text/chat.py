@@ -1,10 +1,15 @@
-"""Reads a chat template as segments: the texts that it writes before, between and after messages.
+"""Converts a chat template to segments: the texts that it writes before, between and after
+messages.
 
-A template is a program, and only some templates can be compiled. Each message's content must appear
-in one place, either unchanged or stripped. The text between two messages may depend only on the
-roles of the two and on whether the second message is the last. To find the segments, all
-conversations of up to four messages are rendered. Conversations whose texts depend on anything else
-are not compiled, and are rejected at run time.
+A template is a program, and only some templates can be converted:
+
+- Each message's content must appear once in the text, either unchanged or without white space
+  around it.
+- The text between two messages may depend only on the roles of both messages, and on whether the
+  second message is the last.
+
+To find the segments, all conversations of up to four messages are rendered. Conversations that
+break these rules are not supported. The runtime rejects them.
 """
 
 from __future__ import annotations
@@ -17,10 +22,12 @@ from dlm_export.text.refusal import NotCompiled
 
 ROLES = ("system", "user", "assistant", "tool")
 LEADING = "leading system"
-"""The role of a system message that is the first message. Templates often treat it differently."""
+"""The name for the role of a system message that is the first message of a chat. Templates often
+treat such a message differently.
+"""
 REFUSED, AS_IS, STRIPPED = 0, 1, 2
 MOST_MESSAGES = 4  # largest number of messages in the conversations that are tried
-MOST_LITERALS = 200  # largest number of texts in a template; each text is tried in all contexts
+MOST_LITERALS = 200  # largest number of string constants in a template, each tried in all contexts
 _EXAMPLES_PER_CONTEXT = 3
 _CONTENTS = (
     *(
@@ -54,8 +61,8 @@ _METHODS = (
 
 Message = dict[str, str]
 Render = Callable[[Sequence[Sequence[Message]]], Sequence[str | None]]
-"""Renders conversations with the template. The result is ``None`` for a conversation that it
-rejects.
+"""Renders conversations with the template. The result is ``None`` for a conversation that the
+template rejects.
 """
 
 
@@ -63,19 +70,22 @@ rejects.
 class Chat:
     """The segments of a template. They are empty by default.
 
-    R is the number of roles. A context is a role's number times 2, plus 1 if the message is the
-    last.
+    Roles are numbered from 0, and R is their number. The *context* of a message is the number of
+    its role times 2, plus 1 if the message is the last.
 
-    - ``transforms``, ``[2 R]``: for each context, whether content is unchanged, stripped or not
-      supported.
-    - ``gaps``, ``[R + 1, 2 R]``, flat: the text before a message, by the number of the previous
-      role plus 1 (0: no message before) and by the context of the message.
+    - ``transforms``, ``[2 R]``: for each context, whether the template writes the content unchanged
+      or stripped, or whether the context is not supported.
+    - ``gaps``, ``[R + 1, 2 R]``, as a flat list: the text before a message. The first index is 0
+      for the first message, otherwise 1 plus the number of the previous message's role. The second
+      index is the context of the message.
     - ``ends``, ``[R]``: the text after the last message. It includes the start of the answer.
-    - ``literals``: pairs of a context and a text that its content must not contain.
+    - ``literals``: pairs of a context and a text. The content of a message in this context must not
+      contain the text.
     - ``empties``: contexts whose content must not be empty.
 
     ``None`` in ``gaps`` or ``ends`` means that such conversations are not supported. The role
-    "system" may appear twice: first for a message that is the first of a chat, then for all others.
+    "system" may be in ``roles`` twice: first for the first message of a chat, and then for all
+    other messages.
     """
 
     roles: tuple[str, ...] = ()
@@ -85,12 +95,12 @@ class Chat:
     literals: tuple[tuple[int, str], ...] = ()
     empties: tuple[int, ...] = ()
     reason: str = ""
-    """Why ``roles`` is empty."""
+    """The reason why ``roles`` is empty."""
 
 
 @dataclass(eq=False)
 class _Segments:
-    """The gaps and ends found so far, by the names of roles."""
+    """The texts found so far, before and after messages, by the names of roles."""
 
     gaps: dict[tuple[str | None, str, bool], str | None]
     ends: dict[str, str | None]
@@ -108,8 +118,9 @@ class _Segments:
 
 
 def read_chat(template: str, render: Render) -> Chat:
-    """Find the segments of a template. Raises NotCompiled if not even a chat of one user message
-    can be compiled.
+    """Find the segments of a template.
+
+    Raises NotCompiled if the template does not support a chat with a single user message.
     """
     orders = [
         _led(order)
@@ -165,7 +176,7 @@ def _led(order: Sequence[str]) -> tuple[str, ...]:
 
 
 def _segments(orders: Sequence[Sequence[str]], texts: Sequence[str | None]) -> _Segments:
-    """Collect the texts between markers that are equal in all conversations."""
+    """Collect the texts between markers. A text is ``None`` if it differs between conversations."""
     found = _Segments({}, {})
     for order, text in zip(orders, texts, strict=True):
         pieces = None if text is None else _between(text, _markers(order))
@@ -181,7 +192,10 @@ def _segments(orders: Sequence[Sequence[str]], texts: Sequence[str | None]) -> _
 
 
 def _between(text: str, markers: Sequence[str]) -> list[str] | None:
-    """The texts around the markers. ``None`` unless each marker appears once, and in order."""
+    """Return the texts before, between and after the markers.
+
+    Returns ``None`` unless each marker appears once, and in this order.
+    """
     pieces = []
     for marker in markers:
         if text.count(marker) != 1:
@@ -226,7 +240,8 @@ def _holds(
 ) -> bool:
     """True if the segments give the same text as the template.
 
-    Each content is tried at the position of each example.
+    An example is a conversation and the position of one message in it. Each of ``contents`` is
+    tried as the content of this message.
     """
     chats, expected = [], []
     for (order, at), content in itertools.product(examples, contents):
@@ -239,7 +254,9 @@ def _holds(
 
 
 def _literals(template: str) -> tuple[list[str], list[str]]:
-    """The texts that a template searches for in content, and all other texts in it."""
+    """Return the string constants that a template searches for in contents, and all its other
+    string constants.
+    """
     from jinja2 import Environment, TemplateError, nodes
 
     try:

@@ -1,6 +1,7 @@
 """Compiles a checkpoint's tokenizer and chat template into one file.
 
-The file is proved to give equal results. If that fails, the reason is recorded instead.
+The results of the file are compared with those of the original tokenizer. If they differ, no file
+is written, and the reason is recorded.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _REASON_LIMIT = 400  # characters
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiled file and its record.
+    """The compiled file, and its record in the manifest.
 
     ``data`` is the content of the file, or ``None`` if the tokenizer cannot be compiled. ``entry``
     is the record for the manifest.
@@ -72,9 +73,11 @@ def _tables(found: Mapping[str, Any], tokenizer: Tokenizer) -> TextTables:
 
 
 def _with_wholes(tables: TextTables) -> TextTables:
-    """Mark tokens whose text encodes to that single token, so that common words are found fast."""
+    """Mark each token whose text is encoded to this token alone. The runtime finds such tokens
+    without merging.
+    """
     compiled, token_flags = CompiledText(as_bytes(tables)), tables.token_flags.copy()
-    # The text of an added token is encoded to other tokens when it is ordinary text.
+    # If an added token's text appears as ordinary text, it is encoded to other tokens.
     added = {each.token for each in tables.added}
     for token, text in enumerate(tables.tokens):
         if (

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 CODE_POINTS = 0x110000
-LAST_PLANE = 0x30000  # characters from here on have no compositions
+LAST_PLANE = 0x30000  # characters from this code point on have no compositions
 STARTS = 255
-"""Class of a starter (a character of combining class 0) that may change together with its
+"""Class of a character of combining class 0 (a starter) that may change together with its
 neighbour.
 """
 
@@ -27,7 +27,7 @@ class Composition:
     - ``decompositions``: the full decomposition of characters, by code point.
     - ``pairs``: the composition of two code points.
 
-    Hangul syllables follow a rule, and are in neither ``decompositions`` nor ``pairs``.
+    Hangul syllables are computed by a rule. They are in neither ``decompositions`` nor ``pairs``.
     """
 
     classes: np.ndarray
@@ -37,7 +37,8 @@ class Composition:
 
 @functools.cache
 def composition() -> Composition:
-    """Make the tables from Python's, without characters that the tokenizers library does not know.
+    """Make the tables from Python's tables, without characters that the tokenizers library does not
+    know.
 
     ``proof`` checks the result.
     """

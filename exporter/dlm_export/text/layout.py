@@ -1,4 +1,5 @@
-"""Writes the compiled text file: a header of sizes, and then arrays of int32 and of bytes.
+"""Writes the compiled text file: a header with the sizes of arrays, and then the arrays, of int32
+and of bytes.
 
 runtime/native/src/text/text_file.cc reads it.
 """
@@ -17,8 +18,8 @@ from dlm_export.text.splits import Splits
 
 MAGIC = b"DLMTEXT\x01"
 SPECIAL, WHOLE, BYTE = 1, 2, 4
-"""Flags of a token. SPECIAL: it decodes to nothing. WHOLE: its text encodes to this single token.
-BYTE: it is one byte of a character that the vocabulary lacks.
+"""Flags of a token. SPECIAL: the token is decoded to an empty text. WHOLE: its text is encoded to
+this token alone. BYTE: the token is one byte of a character that the vocabulary lacks.
 """
 STRIPS_LEFT, STRIPS_RIGHT = 1, 2
 SPACE_LETTER, STARTS_WITH_SPACE, BYTE_FALLBACK, STRIPS_SPACE = 1, 2, 4, 8
@@ -28,7 +29,8 @@ SPACE_LETTER, STARTS_WITH_SPACE, BYTE_FALLBACK, STRIPS_SPACE = 1, 2, 4, 8
 class Added:
     """A text that is always encoded as one token.
 
-    If ``is_raw``, the text is searched for before normalisation, otherwise after it.
+    If ``is_raw`` is true, the search for this text takes place before normalisation, otherwise
+    after it.
     """
 
     text: bytes
@@ -43,10 +45,10 @@ class TextTables:
 
     - ``tokens``: the text of each token.
     - ``token_flags``: the flags of each token, uint8 ``[V]``.
-    - ``byte_ids``: the token of each byte, int32 ``[256]``; -1 if there is none.
-    - ``chars``: the token of each character that is one, by code point.
-    - ``merges``: for each merge in order, the left token, the right token and the result, int32
-      ``[M, 3]``.
+    - ``byte_ids``: the token of each byte, int32 ``[256]``, or -1 if no token stands for the byte.
+    - ``chars``: the tokens that consist of one character, by code point.
+    - ``merges``: int32 ``[M, 3]`` for M merges in order. The columns are the left token, the right
+      token and the resulting token.
     """
 
     tokens: Sequence[bytes]
@@ -64,7 +66,7 @@ class TextTables:
 
 
 def as_bytes(tables: TextTables) -> bytes:
-    """Serialise the tables to the content of the file."""
+    """Return the tables as the content of a file."""
     added = sorted(tables.added, key=lambda each: (not each.is_raw, each.text))
     chars = sorted(tables.chars.items())
     composition, splits, chat = tables.composition, tables.splits, tables.chat
@@ -150,15 +152,17 @@ def as_bytes(tables: TextTables) -> bytes:
 
 
 def _starts(parts: Sequence[Sequence[object] | np.ndarray]) -> np.ndarray:
-    """The offset of each part when the parts are concatenated, and at the end the total length."""
+    """Return the offset of each part when the parts are concatenated, followed by their total
+    length.
+    """
     return np.cumsum([0, *map(len, parts)])
 
 
 def _pages(values: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Compress a table that has one value per code point, by storing equal pages of 256 values
-    once.
+    """Compress a table with one entry per code point. Equal pages of 256 entries are stored once.
 
-    Returns the number of each page, int32 ``[4352]``, and the different pages, uint8 ``[P * 256]``.
+    Returns the index of the page for each 256 code points, int32 ``[4352]``, and the P different
+    pages, uint8 ``[P * 256]``.
     """
     if values is None:
         return np.zeros(0, np.int32), np.zeros(0, np.uint8)

@@ -36,8 +36,8 @@ class CompiledText:
     ) -> list[int]:
         """Encode text to token ids.
 
-        ``is_prompt`` adds the tokens that the tokenizer puts around a prompt. ``special_tokens`` is
-        explained at ``Options``.
+        ``is_prompt`` adds the tokens that the tokenizer puts around a prompt. ``Options`` explains
+        ``special_tokens``.
         """
         data = text.encode() if isinstance(text, str) else text
         flags = (_PROMPT if is_prompt else 0) | (_SPECIAL if special_tokens else 0)
@@ -52,7 +52,7 @@ class CompiledText:
         )
 
     def _ids(self, function: Any, *given: Any) -> list[int]:
-        """Call a function that writes ids and their number, and return the ids."""
+        """Call a function of the library that writes token ids, and return the ids."""
         count = C.c_size_t()
         while True:
             out = self._ids_out.ctypes.data_as(_native.i32p)
@@ -73,7 +73,7 @@ class CompiledText:
         )
 
     def _filled(self, function: Any, *given: Any) -> str:
-        """Call a function that writes text and its size, and return the text."""
+        """Call a function of the library that writes text, and return the text."""
         size = C.c_size_t()
         while True:
             out = self._text.ctypes.data_as(C.c_char_p)

@@ -24,11 +24,10 @@ def prove_tokens(
     added: Sequence[str],
     lines: int = LINES,
 ) -> None:
-    """Compare encoding and decoding with Python's tokenizer on generated texts and rows of token
-    ids.
+    """Compare the compiled tokenizer with Python's, on generated texts and lists of token ids.
 
-    Raises NotCompiled at the first text that is encoded differently, or at the first row that is
-    decoded differently.
+    Raises NotCompiled at the first text that is encoded differently, or at the first list of ids
+    that is decoded differently.
     """
     for special_tokens in (True, False):
         for texts in _parts(samples.lines(lines, vocabulary, added)):
@@ -62,8 +61,9 @@ def prove_chats(
     special: Sequence[str] = (),
     chats: int = CHATS,
 ) -> int:
-    """Compare rendered and encoded conversations with Python's. Messages may contain the texts in
-    ``special``.
+    """Render and encode generated conversations, and compare the results with Python's.
+
+    Messages may contain the texts in ``special``.
 
     Returns the number of conversations that the compiled template rendered instead of rejecting.
     Raises NotCompiled at the first conversation whose text or token ids differ.
@@ -91,7 +91,9 @@ def prove_chats(
 def _chat_ids(
     tokenizer: Tokenizer, messages: list[dict[str, str]], otherwise: list[int]
 ) -> list[int]:
-    """Python's token ids of a conversation, or ``otherwise`` if Python rejects it."""
+    """Return Python's token ids of a conversation, or ``otherwise`` if Python rejects the
+    conversation.
+    """
     try:
         return tokenizer.encode_chat(messages)
     except RequestError:
@@ -99,7 +101,7 @@ def _chat_ids(
 
 
 def _encoded(compiled: CompiledText, text: str, special_tokens: bool) -> list[int] | None:
-    """Token ids of a text, or ``None`` if the text is rejected."""
+    """Return the token ids of a text, or ``None`` if the text is rejected."""
     try:
         return compiled.encode(text, special_tokens=special_tokens)
     except RequestError:

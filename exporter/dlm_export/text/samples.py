@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001
-"""Generates texts, rows of token ids and chats for comparing two tokenizers.
+"""Generates texts, lists of token ids and chats, to compare two tokenizers.
 
-The texts have many scripts, white space, code, combining marks in any order, and texts of the
+The texts contain many scripts, white space, code, combining marks in any order, and tokens of the
 vocabulary.
 """
 
@@ -53,7 +53,7 @@ _SPACES = (
     "",
     "",
 )
-# Ranges to draw characters from: the first code point of a script, and the number of code points.
+# Ranges of characters: the first code point of a script, and the number of its code points.
 _SCRIPTS = (
     *(
         (0x20, 95),
@@ -118,9 +118,9 @@ _MARKS = (0x300, 0x70)  # the same for combining marks, which follow letters
 def lines(
     count: int, vocabulary: Sequence[str] = (), added: Sequence[str] = (), seed: int = 0
 ) -> Iterator[str]:
-    """Yield ``count`` texts: first fixed ones, then random ones.
+    """Yield ``count`` texts: first fixed texts, then random texts.
 
-    The random texts may contain texts of ``vocabulary`` and ``added``.
+    The random texts may contain strings from ``vocabulary`` and ``added``.
     """
     yield from _LINES[:count]
     source = random.Random(seed)
@@ -144,9 +144,9 @@ def lines(
 
 
 def rows(count: int, vocab_size: int, seed: int = 0) -> Iterator[list[int]]:
-    """Yield ``count`` rows of random token ids.
+    """Yield ``count`` lists of random token ids.
 
-    Two of three rows draw from few different ids, so that ids repeat.
+    Two of three lists use only a few different ids, so that ids repeat.
     """
     source = random.Random(seed)
     for number in range(count):
@@ -158,7 +158,7 @@ def rows(count: int, vocab_size: int, seed: int = 0) -> Iterator[list[int]]:
 def chats(
     count: int, roles: Sequence[str], literals: Sequence[str], seed: int = 0
 ) -> Iterator[list[dict[str, str]]]:
-    """Yield ``count`` random conversations of up to six messages. Messages may contain
+    """Yield ``count`` random conversations of up to six messages. Messages may contain strings from
     ``literals``.
     """
     source = random.Random(seed)

@@ -1,15 +1,18 @@
 """Compiles split patterns to automata over character classes.
 
 A tokenizer cuts text at the matches of a regular expression. The expression is matched by
-backtracking: the leftmost match is taken, and if there are several ways to match there, the first
-one that is tried. An automaton gives the same result if each of its states is a list of places in
-the expression, in the order in which backtracking would try them (R. Cox, "Regular Expression
-Matching in the Wild", 2010). Once a place ends the expression, the places after it in the list are
-never tried.
+backtracking: the leftmost match is used, and among several matches at the same position, the first
+that is tried.
 
-Whether there is a match may depend on the next character, as in ``\\s+(?!\\S)``. An automaton
-therefore reports a match only when it reads the next character. The tokenizers library is called
-to find which characters ``\\s`` or ``\\p{L}`` match.
+Here, the expression is first compiled to *places*. A place is one instruction, such as "consume a
+character of this set". A state of the automaton is a list of places, in the order in which
+backtracking would try them (R. Cox, "Regular Expression Matching in the Wild", 2010). If a place
+ends the expression, the places after it in the list are dropped. The automaton therefore finds the
+same matches.
+
+A match may depend on the character after it, as in ``\\s+(?!\\S)``. The automaton therefore reports
+a match only when it reads the next character. The tokenizers library is called to find which
+characters ``\\s`` or ``\\p{L}`` match.
 """
 
 from __future__ import annotations
@@ -30,15 +33,14 @@ _SHORT = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "e": "\x1b", "a
 _PROPERTY = re.compile(r"\\[pP]\{\^?[A-Za-z_ ]{1,32}\}|\\[sSdDwW]")
 _HEX = re.compile(r"\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{2})|\\x\{([0-9a-fA-F]{1,6})\}")
 _REPEAT = re.compile(r"\{(\d{0,3})(,?)(\d{0,3})\}")
-# Letters that equal an ASCII letter if case is ignored, but are neither its lower nor its upper
-# case.
+# Other characters that equal an ASCII letter if case is ignored, such as the Kelvin sign.
 _FOLDED = {"s": "\N{LATIN SMALL LETTER LONG S}", "k": "\N{KELVIN SIGN}"}
 
 
 @dataclass(frozen=True)
 class Split:
-    """The source of a split pattern. The pre-tokenizer "Digits" has no pattern and is given by its
-    name.
+    """The source of a split pattern. The pre-tokenizer "Digits" has no pattern, so its name is used
+    instead.
     """
 
     pattern: str
@@ -49,10 +51,10 @@ class Split:
 class Splits:
     """Compiled split patterns.
 
-    ``classes``, uint8 ``[0x110000]``, is the class of each code point. Each pattern has a table
-    int32 ``[states, classes + 1]``, whose last column is for the end of the text. An entry is 0 if
-    there is no next state, otherwise 2 * (next state + 1). If a match ends before this character,
-    the entry is greater by 1.
+    ``classes``, uint8 ``[0x110000]``, has the class of each code point. Each pattern has a table,
+    int32 ``[states, classes + 1]``. The last column is for the end of the text. An entry is 0 if
+    there is no next state, otherwise 2 * (next state + 1). If a match ends before this character, 1
+    is added to the entry.
     """
 
     classes: np.ndarray
@@ -60,8 +62,7 @@ class Splits:
     tables: list[np.ndarray]
 
 
-# The places of an expression. A place consumes a character, chooses between places, looks ahead, or
-# ends.
+# The kinds of places: consume a character, choose between places, look ahead, end the expression.
 @dataclass(frozen=True)
 class _Take:
     characters: int  # number of a set of characters
@@ -85,13 +86,14 @@ class _End:
 
 
 _Place = _Take | _Choose | _Look | _End
-# Creates the places of a part, which continue at a given place; returns the first of them.
+# Creates the places of a part of the expression. Its argument is the place that follows the part.
+# Returns the first place of the part.
 _Make = Callable[[int], int]
 
 
 @dataclass(eq=False)
 class _Sets:
-    """The different sets of characters in the patterns, by number."""
+    """The sets of characters that occur in the patterns. Each set has a number."""
 
     numbers: dict[bytes, int] = field(default_factory=dict)
     members: list[np.ndarray] = field(default_factory=list)
@@ -121,15 +123,16 @@ def compile_splits(splits: Sequence[Split]) -> Splits:
 
 
 def _classes(sets: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Group characters into classes. Characters are in one class if no set contains only some of
-    them.
+    """Group characters into classes. Two characters are in the same class if they are in the same
+    sets.
 
-    Returns the class of each code point, and for each class the sets that contain it, as bits.
+    Returns the class of each code point, and a bit mask for each class that says which sets contain
+    it.
     """
     signature = np.zeros(CODE_POINTS, np.uint64)
     for number, members in enumerate(sets):
         signature |= members.astype(np.uint64) << np.uint64(number)
-    # The start of each run of equal values; there are few runs.
+    # The start of each run of equal entries. There are few runs.
     starts = np.append(0, np.nonzero(np.diff(signature))[0] + 1)
     found, numbers = np.unique(signature[starts], return_inverse=True)
     if len(found) > MOST_CLASSES:
@@ -163,9 +166,11 @@ def _determinised(places: Sequence[_Place], first: int, signatures: Sequence[int
 def _step(
     places: Sequence[_Place], state: tuple[int, ...], signature: int | None
 ) -> tuple[bool, tuple[int, ...]]:
-    """Take one step of the automaton: whether a match ends before a character, and the next state.
+    """Take one step of the automaton. Returns whether a match ends before the character, and the
+    next state.
 
-    ``signature`` has the sets that contain the character, as bits; ``None`` is the end of the text.
+    ``signature`` is a bit mask of the sets that contain the character. ``None`` means the end of
+    the text.
     """
     behind: dict[int, None] = {}
     seen: set[int] = set()
@@ -258,9 +263,8 @@ class _Parser:
         def make(to: int) -> int:
             if most == 1:  # x?
                 return self._new(_Choose((part(to), to)))
-            # A repeat of something that can match an empty text is rejected, because it is
-            # ambiguous: the tokenizers library ends the repeat at the first empty iteration, and
-            # other engines continue.
+            # Repeating a part that can match an empty text is rejected, because engines differ: the
+            # tokenizers library stops at the first empty iteration, and other engines continue.
             again = self._new(_Choose(()))
             first = part(again)
             if self._is_empty(first, again):
@@ -389,7 +393,7 @@ class _Parser:
         return ~members if is_negative else members
 
     def _letter(self) -> str | np.ndarray:
-        """Parse a character, or an escape that stands for a set."""
+        """Parse a character or an escape. Returns the set of characters that it matches."""
         if self._text[self._at] != "\\":
             self._at += 1
             return self._text[self._at - 1]
@@ -420,8 +424,8 @@ def _only(letters: str) -> np.ndarray:
 
 @functools.cache
 def _members(escape: str) -> np.ndarray:
-    """The characters that an escape such as ``\\p{L}`` matches. Raises NotCompiled if it is
-    unknown.
+    """Return the characters that an escape such as ``\\p{L}`` matches. Raises NotCompiled if the
+    escape is unknown.
     """
     from tokenizers import Regex, pre_tokenizers
 
@@ -438,12 +442,13 @@ def _members(escape: str) -> np.ndarray:
 
 @functools.cache
 def _digits() -> np.ndarray:
-    """The characters that the pre-tokenizer Digits treats as digits."""
+    """Return the characters that the pre-tokenizer Digits treats as digits."""
     from tokenizers import pre_tokenizers
 
     members = np.zeros(CODE_POINTS, bool)
     for start, text in _planes():
-        # The text starts with a letter, so every second piece consists of digits.
+        # The text starts with a letter. The pieces therefore alternate between other characters and
+        # digits.
         pieces = pre_tokenizers.Digits(individual_digits=False).pre_tokenize_str("a" + text)
         for _, (first, last) in pieces[1::2]:
             members[start + first - 1 : start + last - 1] = True
@@ -451,8 +456,10 @@ def _digits() -> np.ndarray:
 
 
 def _filled(members: np.ndarray) -> np.ndarray:
-    """Complete the set: exclude surrogates, and fill planes where only the first character was
-    tested.
+    """Complete a set of characters that was found by testing.
+
+    Surrogates are excluded. In some planes, only the first character was tested. Its result is used
+    for the whole plane.
     """
     members[0xD800:0xE000] = False
     for plane in _ALIKE:
@@ -467,7 +474,9 @@ _ALIKE = (*range(4, 14), 15, 16)
 
 @functools.cache
 def _planes() -> list[tuple[int, str]]:
-    """The characters to test, as several texts, each with the code point of its first character."""
+    """Return the characters to test, as several texts. Each text comes with the code point of its
+    first character.
+    """
     whole = [(plane << 16, plane + 1 << 16) for plane in (1, 2, 3, 14)]
     bounds = [
         (0, 0xD800),

@@ -1,9 +1,9 @@
-"""Reads a tokenizer.json as tables. Two kinds of BPE are supported.
+"""Reads a tokenizer.json as tables.
 
-One is BPE over bytes, as in GPT-2. The other is BPE over characters, where characters that the
-vocabulary lacks become bytes (byte fallback). Everything else is rejected with an error that names
-it. Some vocabularies (SentencePiece) have U+2581 in place of spaces. Then the tables have spaces,
-because the tokenizer treats both alike.
+Two kinds of BPE are supported. The first is BPE over bytes, as in GPT-2. The second is BPE over
+characters. Characters that the vocabulary lacks are encoded as bytes (byte fallback). Everything
+else is rejected with an error that names it. Some vocabularies (SentencePiece) have U+2581 instead
+of spaces. The tables then have spaces, because the tokenizer treats both alike.
 """
 
 from __future__ import annotations
@@ -183,10 +183,10 @@ def _of_characters(
 
 
 def _parts(part: Part | None, members: str) -> list[Part]:
-    """The members of a normaliser, pre-tokenizer or decoder.
+    """Return a normaliser, pre-tokenizer or decoder as a list.
 
-    A sequence has several members, in order. ``None`` gives an empty list. Anything else is its own
-    member.
+    A "Sequence" has several members, which are returned in order. ``None`` gives an empty list.
+    Anything else gives a list with one element.
     """
     if part is None:
         return []
@@ -220,9 +220,10 @@ def _is_spelled(name: str) -> bool:
 
 
 def _bytes_of(name: str) -> bytes:
-    """The bytes that ByteLevel decodes a token to.
+    """Return the bytes to which ByteLevel decodes a token.
 
-    If a letter of the token stands for no byte, they are the bytes of the token's own text.
+    In the name of a token, each letter stands for one byte. If some letter does not stand for a
+    byte, the result is the UTF-8 encoding of the name.
     """
     return bytes(BYTES[letter] for letter in name) if _is_spelled(name) else name.encode()
 
@@ -231,7 +232,7 @@ def _merges(model: Part) -> np.ndarray:
     vocab, ranks = model["vocab"], dict[tuple[int, int], tuple[int, int]]()
     for rank, merge in enumerate(model["merges"]):
         left, right = merge.split(" ") if isinstance(merge, str) else merge
-        # If a pair is listed twice, its last rank is used.
+        # If a pair of tokens is listed twice, its last rank is used.
         ranks[vocab[left], vocab[right]] = (rank, vocab[left + right])
     ordered = sorted((rank, left, right, made) for (left, right), (rank, made) in ranks.items())
     return np.array([row[1:] for row in ordered], np.int32).reshape(-1, 3)
@@ -255,7 +256,7 @@ def _added(token: Part, normalise: Any) -> Added:
 
 
 def _around(processor: Part | None) -> dict[str, Any]:
-    """The tokens that the tokenizer puts before and after a prompt."""
+    """Return the tokens that the tokenizer puts before and after a prompt."""
     around: dict[str, Any] = {"prefix": [], "suffix": []}
     for part in _parts(processor, "processors"):
         if part["type"] == "ByteLevel":

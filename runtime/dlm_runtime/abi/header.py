@@ -1,8 +1,8 @@
 """Parses ``dlm_runtime.h`` into ctypes: structs, callbacks, functions and constants.
 
-The header is the only place where C functions and struct fields are declared. Its syntax is kept so
-simple that a few regular expressions can parse it. Each statement has one declaration, structs are
-written as ``typedef struct NAME { ... } NAME;``, and constants as ``NAME = number``.
+C functions and struct fields are declared only in this header. Its syntax is simple, so that a few
+regular expressions can parse it. Each statement has one declaration. Structs are written as
+``typedef struct NAME { ... } NAME;``, and constants as ``NAME = number``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Header:
         callbacks: The types of function pointers.
         functions: For each function, its result type (None for void) and the types of its
             arguments.
-        constants: The enumerators, and the macros whose value is a number.
+        constants: The members of enums, and the macros that are numbers.
     """
 
     structs: dict[str, Any]
@@ -86,8 +86,8 @@ def _structure(name: str, body: str, types: dict[str, Any]) -> Any:
         for declarator in (first, *(f"{base[0]} {other}" for other in others)):
             fields.append((declarator.split("*")[-1].split()[-1], _type(declarator, types, True)))
     sized = {field.removesuffix("_size") for field, _ in fields if field.endswith("_size")}
-    # A text that has a size may contain NUL. A c_char_p would end there, so a plain pointer is
-    # used.
+    # A text that is passed with its size may contain NUL. A c_char_p would end at the NUL, so a
+    # plain pointer is used.
     fields = [
         (field, C.POINTER(C.c_char) if field in sized and kind is C.c_char_p else kind)
         for field, kind in fields
@@ -101,13 +101,13 @@ def _arguments(text: str, types: dict[str, Any], is_callback: bool = False) -> l
     kinds = [_type(argument, types, True) for argument in text.split(",")]
     if not is_callback:
         return kinds
-    # For a c_char_p, ctypes gives Python a copy of the text. A callback must write to the memory
-    # itself.
+    # For a c_char_p, ctypes gives a callback a copy of the text. The callback must write to the
+    # original memory.
     return [C.c_void_p if kind is C.c_char_p else kind for kind in kinds]
 
 
 def _type(declaration: str, types: dict[str, Any], has_name: bool = False) -> Any:
-    """The type of a declaration such as ``const int32_t* tokens``."""
+    """Return the ctypes type of a declaration such as ``const int32_t* tokens``."""
     pointers = declaration.count("*")
     words = [word for word in re.findall(r"\w+", declaration) if word != "const"]
     base = words[0]

@@ -1,4 +1,4 @@
-"""Loads ``libdlm_runtime`` once, with the types from its header, and turns its statuses into
+"""Loads ``libdlm_runtime`` once, with the types from its header, and converts its status codes to
 exceptions.
 """
 
@@ -26,7 +26,9 @@ i32p, i64p, f32p = C.POINTER(C.c_int32), C.POINTER(C.c_int64), C.POINTER(C.c_flo
 
 
 def package_folders() -> list[Path]:
-    """The folders of the package. An editable install has two: the sources, and the built files."""
+    """The folders of the package. An editable install has two folders: the sources, and the built
+    files.
+    """
     spec = importlib.util.find_spec("dlm_runtime")
     return [
         Path(folder)
@@ -67,8 +69,8 @@ _FINISHES = {
 
 
 def finish_name(number: int) -> str:
-    """The name of a DLM_FINISH_... value. A value that only a newer library knows becomes ``unknown
-    (N)``.
+    """Return the name of a DLM_FINISH_... constant, or ``unknown (N)`` for a constant of a newer
+    library.
     """
     return _FINISHES.get(number, f"unknown ({number})")
 
@@ -86,15 +88,15 @@ _ERRORS: dict[int, type[DlmError]] = {
 
 
 def error(status: int, message: bytes) -> DlmError:
-    """The exception for a status other than DLM_OK."""
+    """Return the exception for a status other than DLM_OK."""
     text = message.decode("utf-8", "replace") or library().dlm_status_name(status).decode()
     return _ERRORS.get(status, DlmError)(text)
 
 
 @functools.cache
 def library() -> C.CDLL:
-    """Load ``libdlm_runtime`` once: the library that $DLM_RUNTIME_LIBRARY names, or the one built
-    with this package.
+    """Load ``libdlm_runtime`` once: the library that $DLM_RUNTIME_LIBRARY names, or else the
+    library that was built with this package.
     """
     chosen = os.environ.get("DLM_RUNTIME_LIBRARY")
     name = f"libdlm_runtime.so.{ABI_VERSION}"
@@ -123,9 +125,8 @@ def library() -> C.CDLL:
                 f"{path} has no function {name}: it is older than this package. Install the matching version"
             )
         function.restype, function.argtypes = result, arguments
-        if (
-            name == "dlm_abi_version" and function() != ABI_VERSION
-        ):  # checked first, because another version may lack functions
+        # This is checked first, because the library of another version may lack functions.
+        if name == "dlm_abi_version" and function() != ABI_VERSION:
             raise EngineError(
                 f"{path} has ABI version {function()}, this package needs {ABI_VERSION}"
             )
@@ -133,8 +134,8 @@ def library() -> C.CDLL:
 
 
 def initialised(kind: Any) -> Any:
-    """A new struct of this kind, with its ``struct_size`` set and all other fields at the library's
-    defaults.
+    """Return a new struct of this kind. The library sets ``struct_size``, and all other fields to
+    their defaults.
     """
     struct = kind()
     getattr(library(), f"{kind.__name__}_init")(C.byref(struct), C.sizeof(struct))
@@ -142,7 +143,7 @@ def initialised(kind: Any) -> Any:
 
 
 def policy_fields() -> list[Any]:
-    """The library's description of each policy field, in the order of the struct's fields."""
+    """Return the library's description of each policy field, in the order of the struct's fields."""
     found: list[Any] = []
     while field := library().dlm_policy_field_at(len(found)):
         found.append(field.contents)
@@ -150,8 +151,10 @@ def policy_fields() -> list[Any]:
 
 
 def kernel_sets() -> dict[str, str | None]:
-    """The kernel sets for this architecture, fastest first. Each value says why the set cannot run
-    on this processor, or is None if it can.
+    """Return the kernel sets for this architecture, fastest first: name -> why it cannot run on
+    this processor.
+
+    The reason is None if the kernel set can run.
     """
     found: dict[str, str | None] = {}
     while there := library().dlm_kernel_set_at(len(found)):
@@ -161,15 +164,18 @@ def kernel_sets() -> dict[str, str | None]:
 
 
 def onnxruntime_library() -> str | None:
-    """The path of libonnxruntime in the installed onnxruntime package, or None. The package is not
-    imported.
+    """Return the path of libonnxruntime in the installed onnxruntime package, or None if there is
+    none.
+
+    The package is not imported.
     """
     return _packaged("onnxruntime", "capi/libonnxruntime.so*")
 
 
 def tensorrt_libraries() -> dict[str, str]:
-    """The paths of TensorRT's libraries in its installed wheels, by builder. The wheels are not
-    imported.
+    """Return the paths of TensorRT's libraries in its installed wheels, by builder.
+
+    The wheels are not imported.
     """
     packages = {
         "tensorrt": ("tensorrt_libs", "libnvinfer.so.*"),
@@ -180,7 +186,7 @@ def tensorrt_libraries() -> dict[str, str]:
 
 
 def tensorrt_library() -> str | None:
-    """The first of ``tensorrt_libraries``, or None if no library is installed."""
+    """Return the first of ``tensorrt_libraries``, or None if no library is installed."""
     return next(iter(tensorrt_libraries().values()), None)
 
 

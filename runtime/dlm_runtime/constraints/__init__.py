@@ -1,6 +1,7 @@
 """Constraints on generated text: JSON Schemas, regular expressions, grammars, lists of texts, and
 records of JSON Lines, CSV and XML.
 
-The native library compiles them (``compiled``) for a bundle's vocabulary, or for one that
-``vocabulary`` reads. ``automaton`` shows the arrays of the result.
+``compiled`` calls the native library, which compiles a constraint for a vocabulary. This is the
+vocabulary of a bundle, or a vocabulary that ``vocabulary`` reads from a tokenizer. ``automaton``
+reads the arrays of a compiled constraint.
 """

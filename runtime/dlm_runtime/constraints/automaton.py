@@ -1,9 +1,9 @@
-"""Reads the automaton of a compiled constraint, which says which tokens lead from one state to
-another. The native library builds and checks its arrays.
+"""Reads the automaton of a compiled constraint. It says which tokens lead from one state to
+another. The native library builds the automaton, and checks its arrays.
 
-Tokens that behave alike in every state form a *class*. The classes that lead from one given state
-to another form a *group*. The work per pass therefore grows with the numbers of classes and groups,
-and hardly with the size of the vocabulary.
+Tokens that lead to the same next state from every state form a *class*. The classes that lead from
+one given state to another form a *group*. The work per pass depends on the numbers of classes and
+groups, and hardly on the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ _HEADER = struct.Struct("<8s6i32s")  # magic, version and sizes, made_of; see au
 
 @dataclass(frozen=True)
 class Automaton:
-    """The arrays of an automaton. All of them are int32, and state 0 is the start state.
+    """The arrays of an automaton with Q states. All arrays are int32, and state 0 is the start
+    state.
 
     ``distances`` ``[Q]`` has the smallest number of tokens from each state to the end of a text. It
-    is 0 for a state in which a text may end. ``token_class`` ``[V]`` has the class of each token,
-    or -1 for a token that no state accepts. Group ``g`` consists of the classes
+    is 0 for a state in which a text may end. ``token_class`` ``[V]`` has the class of each token of
+    the vocabulary, or -1 for a token that no state accepts. Group ``g`` consists of the classes
     ``group_classes[group_starts[g] : group_starts[g + 1]]``, in ascending order.
 
     State ``s`` has the edges ``edge_starts[s] : edge_starts[s + 1]``. Edge ``e`` leads to the state
@@ -56,5 +57,5 @@ class Automaton:
 
     @property
     def shortest(self) -> int:
-        """The number of tokens of the shortest text."""
+        """The number of tokens of the shortest text that the automaton accepts."""
         return int(self.distances[0])

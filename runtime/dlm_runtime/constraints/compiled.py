@@ -21,9 +21,10 @@ from dlm_runtime.errors import BundleError, DlmError, RequestError, SchemaWarnin
 from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 30
-_FORMAT = 5  # of cached files. Increase it when equal content compiles to another automaton.
+# Version of the cached files. Increase it when the same source compiles to another automaton.
+_FORMAT = 5
 _HASH_BYTES = 32
-_MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # the place of made_of in a file
+_MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # the bytes of made_of in a file
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Content:
     Args:
         kind: "regex", "schema", "enum", "json_object", "tree" or "grammar". They match the
             constants ``DLM_CONSTRAINT_...`` in ``dlm_runtime.h``.
-        text: The source text. Depending on ``kind``, it is a regular expression, a grammar or JSON.
+        text: The source text: a regular expression, a grammar, or JSON for the other kinds.
         layout: The layout of JSON texts.
         max_depth, any_order, more_properties: As in ``Bundle.constraint``.
         before, behind: Fixed texts before and after the generated text. The constraint covers them
@@ -80,7 +81,9 @@ class Constraint:
 
     @classmethod
     def of_handle(cls, handle: C.c_void_p) -> Constraint:
-        """Create a constraint that takes over this ``dlm_automaton`` and will destroy it."""
+        """Create a constraint from a ``dlm_automaton``. The constraint owns the automaton, and will
+        destroy it.
+        """
         made = cls.__new__(cls)
         made._own(handle)
         return made
@@ -91,9 +94,7 @@ class Constraint:
 
     @property
     def data(self) -> bytes:
-        """The constraint as bytes in the format of a file, for programs that read the automaton
-        themselves.
-        """
+        """Return the constraint as the bytes of a file, for programs that read the automaton."""
         library, size = _native.library(), C.c_size_t()
         message, data = C.create_string_buffer(_native.MESSAGE_BYTES), C.create_string_buffer(0)
         while True:
@@ -127,12 +128,12 @@ def compile_content(
     ends: Sequence[int] = (),
     made_of: bytes = bytes(_HASH_BYTES),
 ) -> Constraint:
-    """Compile a constraint from its source, either for a native bundle's vocabulary or for the ids
-    below ``vocab_size`` of ``vocabulary``.
+    """Compile a constraint from its source, for one vocabulary.
 
-    ``made_of`` is a hash of 32 bytes, which is stored in the file. Raises RequestError if the
-    constraint cannot be compiled within ``limits``. Warns with SchemaWarning about keywords that
-    look misspelled.
+    The vocabulary is the vocabulary of a native bundle, or the ids below ``vocab_size`` of
+    ``vocabulary``. ``made_of`` is a hash of 32 bytes, which is stored in the file. Raises
+    RequestError if the constraint cannot be compiled within ``limits``. Warns with SchemaWarning
+    about keywords that look misspelled.
     """
     chosen = limits or CompileLimits()
     given = _native.initialised(_native.Constraint)
@@ -193,8 +194,8 @@ def _utf8(name: str, text: str) -> bytes:
 
 
 def default_folder() -> Path:
-    """The folder for compiled constraints: in $DLM_CACHE_DIR, or else in dlm-export in the user's
-    cache folder.
+    """Return the folder for compiled constraints. It is in $DLM_CACHE_DIR, or else in the folder
+    dlm-export of the user's cache folder.
     """
     chosen = os.environ.get("DLM_CACHE_DIR")
     base = (
@@ -212,7 +213,8 @@ def keep_compiled(
     folder: Path | None,
     compile_now: Callable[[bytes], Constraint],
 ) -> Constraint:
-    """Load a compiled constraint from ``folder``. If it is not there, compile it and store it.
+    """Load a compiled constraint from ``folder``. If the folder does not have it, compile it and
+    store it.
 
     ``vocabulary`` is JSON that identifies the vocabulary. If ``folder`` is None, nothing is stored.
     ``compile_now`` compiles the constraint. Its argument is the hash that is stored in the file.
@@ -230,16 +232,17 @@ def keep_compiled(
 
 
 def _kept(path: Path, key: bytes) -> Constraint | None:
-    """Load the constraint in a file, or return None if the file is missing or has another one."""
+    """Load the constraint in a file. Returns None if the file is missing or has another constraint."""
     try:
         data = read_bytes(path, FILE_LIMIT_BYTES, BundleError)
         return Constraint(data) if data[_MADE_OF] == key else None
     except DlmError:
-        return None  # it is compiled again and overwritten
+        return None  # the constraint is then compiled again, and the file is overwritten
 
 
 def _keep(path: Path, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # no space or permission: it is compiled again each time
+    # Without space or permission, the constraint is compiled again each time.
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             try:

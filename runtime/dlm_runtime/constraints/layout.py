@@ -1,6 +1,4 @@
-"""Layouts of JSON text. A layout is the white space that a writer puts between the parts of a JSON
-text.
-"""
+"""Layouts of JSON text. A layout is the white space between the parts of a JSON text."""
 
 from __future__ import annotations
 
@@ -15,7 +13,8 @@ class Layout:
     ``{}``.
 
     Args:
-        item_separator: Text between items of an array and between properties of an object, as in ``json.dumps``.
+        item_separator: Text between two items of an array, and between two properties of an object,
+            as in ``json.dumps``.
         key_separator: Text between a property's name and its value, as in ``json.dumps``.
         indent: Number of spaces per level, 0..64. Each item and property is then on a line by
             itself, as in ``json.dumps(indent=...)``. None means no line breaks.
@@ -29,10 +28,11 @@ class Layout:
     has_lines: bool = False
 
     def around(self, level: int, is_array: bool) -> tuple[str, str, str]:
-        """The texts after the opening bracket, between two items, and before the closing bracket.
+        """Return the texts after the opening bracket, between two items, and before the closing
+        bracket.
 
-        ``level`` is the number of containers that enclose this container. Empty containers have no
-        such texts.
+        ``level`` is the number of arrays and objects that enclose this one. Empty arrays and
+        objects have no such texts.
         """
         if self.indent is not None:
             inner, outer = (
@@ -47,8 +47,8 @@ class Layout:
     def dumps(self, value: Any, level: int = 0) -> str:
         """Write a JSON value as text. Characters are escaped only where JSON requires it.
 
-        ``level`` is the number of containers that enclose the value. Raises ValueError for NaN,
-        infinities and unpaired surrogates.
+        ``level`` is the number of arrays and objects that enclose the value. Raises ValueError for
+        NaN, infinities and unpaired surrogates.
         """
         if not isinstance(value, (dict, list, tuple)) or not value:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -8,7 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class JsonLines:
-    """A constraint to JSON values, one per line. There is no line break after the last line.
+    """A constraint for JSON Lines: one JSON value per line, without a line break after the last
+    line.
 
     Args:
         schema: The JSON Schema of a line, or a class with a method ``model_json_schema``.
@@ -23,7 +24,7 @@ class JsonLines:
 
 @dataclass(frozen=True)
 class Csv:
-    """A constraint to a CSV table (RFC 4180). There is no line break after the last row.
+    """A constraint for a CSV table (RFC 4180), without a line break after the last row.
 
     Args:
         schema: The JSON Schema of a row, or a class with a method ``model_json_schema``. The schema

@@ -1,7 +1,7 @@
-"""Finds the bytes of each token of a tokenizer, as its decoder writes them.
+"""Finds the bytes to which a tokenizer decodes each token.
 
-This is only exact for byte-level vocabularies. There, each token is a string of bytes, and the
-bytes of a text are those of its tokens, one after another.
+This is possible for byte-level vocabularies only. In such a vocabulary, each token is a string of
+bytes, and a text consists of the bytes of its tokens, one token after another.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dlm_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The bytes of each token, by token id. They are None for added tokens, which never occur in a
-    text.
-    """
+    """The bytes of each token, by token id, or None for added tokens, which never occur in a text."""
 
     tokens: tuple[bytes | None, ...]
     tokenizer: Tokenizer | None = None
 
     def first_tokens(self, texts: Sequence[str]) -> list[int]:
-        """The first token of each text. It is -1 if the tokenizer is missing or rejects the text,
-        or if the token's bytes are not the start of the text.
+        """Return the first token of each text.
+
+        A result of -1 means that there is no tokenizer, that it rejects the text, or that the text
+        does not start with the bytes of the token.
         """
         if self.tokenizer is None:
             return [-1] * len(texts)
@@ -42,8 +42,9 @@ class Vocabulary:
     def native(self) -> tuple[Any, Any, Any]:
         """The fields ``tokens``, ``token_sizes`` and ``first_token`` of a ``dlm_constraint``.
 
-        They are created once and reused. The native library keeps its index of a vocabulary as long
-        as the constraints of a bundle pass the same tokens and the same callback.
+        The fields are created once and reused. The native library makes an index of a vocabulary.
+        It uses this index again as long as the constraints of a bundle pass the same tokens and the
+        same callback.
         """
 
         def first_token(_: object, string: int, size: int) -> int:
@@ -51,7 +52,7 @@ class Vocabulary:
             try:
                 return self.first_tokens([text])[0]
             except DlmError:
-                return -1  # the tokenizer refuses it
+                return -1  # the tokenizer rejects the text
 
         sizes = (len(token or b"") for token in self.tokens)
         return (
@@ -84,8 +85,10 @@ def _spelled(name: str) -> bytes | None:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The byte for each letter in the spelling of GPT-2. Printable bytes are spelled as themselves.
-    The other bytes are spelled as the letters from U+0100 on, in ascending order.
+    """Return the byte that each letter means in GPT-2's vocabulary files.
+
+    The letter of a printable byte is the character with this code. The other bytes have the letters
+    from U+0100 on, in ascending order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -95,4 +98,4 @@ def _byte_letters() -> dict[str, int]:
 
 
 BYTES = _byte_letters()
-"""The byte that each letter stands for in a byte-level vocabulary."""
+"""The byte that each letter means in a byte-level vocabulary."""

@@ -1,7 +1,8 @@
-"""The constraints of a bundle. It reads constraints from the options of requests, compiles them,
-and keeps the most recent ones.
+"""Reads constraints from the options of requests, and compiles them. A bundle stores its last
+compiled constraints.
 
-It also adds up how much log probability the constraints cost, and warns once if the cost is large.
+This module also adds up how much log probability the constraints cost, and warns once if the cost
+is large.
 """
 
 from __future__ import annotations
@@ -41,9 +42,11 @@ KEPT = 64  # compiled constraints
 MOST_RECORDS = 1_000_000  # bounds on lines and rows
 RECORD_KINDS = ("json_lines", "csv", "xml")
 UNLIKELY_NATS = 1.0
-"""If the constraints of a bundle cost more nats per token than this on average, the bundle warns.
-Over 100 commands, the second demo loses 0.013 nats per token in the layout that it was trained on
-(at worst 1.35 in one command), 2.5 in "compact" and 3.6 in "spaced".
+"""A bundle warns if its constraints cost more nats per token than this on average.
+
+The second demo was measured on 100 commands. In the layout that it was trained on, constraints cost
+0.013 nats per token, and at most 1.35 in one command. In the layout "compact", they cost 2.5 nats
+per token. In the layout "spaced", they cost 3.6 nats per token.
 """
 
 
@@ -54,9 +57,8 @@ class Constraints:
         self._handle = handle
         self._lock = threading.Lock()
         self._kept: dict[tuple[Any, ...], compiled.Constraint] = {}
-        self._vocabulary: Vocabulary | None = (
-            None  # of a tokenizer that the bundle has not compiled
-        )
+        # The vocabulary is read here only if the bundle has no compiled tokenizer.
+        self._vocabulary: Vocabulary | None = None
         self._lost = 0.0  # nats, over all constrained requests
         self._has_warned = False
         self.json_layout = str(handle.manifest.get("json_layout", "compact"))
@@ -67,8 +69,8 @@ class Constraints:
     def of_request(
         self, tokenizer: Tokenizer | None, options: Options, tools: Tools | None
     ) -> compiled.Constraint | None:
-        """The compiled constraint of a request, or None if the request has none. Raises
-        RequestError.
+        """Return the compiled constraint of a request, or None if the request has no constraint.
+        Raises RequestError.
         """
         asked = options.constrained_by
         if options.constraint is not None and asked:
@@ -107,11 +109,11 @@ class Constraints:
         limits: CompileLimits | None = None,
         cache_dir: str | Path | None = "",
     ) -> compiled.Constraint:
-        """Return the constraint for the arguments of ``Bundle.constraint``. It is compiled if the
-        bundle has not kept it.
+        """Return the constraint for the arguments of ``Bundle.constraint``. It is compiled if it is
+        not stored.
 
-        ``asked`` has the arguments that define the texts, by name. An argument that is None or
-        False counts as missing, and exactly one must be set. Raises RequestError and DlmError.
+        ``asked`` has the arguments that define the texts, by name. Exactly one must be set. None
+        and False mean that an argument is not set. Raises RequestError and DlmError.
         """
         kind, value = _chosen(asked)
         if tokenizer is None:
@@ -177,9 +179,11 @@ class Constraints:
             return self._vocabulary
 
     def count_loss(self, made: Generation) -> None:
-        """Add up the cost of a constrained request. Warn once per bundle if, averaged over all its
-        constrained requests, the constraints force texts that are far less likely than the
-        denoiser's own choices.
+        """Add the cost of a constrained request to the bundle's total, and warn if the average per
+        token is large.
+
+        The warning appears once per bundle. A large average means that the constraints force texts
+        that are far less likely than the denoiser's own choices.
         """
         with self._lock:
             self._lost += made.constraint_log_prob_loss
@@ -198,8 +202,9 @@ class Constraints:
 
 
 def _chosen(asked: Mapping[str, Any]) -> tuple[str, Any]:
-    """The name and the value of the one argument that is set. Raises RequestError if it is not
-    exactly one.
+    """Return the name and the value of the only argument that is set.
+
+    Raises RequestError if no argument is set, or more than one.
     """
     flag_of("json_object", asked.get("json_object", False))
     given = [
@@ -213,8 +218,9 @@ def _chosen(asked: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _content(kind: str, value: Any) -> str:
-    """Convert the argument of a constraint to text, so that equal arguments give equal texts. The
-    order of properties is significant. Raises RequestError.
+    """Convert the argument of a constraint to text. Equal arguments give equal texts.
+
+    The order of properties is significant. Raises RequestError.
     """
     if kind in ("regex", "grammar"):
         return text_of(kind, value)
@@ -239,8 +245,10 @@ def _content(kind: str, value: Any) -> str:
 
 
 def _schema(kind: str, value: Any) -> Any:
-    """Convert a schema to a JSON value. ``value`` is that value already, its JSON text, or a class
-    that can write its schema. Raises RequestError.
+    """Convert a schema to a JSON value. ``value`` is the value itself, its JSON text, or a class
+    with a method that returns the schema.
+
+    Raises RequestError.
     """
     if isinstance(value, str):
         try:
@@ -259,8 +267,8 @@ def _schema(kind: str, value: Any) -> Any:
 
 
 def _record(kind: str, value: Any) -> dict[str, Any]:
-    """Convert the argument of a JSON Lines, CSV or XML constraint to a member of a "tree". Raises
-    RequestError.
+    """Convert the argument of a JSON Lines, CSV or XML constraint to a part of a "tree" constraint.
+    Raises RequestError.
     """
     schema, bounds = value, {}
     member: dict[str, Any] = {}
@@ -287,7 +295,7 @@ def _plain(value: object) -> object:
 
 
 def _text(kind: str, content: str, layout: Layout, tools: Tools | None) -> str:
-    """The text of a ``Content``, computed from the result of ``_content``."""
+    """Return the text of a ``Content``, computed from the result of ``_content``."""
     if kind == "tools":
         assert tools is not None
         return json.dumps(tools.tree(layout))
@@ -295,9 +303,7 @@ def _text(kind: str, content: str, layout: Layout, tools: Tools | None) -> str:
 
 
 def _folder(cache_dir: str | Path | None) -> Path | None:
-    """The folder for compiled constraints that the caller passed. Raises RequestError if it is not
-    a path.
-    """
+    """Return the caller's folder for compiled constraints. Raises RequestError if it is not a path."""
     if cache_dir is None:
         return None
     try:

@@ -1,9 +1,10 @@
 """Detects the use of an object of the native library in a forked process.
 
-A fork copies the memory of the process, but of its threads only the one that calls fork. Locks that
-other threads held stay locked in the child, and the threads of an engine or a scheduler are missing
-there. A native call in the child could therefore wait forever. So each object belongs to the
-process that made it, and its methods raise ForkError in other processes.
+A fork copies the memory of the process, but only one of its threads: the thread that calls fork. If
+another thread held a lock, this lock stays locked in the child process. The threads of an engine or
+a scheduler do not exist in the child. A native call in the child could therefore wait forever. For
+this reason, each object belongs to the process that created it. In other processes, its methods
+raise ForkError.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dlm_runtime.errors import ForkError
 
 
 class Origin:
-    """Remembers the process that made an object."""
+    """Remembers the process that created an object."""
 
     def __init__(self, what: str) -> None:
         """``what`` names the object in error messages, such as "bundle"."""
@@ -22,7 +23,7 @@ class Origin:
 
     @property
     def is_here(self) -> bool:
-        """True in the process that made the object."""
+        """True in the process that created the object."""
         return os.getpid() == self._process
 
     def check(self) -> None:

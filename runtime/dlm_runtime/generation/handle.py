@@ -1,7 +1,6 @@
-"""An open native bundle. It has the bundle's properties and policies, and the sessions of its
-requests.
+"""An open native bundle, with its properties and policies, and a pool of sessions.
 
-Threads share a handle. Each running request uses a session from a pool.
+Several threads may use a handle. Each running request uses one session of the pool.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Handle:
         self._default_policy, self._owned, self._causes = default_policy, owned, causes
         self._lock = threading.Lock()
         self._idle: list[C.c_void_p] = []
-        self._busy = 0  # users; the last one to end frees a closed bundle
+        self._busy = 0  # number of running users of the bundle; the last user frees a closed bundle
         self._is_closed = False
         self._with: list[SupportsClose] = []
         about = self._library.dlm_bundle_describe(pointer).contents
@@ -67,7 +66,7 @@ class Handle:
         self.max_new_tokens: int = info.max_new_tokens
 
     def close(self) -> None:
-        """Reject new requests, and free the bundle when the running requests have ended. Raises
+        """Reject new requests, and free the bundle after the running requests have ended. Raises
         ForkError.
         """
         self.origin.check()
@@ -76,12 +75,14 @@ class Handle:
             self._free()
 
     def close_with(self, other: SupportsClose) -> None:
-        """Also close ``other`` when the bundle is freed. Requests may use it until then."""
+        """Register an object to close when the bundle is freed. Requests may use ``other`` until
+        then.
+        """
         with self._lock:
             self._with.append(other)
 
     def _free(self) -> None:
-        """Free the bundle if it is closed and no request is running. Needs the lock."""
+        """Free the bundle if it is closed and no request is running. The caller must hold the lock."""
         if not self._is_closed or self._busy:
             return
         while self._idle:
@@ -97,7 +98,7 @@ class Handle:
             self.close()
 
     def check_open(self) -> None:
-        """Raise ClosedError, or ForkError in a forked process."""
+        """Raise ClosedError if the handle is closed, or ForkError in a forked process."""
         self.origin.check()
         if self._is_closed:
             raise ClosedError("the bundle is closed")
@@ -119,8 +120,10 @@ class Handle:
 
     @contextmanager
     def session(self, cancels: Cancels = ()) -> Iterator[C.c_void_p]:
-        """A session for one native call. Between its passes, signal handlers run, and requests
-        whose event is set are cancelled.
+        """Return a session for one native call.
+
+        Between the passes of the call, signal handlers run, and requests are cancelled if their
+        event is set.
         """
         self.begin()
         session = None
@@ -158,8 +161,9 @@ class Handle:
         raise cause from None
 
     def policy(self, preset: str | None, effort: str | None) -> Policy:
-        """The policy of a preset, fitted for an effort level if ``effort`` is set. If ``preset`` is
-        None, the default preset. Raises RequestError.
+        """Return the policy of a preset, or the policy that was fitted for an effort level.
+
+        If ``preset`` is None, the default preset is used. Raises RequestError.
         """
         self.check_open()
         if self._default_policy is not None and preset is None and effort is None:
@@ -168,7 +172,7 @@ class Handle:
         for kind, name in (("preset", preset), ("effort", effort)):
             if name is not None and not isinstance(name, str):
                 raise RequestError(f"{kind} = {shown(name)} is not a name")
-            # C ends a string at a NUL, which would make another name of this one.
+            # A C string ends at a NUL, so a name with a NUL would be read as a shorter name.
             names.append(
                 None if name is None else name.replace("\0", "?").encode("utf-8", "replace")
             )

@@ -1,8 +1,10 @@
 """Infilling: fills holes in a text and keeps the text around them.
 
-A hole is a sequence of mask tokens. It is not known beforehand how many tokens a hole needs. There
-are two solutions: the hole is made long enough and the denoiser pads it with end tokens, or several
-lengths are tried and the most likely result is used.
+A hole is a sequence of mask tokens. The number of tokens that a hole needs is not known in advance.
+There are two solutions:
+
+- The hole is longer than needed, and the denoiser pads it with end tokens.
+- Several lengths are tried, and the most likely result is used.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 HOLE = "<mask>"
 """The text that marks a hole."""
 HOLE_OPTIONS: dict[str, Any] = {"max_new_tokens": 0, "stop": "none"}
-"""Options of a request for holes: an end token pads a hole. It must not end the whole text."""
+"""Options of a request for holes. In a hole, end tokens are padding, and must not end the whole
+text.
+"""
 MOST_TRIED = 64
 """The largest number of requests for all combinations of lengths."""
 _CONSTRAINT_ARGUMENTS = (*KINDS, "json_layout", "max_depth", "any_order", "more_properties")
@@ -54,8 +58,8 @@ class Infill:
         text: The whole text.
         holes: The text of each hole, up to its first end token.
         lengths: The number of tokens of each hole in the canvas.
-        log_prob: The mean ln p of the tokens in the holes at the time when they were committed.
-            Results with different lengths are compared by this number. None if no token was
+        log_prob: The mean ln p of the tokens in the holes, each in the pass that committed the
+            token. Results with different lengths are compared by this number. None if no token was
             committed.
         generation: The result of the request.
     """
@@ -69,7 +73,7 @@ class Infill:
 
 @dataclass(frozen=True)
 class Canvas:
-    """The token ids of a text with holes. A hole follows each part except the last one."""
+    """The token ids of a text with holes. There is one hole after each part except the last part."""
 
     parts: Sequence[Sequence[int]]
     lengths: tuple[int, ...]
@@ -129,7 +133,7 @@ def parts_of(
     prompt: Any = None,
     chat: Any = None,
 ) -> list[list[int]]:
-    """Token ids of the texts around the holes, for a ``Canvas``.
+    """Return the token ids of the texts around the holes, for a ``Canvas``.
 
     Raises RequestError if the bundle has no tokenizer, or its attention is block-causal.
     """
@@ -150,9 +154,12 @@ def parts_of(
 def _beginning(
     tokenizer: Tokenizer, text: str, special_tokens: bool, prompt: Any, chat: Any
 ) -> list[int]:
-    """Encode the text before the first hole, after a prompt or chat if there is one. Without them,
-    the text starts like a prompt: the tokens that the tokenizer adds at the start of a prompt come
-    first. The tokens that it adds at the end of a prompt are left out.
+    """Encode the text before the first hole. A prompt or a chat comes before this text, if the
+    request has one.
+
+    Without a prompt or chat, the text is encoded like a prompt: it starts with the tokens that the
+    tokenizer adds at the start of a prompt. The tokens that the tokenizer adds at the end of a
+    prompt are left out.
     """
     if prompt is not None and chat is not None:
         raise RequestError("infill: give prompt or chat, not both")
@@ -183,8 +190,9 @@ def _constrained(
     request: dict[str, Any],
     tried: list[tuple[int, ...]],
 ) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
-    """Add a constraint to the request that covers the text from character ``first`` on. Also
-    returns the combinations of lengths that have room for a valid text.
+    """Add a constraint to the request, which covers the text from character ``first`` to the end.
+
+    Returns the new request, and the lengths of ``tried`` for which a valid text fits into the hole.
     """
     given = {name: request.pop(name) for name in _CONSTRAINT_ARGUMENTS if name in request}
     if not given:
@@ -209,7 +217,7 @@ def _constrained(
 
 
 def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tuple[int, ...]]:
-    """All combinations of lengths to try. Each has one length for every hole."""
+    """Return all combinations of lengths to try. Each combination has one length for every hole."""
     try:
         given = [lengths] if isinstance(lengths, int) else list(lengths)
         choices = [[each] if isinstance(each, int) else list(each) for each in given]
@@ -240,7 +248,7 @@ def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tup
 
 
 def read(bundle: Filler, canvas: Canvas, between: Sequence[str], made: Generation) -> Infill:
-    """The filled text, from the result of a request for ``canvas.tokens``."""
+    """Return the filled text, from the result of a request for ``canvas.tokens``."""
     assert bundle.tokenizer is not None
     ends, holes, said = {*bundle.eos_token_ids, bundle.mask_token_id}, [], []
     for hole in canvas.holes():

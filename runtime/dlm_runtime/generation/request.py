@@ -1,6 +1,4 @@
-"""A request: its options by name, and the struct of the C ABI that has its token ids, policy and
-limits.
-"""
+"""A request: its options in Python, and its struct in the C ABI."""
 
 from __future__ import annotations
 
@@ -26,57 +24,56 @@ if TYPE_CHECKING:
 
 
 KINDS = ("schema", "regex", "grammar", "enum", "json_object", "json_lines", "csv", "xml")
-"""The arguments of ``Bundle.constraint`` that describe the allowed texts. A further one is
-``tools``.
-"""
+"""The arguments of ``Bundle.constraint`` that describe the allowed texts, without ``tools``."""
 JSON_KINDS = ("schema", "json_object", "json_lines", "tools")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a request, without its prompt, tokens or chat. The defaults mean "not set".
+    """The options of a request, without its prompt, tokens or chat. The default of each means "not
+    set".
 
     Args:
         max_new_tokens: Number of mask tokens to add after the prompt and fill, 0 or more. If None,
             the bundle's default number.
         preset: Name of one of the bundle's presets. If None, the bundle's default preset.
-        effort: The policy that was fitted for this effort level is used: "instant", "low", "medium"
-            or "high".
-        steps: Planned number of passes for the whole generation. They are split evenly over the
-            blocks. 0 means the plan of the policy.
+        effort: The effort level: "instant", "low", "medium" or "high". The policy that was fitted
+            for this level is used.
+        steps: Planned number of passes for the whole generation. The passes are split evenly over
+            the blocks. 0 means the plan of the policy.
         max_steps: The request ends after this many passes. 0 means no limit.
-        deadline_ms: The request ends within one pass after this many milliseconds from its start. 0
-            means no limit.
-        stop_strings: The text ends before the first of these strings. The block that contains the
-            string is the last block that is filled.
-        prefix: Text with which the answer starts.
-        special_tokens: If True, the text of a special token, such as ``<|eos|>``, becomes this
-            token in the prompt, the messages, the tools and ``prefix``. By default it is ordinary
-            text, so that a user cannot end or mask an answer. Tokens that the tokenizer and the
-            chat template add are not affected.
-        constraint: A constraint that ``Bundle.constraint`` compiled. The text then satisfies it for
-            every policy and every limit, unless a stop string cuts the text.
+        deadline_ms: The time limit of the request in milliseconds. After it, the request ends
+            within one pass. 0 means no limit.
+        stop_strings: The text ends before the first of these strings. No block after the block with
+            this string is filled.
+        prefix: The start of the answer.
+        special_tokens: How the text of a special token, such as ``<|eos|>``, is encoded in the
+            prompt, the messages, the tools and ``prefix``. If True, it is encoded as the special
+            token. By default, it is ordinary text, so that a user cannot end or mask an answer.
+            Tokens that the tokenizer and the chat template add are not affected.
+        constraint: A constraint that ``Bundle.constraint`` compiled. With every policy and limit,
+            the text satisfies the constraint, unless a stop string cuts the text.
         schema, regex, grammar, enum, json_object, json_lines, csv, xml: A constraint that is
             compiled when it is first used. ``Bundle.constraint`` describes these arguments. The
-            constrained text includes ``prefix``. (For ``constraint``, the text before is an
-            argument of ``Bundle.constraint``.)
-        json_layout: White space of the JSON text for ``schema``, ``json_object``, ``json_lines`` or
-            ``tools``: a name of ``LAYOUTS``, or a ``Layout``. None means the layout that the
-            denoiser was trained on, or "compact" if it is unknown.
+            constrained text includes ``prefix``. (For a compiled ``constraint``, the text before it
+            is the argument ``before`` of ``Bundle.constraint``.)
+        json_layout: The white space of the JSON text for ``schema``, ``json_object``,
+            ``json_lines`` or ``tools``: a name of ``LAYOUTS``, or a ``Layout``. None means the
+            layout that the denoiser was trained on, or "compact" if this layout is unknown.
         max_depth, any_order, more_properties: As in ``Bundle.constraint``.
-        tools: The functions that the text may call. The chat template receives them. Each has the
-            form ``{"type": "function", "function": {"name", "description", "parameters"}}``, with a
-            JSON Schema of its parameters. Or the ``Tools`` that ``Bundle.tools`` returned.
-        tool_choice: "auto": the text may be calls. "required": the text is constrained to be a
-            call. The name of a function, or ``{"type": "function", "function": {"name": "..."}}``:
-            the text is constrained to be a call of this function. "none": the chat template does
-            not receive the tools.
+        tools: The functions that the text may call, or the result of ``Bundle.tools``. The chat
+            template receives them. Each function has the form ``{"type": "function", "function":
+            {"name", "description", "parameters"}}``, where ``parameters`` is a JSON Schema.
+        tool_choice: "auto": the text may consist of calls, or of other text. "required": the text
+            is constrained to be a call. "none": the chat template does not receive the tools. The
+            name of a function, or ``{"type": "function", "function": {"name": "..."}}``: the text
+            is constrained to be a call of this function.
         parallel_tool_calls: If True, a text that is constrained to be a call may have several
-            calls. If None, it may have several if the call format has text around all calls, as
-            "list" and "lines" have.
+            calls. If None, this depends on the call format: several calls are allowed if the format
+            has text before the first and after the last call, as "list" and "lines" have.
         call_format: The format of calls: a name of ``tools.FORMATS``, or a ``CallFormat``. If None,
-            the format that the denoiser was trained on. If that is unknown, the format that the
-            chat template shows, or else one JSON object per line.
+            the format that the denoiser was trained on. If this format is unknown, the format that
+            the chat template shows. If there is neither, one JSON object per line.
         policy: Fields of ``Policy`` to change, by name. They are changed after ``preset`` and
             ``effort`` were applied.
 
@@ -145,20 +142,21 @@ class Options:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Options:
-        """Create options from ``values``. Names that are not options are taken as policy fields."""
+        """Create options from ``values``. Names that are not options must be policy fields."""
         own = {name: value for name, value in values.items() if name in OPTION_NAMES}
         return cls(**own, policy={name: value for name, value in values.items() if name not in own})
 
     @property
     def constrained_by(self) -> dict[str, Any]:
-        """The options that define a constraint, as arguments of ``Bundle.constraint``."""
+        """Return the options that define a constraint, as arguments of ``Bundle.constraint``."""
         given = {name: getattr(self, name) for name in KINDS}
         given["json_object"] = self.json_object or None
         return {name: value for name, value in given.items() if value is not None}
 
     def tools_for(self, tokenizer: Tokenizer | None, call_format: str | None) -> Tools | None:
-        """Check the tools. Returns None if there are none. ``call_format`` is the bundle's. Raises
-        RequestError.
+        """Check the tools of the options. Returns None if there are no tools.
+
+        ``call_format`` is the call format of the bundle. Raises RequestError.
         """
         others = {
             "tool_choice": self.tool_choice != "auto",
@@ -262,7 +260,7 @@ class InfillOptions(RequestOptions, total=False):
 
 
 class Request:
-    """A request in the form of the C ABI. It keeps the memory alive to which the C structs point.
+    """A request in the form of the C ABI. This object owns the memory to which the C structs point.
 
     Args:
         handle: The handle of the bundle.
@@ -319,7 +317,7 @@ class Request:
         wanted = handle.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
         max_new_tokens = count_of("max_new_tokens", wanted)
         self.native = native = _native.initialised(_native.Request)
-        # These attributes keep the memory alive to which ``native`` points.
+        # ``native`` points to the memory of these attributes, so they must live as long.
         self._policy, self._constraint = native_policy(policy), constraint
         self._tokens = (C.c_int32 * max(1, len(self.given)))(*self.given)
         self._stops = (C.c_char_p * max(1, len(stop_strings)))(
@@ -381,8 +379,8 @@ class Request:
         return made
 
     def event(self, step: Any, text: str | None) -> Event:
-        """Convert a step to an ``Event`` without a result. ``text`` is the text up to the previous
-        step.
+        """Convert a native step to an ``Event`` without a result. ``text`` is the text up to the
+        previous step.
         """
         length = step.length
         delta = None if self._tokenizer is None else C.string_at(step.text, step.text_size).decode()
@@ -409,7 +407,7 @@ MOST_INDENT = 64  # spaces per level of a JSON layout
 
 
 def count_of(name: str, value: int, most: int = MOST_COUNT) -> int:
-    """Check an option that must be a count of at most ``most``. Raises RequestError, which names
+    """Check an option that must be an integer from 0 to ``most``. Raises RequestError, which names
     the option.
     """
     try:
@@ -525,8 +523,8 @@ def native_policy(policy: Policy) -> Any:
             raise RequestError(
                 f"policy: {each.name} = {shown(value)} is not of the right type"
             ) from err
-        # When a value does not fit, ctypes gives no error. It wraps an integer and cuts a text at a
-        # NUL.
+        # ctypes raises no error for a value that does not fit: it wraps an integer, and cuts a text
+        # at a NUL.
         if isinstance(given, (int, bytes)) and getattr(native, each.name) != given:
             raise RequestError(f"policy: {each.name} = {shown(value)} is out of range")
     return native

@@ -13,35 +13,35 @@ class Generation:
 
     Args:
         tokens: The whole canvas. A position that is ``undecided`` has the token that the last pass
-            proposed for it. Without a proposal, it has an end token, or the mask token if the
-            denoiser has no end token.
+            proposed for it. If no pass proposed a token, the position has an end token, or the mask
+            token if the denoiser has no end token.
         text: The generated text, up to the first end token or stop string. None if the bundle has
             no tokenizer.
-        nfe: The number of passes in which the request took part.
+        nfe: The number of passes that computed this request.
         timings: The seconds of each part of the call. ``Bundle.generate`` describes them.
-        cache_bytes: The largest number of bytes of keys and values that the request held.
+        cache_bytes: The largest number of bytes of keys and values that the request had in memory.
         passes: The number of passes of each kind. "prefill" passes fill a cache before a block is
             decided, "denoise" passes decide tokens, and "store" passes store a finished block in
             the cache.
         finish: The reason why the request ended. "stop": an end token or a stop string. "length":
-            all positions are decided, and there is no end token. "constraint": the same, and the
-            text of the constraint is complete. "steps": ``max_steps`` was reached. "deadline" and
-            "cancelled" speak for themselves. "unknown (N)" is a reason of a newer native library.
+            all positions are decided, and there is no end token. "constraint": all positions are
+            decided, and the constrained text is complete. "steps": ``max_steps`` was reached.
+            "deadline": ``deadline_ms`` was reached. "cancelled": the request was cancelled.
+            "unknown (N)": a reason of a newer native library.
         prompt_tokens: The number of tokens that the caller passed.
         completion_tokens: The number of generated tokens before the first end token.
-        log_probs: For each token, ln p in the denoiser's softmax at the time when the token was
-            committed. None for tokens that the caller passed, for undecided tokens, and for tokens
-            after an early end. The value is always finite. If a probability rounds to 0, for
-            example that of a token that a constraint forced, the value is -744.44.
+        log_probs: For each token, ln p in the denoiser's softmax in the pass that committed the
+            token. None for tokens that the caller passed, for undecided tokens, and for tokens
+            after an early end. All numbers are finite. If the probability of a token rounds to 0,
+            for example because a constraint forced the token, the number is -744.44.
         undecided: True for each position that was not decided when the request ended.
-        tool_calls: The calls of which ``text`` consists. Empty if the text has another form, if the
+        tool_calls: The calls in ``text``. Empty if the text does not consist of calls, if the
             request has no tools, or if a part of the text is undecided.
         constraint_log_prob_loss: How much less likely the constraint made the text, in nats, 0 or
-            more. It is a sum over the positions. For each position, the ln p of the committed token
-            is subtracted from the ln p of the denoiser's best token, in the last pass that scored
-            the position. A position adds at most 745, and 0 if it was filled without a pass. If
-            tokens are sampled, the sum includes the loss from sampling. It is 0 without a
-            constraint.
+            more. This is a sum over the positions. The loss of a position is ln p of the denoiser's
+            best token minus ln p of the committed token, in the last pass that scored the position.
+            It is at most 745, and 0 if the position was filled without a pass. If tokens are
+            sampled, the sum includes the loss from sampling. Without a constraint, the sum is 0.
     """
 
     tokens: list[int]
@@ -64,16 +64,17 @@ class Event:
     """An event reports the canvas after one step.
 
     Args:
-        canvas: The token ids. Undecided positions have the token that the denoiser sees there.
+        canvas: The token ids. At an undecided position, this is the token that the denoiser gets as
+            input.
         undecided: True for each position that is not decided.
-        guess: For each undecided position that the pass scored, the token that it would get now. -1
-            for other positions.
+        guess: For each undecided position that the pass scored, the token that the pass proposed.
+            -1 for other positions.
         score: The score of ``guess``. 0 for other positions.
         block: The positions ``[start, end)`` of the block that is being filled.
         nfe: The number of passes so far.
         committed: The number of positions that this step committed.
-        text: The text so far. It only has complete characters of tokens that will not change. If it
-            ends in what may be the start of a stop string, this end is left out.
+        text: The text so far: all complete characters of tokens that will not change. If the last
+            characters may be the start of a stop string, they are left out.
         delta: The part of the text that this step added.
         done: True for the last event.
         result: The result. None except in the last event.

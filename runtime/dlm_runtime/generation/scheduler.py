@@ -1,10 +1,10 @@
 """Schedulers accept requests from any thread and run them in shared passes on one thread. They use
 the functions ``dlm_scheduler_*`` of the C ABI.
 
-The thread refers to a ``_Runner`` and not to the ``Scheduler``, so that a scheduler without
-references can be garbage-collected. The thread destroys the native scheduler when it ends. The
-thread must end before the interpreter exits. Otherwise Python would end it with an exception inside
-a native callback, and that would abort the process.
+The thread has a reference to a ``_Runner`` and not to the ``Scheduler``. A scheduler without other
+references can therefore be garbage-collected. Before the thread ends, it destroys the native
+scheduler. The thread must end before the interpreter exits. Otherwise, Python would raise an
+exception inside a native callback, which would abort the process.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
 
     from dlm_runtime.generation.handle import Handle
 
-_MOST_BYTES = 1 << 20  # of bench's output
+_MOST_BYTES = 1 << 20  # largest accepted output of ``dlm-export bench``
 WAIT_S = 0.1  # seconds between a waiting thread's checks for signals
-EVENT_WAIT_S = 0.02  # seconds between checks for a request that ended without a last step
+EVENT_WAIT_S = 0.02  # seconds between checks whether a request has ended without a last step
 
 
 @dataclass(frozen=True)
 class PassCost:
     """The time of a pass in milliseconds, as a linear model.
 
-    The time is the sum of a fixed part, a part per token, a part per scored row, and a part per
-    pair of a token and a position that it sees. ``dlm-export bench --cost`` measures these parts.
-    Each is finite and 0 or more.
+    The time is a sum of four parts: a fixed part, a part per token, a part per scored row, and a
+    part per pair of a token and a position that the token sees. ``dlm-export bench --cost``
+    measures these parts. Each part is finite and 0 or more.
     """
 
     pass_ms: float
@@ -89,7 +89,7 @@ class PassCost:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """What a scheduler has done so far, as counts and times.
+    """Statistics of a scheduler since it was created.
 
     Args:
         waiting, running: Numbers of requests that wait or run now.
@@ -97,7 +97,8 @@ class SchedulerStats:
         passes: Number of passes.
         shares: Number of requests in each pass, summed over all passes.
         busy_s: Seconds spent in passes and commits.
-        cache_bytes: The largest number of bytes of keys and values held at the same time.
+        cache_bytes: The largest number of bytes of keys and values that were in memory at the same
+            time.
         passes_s: Seconds spent in passes alone.
         expected_s: Seconds that the scheduler's ``cost`` predicts for these passes. 0 without a
             cost, or if requests take turns.
@@ -117,8 +118,8 @@ class SchedulerStats:
 
 
 class Job:
-    """A request that was submitted with ``Scheduler.submit``. It is cancelled when its last
-    reference is dropped.
+    """A request that was submitted with ``Scheduler.submit``. The request is cancelled when the
+    last reference to the job is dropped.
 
     The scheduler is kept alive until the result of the job has been read.
     """
@@ -128,9 +129,9 @@ class Job:
         self._handle = C.c_void_p()
         self._origin = Origin("job")
         self._scheduler: Scheduler | None = scheduler
-        self._text: str | None = None  # of the events so far
+        self._text: str | None = None  # the text of all events so far
         self._events: queue.SimpleQueue[Event] | None = queue.SimpleQueue() if events else None
-        self._wake: Callable[[], object] | None = None  # called after an event was put
+        self._wake: Callable[[], object] | None = None  # called after an event was added
         self._result: Generation | None = None
         self._error: Exception | None = None  # raised by _step
         runner = scheduler._runner
@@ -149,7 +150,7 @@ class Job:
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of given tokens, with which the canvas begins."""
+        """The number of tokens at the start of the canvas that the caller passed."""
         return len(self._request.given)
 
     @property
@@ -159,7 +160,7 @@ class Job:
         return bool(self._library.dlm_job_wait(self._handle, 0.0))
 
     def cancel(self) -> None:
-        """End the request within one pass. Its result is the canvas at that time."""
+        """End the request within one pass. Its result then has the canvas of that time."""
         self._origin.check()
         self._library.dlm_job_cancel(self._handle)
 
@@ -183,7 +184,7 @@ class Job:
             left = WAIT_S if end is None else min(WAIT_S, end - time.monotonic())
             if left <= 0:
                 raise TimeoutError(f"the request is not done after {timeout} s")
-            # In short waits, so that Ctrl-C works.
+            # Wait for short times, so that Ctrl-C works.
             self._library.dlm_job_wait(self._handle, 1000 * left)
         if self._result is None:
             found = C.POINTER(_native.Result)()
@@ -214,20 +215,24 @@ class Job:
         yield self._event_without_step()
 
     def __await__(self) -> Generator[Any, None, Generation]:
-        """Wait for the result in a coroutine: ``await job``. If the coroutine is cancelled, so is
-        the job. Raises the errors of ``result``.
+        """Wait for the result in a coroutine: ``await job``. If the coroutine is cancelled, the job
+        is cancelled too.
+
+        Raises the errors of ``result``.
         """
         return self._awaited().__await__()
 
     async def _awaited(self) -> Generation:
-        import asyncio  # here and below, because importing it takes longer than the rest of the runtime
+        # Imported here and below, because importing asyncio takes longer than the whole runtime.
+        import asyncio
 
         await self._ended(asyncio.Event())
         return self.result()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        """Like iterating, in a coroutine: ``async for event in job``. If the coroutine is
-        cancelled, so is the job.
+        """Yield the events in a coroutine: ``async for event in job``.
+
+        If the coroutine is cancelled, the job is cancelled too.
         """
         import asyncio
 
@@ -253,7 +258,9 @@ class Job:
             ended.cancel()
 
     async def _ended(self, changed: asyncio.Event) -> None:
-        """Wait until the job has ended, and set ``changed`` then. Cancels the job if cancelled."""
+        """Wait until the job has ended, and then set ``changed``. If this coroutine is cancelled,
+        the job is cancelled too.
+        """
         import asyncio
 
         self._origin.check()
@@ -284,7 +291,7 @@ class Job:
         return self._events
 
     def _event_without_step(self) -> Event:
-        """The last event of a request that failed, or whose scheduler was closed."""
+        """The last event of a request that failed, or of a request whose scheduler was closed."""
         result = self.result()
         length = len(result.tokens)
         return Event(
@@ -320,18 +327,17 @@ class _Runner:
         """Raises RequestError or EngineError, and DlmError if the thread cannot be started."""
         self.origin = Origin("scheduler")
         self.failure: DlmError | None = None
-        """The error that ended the thread. None if ``stop`` ended it."""
+        """The error that ended the thread. None if ``stop`` ended the thread."""
         self._library, self._bundle, self._handle = _native.library(), bundle, C.c_void_p()
         self._changed = (
             threading.Condition()
         )  # re-entrant: the garbage collector may call stop() anywhere
-        self._users = (
-            0  # calls that use the handle; the thread waits for them before it destroys the handle
-        )
+        # Number of calls that use the handle. The thread waits for them before it destroys the handle.
+        self._users = 0
         self._is_closed = False
         self._last: SchedulerStats | None = None  # set when the handle is destroyed
-        # All jobs share these callbacks. They are kept until the last pass, because a job may be
-        # dropped before its request has ended.
+        # All jobs use the same callbacks. The callbacks live until the last pass, because a job may
+        # be dropped before its request has ended.
         self._on_step, self._on_decode = (
             _native.StepFn(self._dispatch),
             _native.DecodeFn(self._decode),
@@ -376,13 +382,14 @@ class _Runner:
             self._last = self.stats()
             handle, self._handle = self._handle, C.c_void_p()
         self._library.dlm_scheduler_destroy(handle)
-        # The callbacks refer to this object, so they are released to let it be collected.
+        # The callbacks refer to this object. They are released, so that the object can be
+        # garbage-collected.
         self._on_step, self._on_decode = _native.StepFn(), _native.DecodeFn()
         self._bundle.end()
 
     def keep(self, job: Job, request: Request) -> None:
-        """Register a job, so that passes can call its functions for as long as the job is
-        referenced.
+        """Register a job. Passes can then call its functions as long as there is a reference to the
+        job.
         """
         native, number = request.native, next(self._numbers)
         self._jobs[number] = job
@@ -413,7 +420,9 @@ class _Runner:
         return job._request.decoded(number, tokens, count, string, capacity, size)
 
     def check_open(self) -> None:
-        """Raise ForkError, ClosedError, or the error that ended the thread, if any applies."""
+        """Raise an error if the scheduler cannot be used: ForkError, ClosedError, or the error that
+        ended its thread.
+        """
         self.origin.check()
         if self.failure is not None:
             raise type(self.failure)(
@@ -443,7 +452,7 @@ class _Runner:
                 self._changed.notify_all()
 
     def stats(self) -> SchedulerStats:
-        """The counts and times so far. After the thread has ended, those at its end."""
+        """Return the current statistics, or the last statistics if the thread has ended."""
         with self._changed:
             if self._last is not None:
                 return self._last
@@ -524,8 +533,8 @@ class Scheduler:
         events: bool = False,
         **options: Unpack[RequestOptions],
     ) -> Job:
-        """Submit a request. The arguments are those of ``Bundle.generate``. The time until its
-        deadline starts now.
+        """Submit a request, with the arguments of ``Bundle.generate``. The time until its deadline
+        starts now.
 
         Args:
             events: If True, iterating over the job yields an ``Event`` for each step.
@@ -545,7 +554,7 @@ class Scheduler:
 
     @property
     def stats(self) -> SchedulerStats:
-        """The counts and times so far. After ``close``, those at the end."""
+        """The current statistics, or the last statistics if the scheduler was closed."""
         self._runner.origin.check()
         return self._runner.stats()
 
@@ -556,8 +565,8 @@ class Scheduler:
         return self._runner.has_ended
 
     def close(self) -> None:
-        """End after the current pass, and cancel the requests that have not ended. It may be called
-        again.
+        """End after the current pass, and cancel the requests that have not ended. May be called
+        several times.
 
         If an error ended the scheduler's thread, this error is raised.
         """

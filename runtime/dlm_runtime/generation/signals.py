@@ -24,14 +24,15 @@ Cancels: TypeAlias = Sequence[threading.Event | None]
 def _answers(
     session: C.c_void_p, raised: list[BaseException], cancels: Cancels
 ) -> Generator[int, None, None]:
-    """Yield the answers to the native library before each pass: 0 to continue, 1 to end. The answer
-    is 0 until a signal handler raises an exception. Requests whose event is set are cancelled here
-    as well.
+    """Yield the number that the native library gets before each pass: 0 to continue, 1 to end.
 
-    This is a generator for the following reason. A signal handler may run at the first instruction
-    of a function, before the function enters its ``try``. An exception that leaves a callback is
-    dropped by ctypes. A generator resumes inside its ``try``, so it catches the exception in every
-    case.
+    The number is 0 until a signal handler raises an exception. This generator also cancels requests
+    whose event is set.
+
+    A plain function would not be safe: a signal handler may run at its first instruction, before
+    the function enters its ``try``. The handler's exception would then leave the callback, and
+    ctypes would drop it. A generator resumes inside its ``try``, so it always catches the
+    exception.
     """
     try:
         while True:

@@ -3,11 +3,12 @@
 
 A request consists of two lengths (8 bytes each), a JSON object and raw bytes. The member ``do`` of
 the object names a method of ``Text``, and the other members are its arguments. The answer consists
-of a length and a JSON object. The object has the member ``value``, or the member ``refused`` with
-the reason of the library (null if memory ran out).
+of a length and a JSON object. The object has the member ``value`` with the result, or the member
+``refused`` with the library's reason (null if memory ran out).
 
-The program ends when its input ends or when it exceeds a limit. The limit of address space is
-passed on the command line. The limit of processor time is a timer that each request sets.
+The program ends when its input is closed, or when it exceeds a limit. The limit on address space is
+passed on the command line. The limit on processor time is a timer, which is set again for each
+request.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Text:
         import tokenizers
 
         self.tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer)
-        self.tokenizer.no_truncation()  # both would silently change prompts
+        self.tokenizer.no_truncation()  # truncation and padding would silently change prompts
         self.tokenizer.no_padding()
         self.source, self.special_tokens = template or "", special_tokens
 
@@ -67,8 +68,9 @@ class Text:
             return None
 
     def _plain(self, text: str) -> Any:
-        """Encode a text so that special tokens in it are ordinary text. Raises ValueError if a
-        special token results anyway.
+        """Encode a text in which the names of special tokens are ordinary text.
+
+        Raises ValueError if the result contains a special token nevertheless.
         """
         self.tokenizer.encode_special_tokens = True  # as ordinary text
         try:
@@ -98,7 +100,9 @@ class Text:
 
     @functools.cached_property
     def unknown(self) -> int | None:
-        """The token for text that is not in the vocabulary. Ordinary text can become this token."""
+        """The unknown token, for text that is not in the vocabulary. Ordinary text can be encoded
+        to this token.
+        """
         model = self.tokenizer.model
         name = getattr(model, "unk_token", None)
         if type(model).__name__ == "Unigram":
@@ -150,9 +154,9 @@ class Text:
         """Encode a chat that the template has rendered. Special tokens that the template writes are
         recognised. The same texts in messages are ordinary text.
 
-        To tell the two apart, the first letter of each special token in a message or tool is
-        replaced by a private-use character, and the chat is rendered again. All special tokens in
-        this rendering are the template's. They split the chat into pieces. A piece that contains a
+        To distinguish them, the first letter of each special token in a message or tool is replaced
+        by a private-use character, and the chat is rendered again. All special tokens that remain
+        were written by the template. They split the chat into pieces. A piece that contains a
         private-use character is encoded separately, as plain text with the letters restored.
         """
         marks = Marks(self.source + text + json.dumps([messages, tools], ensure_ascii=False))
@@ -161,7 +165,7 @@ class Text:
             while places := [
                 at for at in self._spelled(text) if ord(text[at]) not in marks.letters
             ]:
-                text = marks.put(text, places)  # this may reveal another one that overlaps it
+                text = marks.put(text, places)  # another special token may overlap the replaced one
             return text
 
         marked_messages = [
@@ -192,14 +196,16 @@ class Text:
         return found
 
     def _spelled(self, text: str) -> list[int]:
-        """The positions in a text at which special tokens start. If the text ends in what may be
-        the start of a special token, that position is included.
+        """Return the positions in a text at which special tokens start.
+
+        If the last characters of the text may be the start of a special token, their position is
+        included.
         """
         made = self.tokenizer.encode(text, add_special_tokens=False)
         found = []
         for token, (start, end) in zip(made.ids, made.offsets, strict=True):
-            # The tokenizer also returns the unknown token for text that it cannot encode. It counts
-            # only where the text of the unknown token itself is written.
+            # The tokenizer also returns the unknown token for text that it cannot encode. Only an
+            # unknown token whose name is in the text is a special token here.
             if token in self.specials and (
                 token != self.unknown or text[start:end].strip() == self.specials[token]
             ):
@@ -216,8 +222,10 @@ class Text:
         ]
 
     def _between_specials(self, made: Any, length: int) -> Iterator[tuple[list[int], int, int]]:
-        """Split an encoding at its special tokens. Yields each special token, and the ids between
-        two of them, with their place in the text.
+        """Split an encoding at its special tokens.
+
+        Yields each special token, and the ids between two special tokens, each with its range of
+        characters in the text.
         """
         ids: list[int] = []
         done = 0
@@ -286,12 +294,12 @@ class Marks:
     """Replaces letters in texts by private-use characters that do not occur in these texts."""
 
     def __init__(self, texts: str) -> None:
-        """``texts`` is all the text in which the private-use characters must not occur."""
+        """``texts`` has all texts in which the private-use characters must not occur."""
         used = {*texts}
         self._free = (point for point in map(chr, PRIVATE_USE) if point not in used)
         self._by_letter: dict[str, str] = {}
         self.letters: dict[int, str] = {}
-        """The original letter for each private-use character in use, as a table for str.translate.
+        """The original letter of each private-use character in use, as a table for str.translate.
         """
 
     def put(self, text: str, places: list[int]) -> str:
@@ -338,7 +346,7 @@ def main(limits: dict[str, Any]) -> None:
         "RAYON_NUM_THREADS": "1",
     }  # each thread reserves 64 MiB
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The inherited limit may be lower; RLIM_INFINITY is -1.
+    # The inherited limit may be lower than ours. RLIM_INFINITY is -1.
     inherited = resource.getrlimit(resource.RLIMIT_AS)[1]
     memory_bytes = (
         limits["memory_bytes"] if inherited < 0 else min(limits["memory_bytes"], inherited)

@@ -1,14 +1,16 @@
 """Runs a bundle's tokenizer and chat template in a separate process with limits.
 
-Tokenizers and templates are effectively programs. A normaliser can double a text sixty times, and a
+Tokenizers and templates are like programs. A normaliser can double a text sixty times, and a
 template can loop forever without output. For some texts, the libraries that run them can panic,
-abort or allocate gigabytes. No check of their content can exclude this, and Python cannot stop a
-thread. So they run in a process with ``MEMORY_BYTES`` of address space. For each request, it gets
-one second of processor time plus one second per MiB. If it exceeds a limit, only this process ends.
+abort or allocate gigabytes. Checking their files cannot exclude this, and Python cannot stop a
+thread. They therefore run in a separate process with ``MEMORY_BYTES`` of address space. For each
+request, the process gets one second of processor time, plus one second per MiB of the request. If
+the process exceeds a limit, only this process ends.
 
-The process starts in 30 ms, uses 15 MiB besides the vocabulary, and answers in about 50 us. It has
-its own session (``setsid``), so Ctrl-C does not reach it. It ends when its input is closed. This
-happens when this object is deleted or when the process that owns it ends.
+The process starts in 30 ms, uses 15 MiB in addition to the vocabulary, and answers in about 50 us.
+It has a separate session (``setsid``), so Ctrl-C does not end it. It ends when its input is closed.
+The input is closed when the ``Process`` object is deleted, or when the process that owns this
+object ends.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ _WORKER = Path(__file__).with_name("_worker.py")
 
 
 class Refused(Exception):
-    """The library rejected a request, or the request exceeded a limit. The message gives the
-    reason.
+    """Raised if the library rejects a request, or if the request exceeds a limit. The message says
+    why.
     """
 
 
 class TextProcess:
-    """A tokenizer in a separate process, which is restarted when needed. Threads use it one at a
-    time.
+    """A tokenizer in a separate process, which is restarted when needed. Only one thread at a time
+    can use it.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class TextProcess:
         request = _pack({"do": do, **arguments})
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
-                self._stop()  # something ended it between two requests
+                self._stop()  # the process was ended between two requests
             if self._process is None:
                 self._process = _start()
                 self._end = weakref.finalize(self, _end, self._process, self._owner)
@@ -117,16 +119,17 @@ def _start() -> subprocess.Popen[bytes]:
         {"path": [os.path.abspath(path) for path in sys.path], "memory_bytes": MEMORY_BYTES}
     )
     try:
-        # Python starts faster in isolated mode and without the site module. The search path that it
-        # is passed makes it find the same packages as this process.
+        # Python starts faster in isolated mode and without the site module. The search path is
+        # passed, so that it finds the same packages as this process.
         return subprocess.Popen(
             [sys.executable or "", "-IS", str(_WORKER), limits],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            # The pipes are unbuffered, because the lock of a buffer could be held by another thread
-            # during a fork. The child process would then wait forever when it closes the pipe.
+            # The pipes are unbuffered. With a buffer, another thread could hold the lock of the
+            # buffer during a fork. The child process would then wait forever when it closes the
+            # pipe.
             bufsize=0,
         )
     except OSError as err:

@@ -24,8 +24,8 @@ _REFUSED_IDS = "the bundle's tokenizer rejects these token ids"
 
 
 class Tokenizer:
-    """The tokenizer of a bundle (a tokenizer.json for the ``tokenizers`` library) and its chat
-    template, if any.
+    """The tokenizer of a bundle (a tokenizer.json for the ``tokenizers`` library), and its chat
+    template if it has one.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Tokenizer:
         where: object = "tokenizer.json",
     ) -> None:
         """``special_tokens`` has the texts of special tokens that a template may use, by name.
-        Raises BundleError, which names ``where``, if the tokenizer is invalid.
+        Raises BundleError if the tokenizer is invalid. The error names the file ``where``.
         """
         self.template = template
         self.sha256 = hashlib.sha256(tokenizer).hexdigest()  # of its file
@@ -81,14 +81,14 @@ class Tokenizer:
         return int(self._ask("size", "the tokenizer's vocabulary cannot be read"))
 
     def names(self, tokens: Sequence[int]) -> list[str | None]:
-        """The spelling of each token id in the vocabulary, or None for an unknown id. Raises
+        """Return the text of each token id in the vocabulary, or None for an unknown id. Raises
         RequestError.
         """
         found: list[str | None] = self._ask("names", _REFUSED_IDS, tokens=list(tokens))
         return found
 
     def as_json(self) -> str:
-        """The tokenizer as JSON of the library, without truncation and padding. Raises
+        """Return the tokenizer as the library's JSON, without truncation and padding. Raises
         RequestError.
         """
         return str(self._ask("as_json", "the tokenizer cannot be written"))
@@ -110,8 +110,8 @@ class Tokenizer:
     def encode_each(
         self, texts: Sequence[str], special_tokens: bool = False
     ) -> list[list[int] | None]:
-        """Encode several texts like ``encode_plain``. The result of a rejected text is None. Raises
-        RequestError.
+        """Encode several texts like ``encode_plain``. The result is None for a rejected text.
+        Raises RequestError.
         """
         what = "the bundle's tokenizer rejects these texts"
         found: list[list[int] | None] = self._ask(
@@ -120,8 +120,8 @@ class Tokenizer:
         return found
 
     def vocabulary(self) -> tuple[list[str], list[str | None]]:
-        """The kinds of the decoder's parts, and the spelling of each token (None for an added
-        token).
+        """Return the types of the decoder's steps, and the name of each token in the vocabulary
+        (None for an added token).
         """
         decoder, names = self._ask("vocabulary", "the tokenizer's vocabulary cannot be read")
         return decoder, names
@@ -132,7 +132,7 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         special_tokens: bool = False,
     ) -> list[int]:
-        """Encode a conversation up to where the assistant's reply starts. Raises RequestError.
+        """Encode a conversation, up to the start of the assistant's reply. Raises RequestError.
 
         Messages and ``tools`` have the form that transformers uses. A message with earlier calls
         may have ``tool_calls`` instead of a content. Special tokens that the template writes are
@@ -181,8 +181,9 @@ class Tokenizer:
         return found
 
     def render_each(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | None]:
-        """Render conversations as text up to where the assistant's reply starts. The result is None
-        if the template rejects a conversation.
+        """Render conversations as text, up to the start of the assistant's reply.
+
+        The result for a conversation is None if the template rejects it.
         """
         given = [[dict(message) for message in messages] for messages in chats]
         found: list[str | None] = self._ask(
@@ -202,7 +203,7 @@ class Tokenizer:
         return self._decode(tokens, True)
 
     def token_text(self, token: int) -> str:
-        """The text of one token. For a special token, this is its name. Raises RequestError."""
+        """Return the text of one token, or the name of a special token. Raises RequestError."""
         if token not in self._texts:
             self._texts[token] = self._decode([token], False)
         return self._texts[token]

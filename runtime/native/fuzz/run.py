@@ -1,9 +1,10 @@
 """Runs the fuzz targets with libFuzzer: ``python runtime/native/fuzz/run.py [--seconds 60]
 [TARGET...]``, or ``make fuzz``.
 
-Builds them in build/native-fuzz and keeps interesting inputs in build/fuzz/TARGET. A failing input
-is stored in build/fuzz and printed; once the defect is fixed, move it to
-runtime/native/fuzz/found/TARGET. Needs clang. Exit status 1 if a target failed.
+The targets are built in build/native-fuzz. New interesting inputs are stored in build/fuzz/TARGET.
+A failing input is stored in build/fuzz, and its path is printed. After you fix the defect, move
+this input to runtime/native/fuzz/found/TARGET. Needs clang. The exit status is 1 if a target
+failed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def find_clang() -> str | None:
-    """clang++, or the newest one with a version in its name (Debian); None if it is not installed."""
+    """Return the name of the compiler: clang++, or the newest clang++-N (Debian).
+
+    Returns None if clang is not installed.
+    """
     names = ("clang++", *(f"clang++-{version}" for version in range(30, 13, -1)))
     return next((name for name in names if shutil.which(name, path=TOOLS)), None)
 

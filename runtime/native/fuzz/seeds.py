@@ -1,8 +1,8 @@
 """Writes the fuzz targets' first inputs: ``python runtime/native/fuzz/seeds.py FOLDER`` makes
 FOLDER/TARGET/NAME.
 
-They are small files of every kind, made as a build makes them, in the form that each target's
-comment describes.
+The inputs are small files of every kind, made by the same code as in a build. The comment at the
+top of each target describes the form of its inputs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HASH = 64 * "a"  # fuzz_bundle.cc replaces it with the right one
 
 
 def _learned(split: bool, is_composed: bool) -> str:
-    """tokenizer.json of byte pair encoding with few merges."""
+    """Return a tokenizer.json of byte pair encoding with few merges."""
     from tokenizers import Regex, normalizers
 
     made = Learner(models.BPE())
@@ -82,7 +82,9 @@ def _of_characters() -> str:
 
 
 def texts() -> dict[str, bytes]:
-    """Compiled text files: with and without splits and composition, over bytes and over characters."""
+    """Return compiled text files: with and without splits and composition, over bytes and over
+    characters.
+    """
     found = {}
     for name, file in {
         "plain": _learned(False, False),
@@ -98,7 +100,9 @@ def texts() -> dict[str, bytes]:
 
 
 def manifest(text_bytes: int) -> dict[str, Any]:
-    """A bundle with every part that a manifest may have. ``fuzz_bundle.cc`` makes its files."""
+    """Return a manifest with every part that a manifest may have. ``fuzz_bundle.cc`` makes the
+    bundle's files.
+    """
     files = ("denoiser.onnx", "denoiser.onnx.data", "text.bin", "engines/orin.engine")
     layer = {"kv_heads": 2, "head_size": 4}
     ports = {name: name for name in ("input_ids", "position_ids", "score_rows", "segments")}
@@ -147,8 +151,10 @@ def manifest(text_bytes: int) -> dict[str, Any]:
 
 
 def automata() -> dict[str, bytes]:
-    """Automata of expressions over few tokens: the bytes that select a request, then the file
-    without its SHA-256.
+    """Return inputs with automata of expressions over few tokens.
+
+    An input consists of the bytes that select a request, followed by the automaton's file without
+    its SHA-256.
     """
     vocabulary = made_up_vocabulary(128, (126, 127), Longest)
     expressions = ("[ab]*", '\\{"a":(12|true)\\}', "(ab|ba){2,3}", "a")
@@ -160,7 +166,7 @@ def automata() -> dict[str, bytes]:
     }
 
 
-# Which options of fuzz_compile.cc, content, and texts around it.
+# Options of fuzz_compile.cc, the source of a constraint, and the fixed texts before and after.
 CONTENTS: tuple[tuple[tuple[int, ...], str, str, str], ...] = (
     ((0, 0, 0, 0, 0, 0), r"(a|b){2,5}[^\s\pL]?\d+(?i:x)$", "", ""),
     ((0, 0, 0, 2, 2, 3), r"\{\"a\":(12|true)\}", '{"a', "}"),
@@ -231,7 +237,7 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
 
 
 def compiled_contents() -> dict[str, bytes]:
-    """Constraints of every kind and keyword, in the form of fuzz_compile.cc."""
+    """Return constraints of every kind and keyword, in the form of fuzz_compile.cc."""
     contents = list(CONTENTS)
     for number, schema in enumerate(SCHEMAS):
         chosen = (1, (0, 1, 16, 64)[number % 4], number % 5, number % 3, number % 2, 0)
@@ -244,7 +250,7 @@ def compiled_contents() -> dict[str, bytes]:
 
 
 def seeds() -> dict[str, dict[str, bytes]]:
-    """Every target's inputs by name."""
+    """Return the inputs of each target, by name."""
     text = texts()
     spelled = TEXT.encode()
     plain = text["plain"]
@@ -272,7 +278,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
 
 
 def words() -> str:
-    """libFuzzer's dictionary: the names in manifests and schemas."""
+    """Return libFuzzer's dictionary: the names in manifests and schemas."""
     described = json.dumps([manifest(1), *SCHEMAS])
     names = sorted(set(re.findall(r'"[\w.>=/#$-]+"', described)))
     return "".join(f"{json.dumps(name)}\n" for name in names)
