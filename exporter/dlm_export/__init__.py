@@ -4,6 +4,6 @@ Python's model code.
 
 import os
 
-# ONNX Runtime's package, which parity and the roofline import, starts its telemetry on import
-# unless this is set. The native runtime sets it for the library that it loads.
+# This variable keeps the Python package of ONNX Runtime from sending telemetry. The parity check
+# and the roofline model import that package. The native runtime sets the variable too.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -36,14 +36,15 @@ from dlm_export.tensorrt.engine import Built
 
 __all__ = ["BuildOptions", "BuildReport", "QuantiseOptions", "build", "build_from"]
 
-SMALL_FILES_BYTES = 32 << 20  # upper bound of the graph, tokenizer, manifest and report together
+SMALL_FILES_BYTES = 32 << 20  # size limit of the graph, tokenizer, manifest and report together
 
 
 @dataclass(frozen=True)
 class BuildReport:
-    """The result of a build.
+    """Everything that a finished build reports.
 
-    It has the seconds of each stage, the bytes of each file, and parity if it was checked.
+    This includes the duration of each stage in seconds and the size of each file in bytes. Results
+    of checks that did not run are ``None``.
     """
 
     output: Path
@@ -51,9 +52,9 @@ class BuildReport:
     precision: str
     simulated: bool
     kernels: dict[str, Any] | None
-    """Which modules call native kernels, and which use plain operators and why (``Fused.as_dict``).
+    """The modules that call native kernels, and those that use plain operators, with the reasons.
 
-    It is ``None`` for GPUs.
+    Has the layout of ``Fused.as_dict``. ``None`` for a GPU target.
     """
     stages_s: dict[str, float]
     files_bytes: dict[str, int]
@@ -62,20 +63,20 @@ class BuildReport:
     threshold: Refit | None
     levels: Levels | None
     cache: dict[str, Any] | None
-    """What rounding the keys and values in the cache costs (``rounded_cache.judge_cache``).
+    """The loss of accuracy from rounding cached keys and values (``rounded_cache.judge_cache``).
 
-    It is ``None`` if they are not rounded.
+    ``None`` if the cache does not round them.
     """
     curve: list[CurvePoint]
     tuning: Tuning | None
-    """The measured times that the curve is based on, if any."""
+    """The layer times that the search measured; ``None`` if it measured none."""
     engines: list[Built]
     deferred: dict[str, str]
-    """Target -> the command that builds its engine on the device."""
+    """Maps each target without an engine to the command that builds its engine on the device."""
     warnings: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for ``--json``."""
+        """Return the report as values for ``--json``."""
         return {
             "bundle": str(self.output),
             "family": self.network.family,
@@ -115,8 +116,9 @@ def build(
         output: Folder of the new bundle.
         options: What to build; ``None`` builds an fp32 bundle for the CPU.
         overrides: Values to use where those of the checkpoint are missing or wrong.
-        hub: Where the checkpoint was fetched from, for the manifest; ``None`` for a folder.
-        progress: Receives the stages.
+        hub: Where the checkpoint was downloaded from; ``None`` if it was not. The manifest
+            records this.
+        progress: Is notified when a stage starts or advances.
 
     Returns:
         A report of the build.
@@ -126,7 +128,7 @@ def build(
             DeviceError, ResumeError, MemoryLimitError: The bundle cannot be built.
         ParityError: The finished bundle differs from torch.
         AccuracyError: The bundle exceeds an accuracy budget.
-        AuditError: The formats of an engine are not the requested ones.
+        AuditError: An engine uses other number formats than the request.
     """
     request, stages = check_request(options or BuildOptions()), Stages(progress)
     stages.progress.start("read source", 1)
@@ -142,7 +144,7 @@ def build_from(
     *,
     progress: Progress | None = None,
 ) -> BuildReport:
-    """``build`` for a source that is open already."""
+    """Like ``build``, but takes a source that is already open."""
     return _make(
         check_job(check_request(options or BuildOptions()), source), output, Stages(progress)
     )
@@ -157,7 +159,7 @@ def _make(job: Job, output: Path, stages: Stages) -> BuildReport:
         raise work.ResumeError(
             f"--resume {kept}: is inside the new bundle, which is replaced as a whole; choose another folder"
         )
-    # Each engine contains a further copy of the weights.
+    # Each engine contains its own copy of the weights, in addition to the weight file.
     needed = (1 + len(request.builders)) * (
         write.data_bytes(source.network, job.base, job.formats, table_dtype(job).itemsize)
         + SMALL_FILES_BYTES
@@ -194,8 +196,8 @@ def _make_manifest(
     precision = {"name": job.base} if quantised is None else quantised.precision_record()
     if written.embedding_dtype is not None:
         precision["embedding_dtype"] = written.embedding_dtype
-    # A graph for a GPU is judged on the CPU in floating point, as it is written. Otherwise, kernels
-    # of the CPU could compute its integers in another way.
+    # A bundle for a GPU is judged on this CPU. It is marked as simulated, so that the CPU computes
+    # its operators in floating point. The CPU's integer kernels could give other results.
     is_simulated = quantised is not None and (request.on_gpu or quantised.is_simulated_on_cpu)
     return make_manifest(
         source.network,

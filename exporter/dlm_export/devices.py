@@ -1,8 +1,9 @@
-"""The GPUs that bundles can be built for by name, with their figures and the sources of these.
+"""Lists the GPUs that can be build targets by name, with their published specifications.
 
-To add a device, add a record. One GB of a vendor is counted as 10**9 bytes, which is at most what
-the driver reports. Rates are dense, which means without sparsity. If a vendor publishes only the
-rate with sparsity, the record has half of it, and a comment says so.
+To add a device, add a ``Device`` to ``DEVICES``. If a vendor gives a memory size in GB, 10**9 bytes
+are assumed. The driver reports at least as much. All compute rates are for dense matrices. If a
+vendor publishes only the rate for sparse matrices, the record has half of that rate, and a comment
+says so.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU that has a name. ``None`` and missing keys mean that no source gives the figure.
+    """One GPU model. A figure that no source gives is ``None``, or is missing from a mapping.
 
-    - ``sm``: the compute capability; 89 is 8.9.
-    - ``is_shared``: programs on the CPU use the same memory.
-    - ``tera``: rates in 10**12 operations per second, for fp16, int8, int4, fp8 and nvfp4.
-    - ``derived``: explains rates that no source gives directly.
+    - ``sm``: the compute capability; 89 means 8.9.
+    - ``is_shared``: true if CPU and GPU use the same memory.
+    - ``tera``: peak rates in 10**12 operations per second. The keys are fp16, int8, int4, fp8 and
+      nvfp4.
+    - ``derived``: for each rate that no source gives directly, how it was derived.
     """
 
     name: str
@@ -62,8 +64,8 @@ DEVICES = (
         is_shared=True,
         tera={"fp16": 17, "int8": 33},
     ),
-    # The published rate, 157 sparse TOPS, includes the two DLAs, which the engines here do not use.
-    # No page says how much of it the GPU has.
+    # NVIDIA publishes 157 sparse TOPS for the GPU and the two DLAs together. Engines here do not
+    # use the DLAs, and no page gives the rate of the GPU alone. So no rate is recorded.
     Device(
         "orin-nx",
         87,
@@ -73,9 +75,9 @@ DEVICES = (
         gb_per_s=102.4,
         is_shared=True,
     ),
-    # int8: the GPU's part of 275 TOPS at MAXN, published as sparse. (The brief says 170, which is
-    # rounded.) fp16: according to the brief, a tensor core computes 16 fp16 products in the time of
-    # 32 int8 products. The two published rates of the Orin Nano have the same ratio.
+    # The int8 rate is the GPU's part of the 275 TOPS at MAXN, which is published as a sparse rate.
+    # (The brief rounds it to 170.) For fp16, the brief says that a tensor core computes 16 fp16
+    # products in the time of 32 int8 products. The two rates of the Orin Nano have the same ratio.
     Device(
         "agx-orin",
         87,
@@ -98,7 +100,7 @@ DEVICES = (
         gb_per_s=1008,
         tera={"fp16": 165.2, "int8": 660.6, "int4": 1321.2, "fp8": 330.3},
     ),
-    # Published as sparse.
+    # The source gives sparse rates.
     Device(
         "l4",
         89,
@@ -126,7 +128,7 @@ DEVICES = (
         gb_per_s=3350,
         tera={"fp16": 989.4, "int8": 1978.9, "fp8": 1978.9},
     ),
-    # Published as sparse.
+    # The source gives sparse rates.
     Device(
         "h200",
         90,
@@ -136,7 +138,7 @@ DEVICES = (
         gb_per_s=4800,
         tera={"fp16": 1979 / 2, "int8": 3958 / 2, "fp8": 3958 / 2},
     ),
-    # The rates are published for eight GPUs. The rate of nvfp4 is dense, the others are sparse.
+    # The source gives rates for eight GPUs together. The nvfp4 rate is dense, the others sparse.
     Device(
         "b200",
         100,
@@ -146,8 +148,8 @@ DEVICES = (
         gb_per_s=64000 / 8,
         tera={"fp16": 36000 / 16, "int8": 72000 / 16, "fp8": 72000 / 16, "nvfp4": 72000 / 8},
     ),
-    # The rates are published for eight GPUs. The rate of nvfp4 is dense, the others are sparse. The
-    # memory available is 2.1 TB for eight GPUs, although 288 GB are installed in each.
+    # The source gives rates for eight GPUs together. The nvfp4 rate is dense, the others sparse.
+    # Each GPU has 288 GB of memory, but programs can use only 2.1 TB on eight GPUs.
     Device(
         "b300",
         103,
@@ -158,7 +160,7 @@ DEVICES = (
         tera={"fp16": 36000 / 16, "int8": 3000 / 16, "fp8": 72000 / 16, "nvfp4": 108000 / 8},
         note="hardly any INT8 arithmetic: int8-static is slow, int8 (weights only) is not",
     ),
-    # fp16 and int8 are published as sparse.
+    # The source gives sparse rates for fp16 and int8.
     Device(
         "thor",
         110,
@@ -187,7 +189,7 @@ DEVICES = (
         gb_per_s=1792,
         tera={"fp16": 503.8, "int8": 1007.6, "fp8": 1007.6, "nvfp4": 2015.2},
     ),
-    # Published as sparse; no page gives the other rates.
+    # The source gives a sparse rate for nvfp4. No page gives the other rates.
     Device(
         "gb10",
         121,

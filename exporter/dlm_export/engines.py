@@ -1,7 +1,7 @@
-"""The two TensorRT variants that can build and run engines.
+"""Describes the two variants of TensorRT: standard TensorRT and TensorRT-RTX.
 
-The manifest, the native library and ``--builder`` refer to a variant by its ``name``; targets refer
-to it by its ``kind``.
+Each variant can build and run engines. The manifest, the native library and ``--builder`` use the
+``name`` of a variant. Targets use its ``kind``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 class EngineBuilder:
     """One TensorRT variant.
 
-    ``modules`` are the Python packages that can build engines; any one of them is enough.
-    ``libraries`` are the shared libraries that can run its engines, newest first.
+    ``modules`` lists the Python modules that can build engines; any one of them is enough.
+    ``libraries`` lists the shared libraries that can run engines of this variant, newest first.
     """
 
     name: str
@@ -35,7 +35,7 @@ RTX = EngineBuilder(
     "tensorrt_rtx",
     "rtx",
     "TensorRT-RTX",
-    ("tensorrt_rtx", "tensorrt_rtx_bindings"),  # NVIDIA's whole package, or only its bindings
+    ("tensorrt_rtx", "tensorrt_rtx_bindings"),  # the complete package, or its bindings alone
     ("libtensorrt_rtx.so.1",),
 )
 ENGINE_BUILDERS = {builder.name: builder for builder in (TENSORRT, RTX)}

@@ -16,7 +16,7 @@ from dlm_export.targets import Target
 
 @dataclass(frozen=True)
 class Builders:
-    """Which packages are installed that can build or run engines, and the SM of the GPU."""
+    """Which engine packages this machine has (true if installed), and the SM of its GPU, if any."""
 
     onnxruntime: bool
     rtx: bool
@@ -25,16 +25,16 @@ class Builders:
 
 
 def builders_here() -> Builders:
-    """Find the ``Builders`` of this machine, without importing the packages."""
+    """Find out which engine packages this machine has. The packages are not imported."""
     rtx, tensorrt = (any(map(find_spec, builder.modules)) for builder in (RTX, TENSORRT))
     return Builders(bool(find_spec("onnxruntime")), rtx, tensorrt, device_sm())
 
 
 def engine_here(target: Target, here: Builders | None = None) -> tuple[bool, str]:
-    """Check whether this machine can build the target's engine now.
+    """Tell whether this machine can build the engine of ``target``, and how.
 
-    The text says how the engine is built here, or what to do instead. ``here`` describes another
-    machine, or this one if it is ``None``. No builder is imported.
+    Returns a boolean and a text. The text says how the engine is built here, or what the user must
+    do instead. To ask about another machine, pass its description as ``here``.
     """
     here = here or builders_here()
     if target.sm is None:
@@ -57,8 +57,9 @@ def engine_here(target: Target, here: Builders | None = None) -> tuple[bool, str
 
 
 def reported_sms(sm: int) -> tuple[int, ...]:
-    """SMs that the driver of a device may report. CUDA before version 13 reports Thor as 10.1
-    instead of 11.0.
+    """All SM numbers that a driver may report for a device whose SM is ``sm``.
+
+    CUDA before version 13 reports Thor as 10.1 instead of 11.0.
     """
     return (110, 101) if sm == 110 else (sm,)
 
@@ -70,8 +71,8 @@ def device_sm() -> int | None:
     except OSError:
         return None
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    # 75 and 76 are the values of CUdevice_attribute for the major and minor compute capability. 0
-    # is CUDA_SUCCESS, so these calls stop at the first error.
+    # In CUdevice_attribute, 75 is the major compute capability and 76 the minor one. Each function
+    # returns 0 (CUDA_SUCCESS) or an error code, so ``or`` stops at the first error.
     failed = (
         cuda.cuInit(0)
         or cuda.cuDeviceGet(ctypes.byref(device), 0)
@@ -82,7 +83,7 @@ def device_sm() -> int | None:
 
 
 def _processor() -> str:
-    """Linux's name of the first processor, or an empty string if it is unknown."""
+    """The name that Linux reports for the first processor; empty if it is unknown."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text(errors="replace").splitlines() if info.is_file() else []:
         if line.startswith("model name"):
@@ -93,7 +94,7 @@ def _processor() -> str:
 def this_machine() -> dict[str, Any]:
     """Describe this machine: its processor, memory, GPU, and ONNX Runtime.
 
-    A value is ``None`` if the machine lacks the thing.
+    If the machine has no GPU or no ONNX Runtime, their values are ``None``.
     """
     from importlib import metadata
 

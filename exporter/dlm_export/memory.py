@@ -21,11 +21,10 @@ def _trim() -> Callable[[int], int] | None:
 
 
 def give_back() -> None:
-    """Return freed heap pages to the system. This needs glibc; with other C libraries it does
-    nothing.
+    """Return unused heap memory of this process to the system. Does nothing without glibc.
 
     Reading a checkpoint one tensor at a time fragments the heap. For a denoiser of 1 B parameters,
-    the unused pages amount to a fifth of its size.
+    the unused pages take a fifth of the denoiser's size.
     """
     trim = _trim()
     if trim is not None:
@@ -33,7 +32,10 @@ def give_back() -> None:
 
 
 def resident_bytes() -> int:
-    """Memory that this process uses, without memory-mapped files; 0 if unknown."""
+    """Physical memory in bytes that this process uses; 0 if unknown.
+
+    Memory-mapped files are not included.
+    """
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             _, resident, shared, *_ = map(int, file.read().split())
@@ -43,8 +45,9 @@ def resident_bytes() -> int:
 
 
 def available_memory_bytes() -> int | None:
-    """Memory that a new program may use without swapping, as Linux estimates it. ``None`` if it is
-    unknown.
+    """Linux's estimate of how many bytes a new program can use without swapping.
+
+    ``None`` if unknown.
     """
     info = Path("/proc/meminfo")
     for line in info.read_text().splitlines() if info.is_file() else []:
@@ -56,8 +59,8 @@ def available_memory_bytes() -> int | None:
 def check_host_memory(needed: int, holder: str, instead: str) -> None:
     """Raises DlmError if this machine has fewer than ``needed`` bytes of available memory.
 
-    ``holder`` says what the memory is for, and ``instead`` what the user can do. If the available
-    memory is unknown, the check passes.
+    The error message contains ``holder``, which says what the memory is for, and ``instead``, which
+    says what the user can do. If the available memory is unknown, no error is raised.
     """
     available = available_memory_bytes()
     if available is not None and needed > available:

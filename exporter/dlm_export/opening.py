@@ -24,6 +24,6 @@ class Opening:
 
 
 ON_CPU = Opening(engine="onnxruntime")
-"""Opens a bundle with ONNX Runtime on the CPU. This works for every bundle, even for one made for
-GPUs.
+"""Opens a bundle with ONNX Runtime on the CPU. Every bundle can be opened in this way, even a
+bundle for GPUs.
 """

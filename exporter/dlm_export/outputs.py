@@ -1,15 +1,14 @@
-"""Writes output atomically. New output is made in a temporary folder and moved into place in one
-step.
+"""Writes files and folders atomically: in a temporary folder, then moved into place in one step.
 
-While a process writes ``NAME``, the temporary folder is ``.NAME.dlm-export`` in the same parent
-folder. It is called the claim. It contains the unfinished output and a file ``owner`` with the
-process's number. The process keeps ``owner`` locked (flock) as long as it lives. If the process is
-killed, the system releases the lock but the folder remains. The next process that writes ``NAME``
-can therefore tell abandoned claims from active ones, and removes the contents of abandoned ones.
+While a process writes ``NAME``, it owns a temporary folder ``.NAME.dlm-export`` beside it. This
+folder is called the claim. The claim contains the unfinished output, and a file ``owner`` with the
+process number. The process keeps ``owner`` locked (flock) until it exits. If the process is killed,
+the system releases the lock, but the claim remains. The next process that writes ``NAME`` sees that
+``owner`` is not locked. It then takes over the claim and deletes the unfinished output.
 
-The move uses renameat2(2): RENAME_NOREPLACE for new output, and RENAME_EXCHANGE to replace old
-output. At any time, the path thus has either the old or the complete new output. After an exchange
-the old output is in the claim, and is deleted there.
+The finished output is moved with renameat2(2). The flag is RENAME_NOREPLACE if the path is free,
+and RENAME_EXCHANGE if old output is replaced. So the path always has either the old output or the
+complete new output. After an exchange, the old output is in the claim and is deleted there.
 """
 
 from __future__ import annotations
@@ -27,13 +26,15 @@ from pathlib import Path
 from dlm_runtime.errors import DlmError, ExitCode
 
 OWNER, NEW, OLD = "owner", "new", "old"
-"""Entries of a claim: the locked file, the unfinished output, and the replaced output on a file
-system that cannot exchange two paths.
+"""Names of the entries of a claim.
+
+``owner`` is the locked file, and ``new`` the folder of the unfinished output. ``old`` is the
+replaced output; it exists only on file systems that cannot exchange two paths.
 """
 
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2  # linux/fs.h
-# The kernel or the file system lacks renameat2.
+# Error codes of renameat2 if the kernel or the file system does not support it.
 _NOT_OFFERED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -41,13 +42,14 @@ _Look = dict[str, tuple[int, ...]]
 
 
 class OutputError(DlmError):
-    """Raised if output cannot be written: no space, no permission, or another process is writing
-    it.
+    """Raised if output cannot be written.
+
+    For example, the disk is full, or another process is writing the same output.
     """
 
 
 class TakenError(OutputError):
-    """Raised if output exists already and must not be replaced."""
+    """Raised if the output path is taken, and its content must not be replaced."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -63,15 +65,15 @@ def claimed(
     Args:
         output: Final path.
         force: Replace existing output.
-        kept_because: A function that says why an existing path must never be replaced. It returns
-            ``None`` if ``force`` may replace the path.
+        kept_because: A function of a path that exists. It returns the reason why the path must
+            never be replaced, or ``None`` if ``force`` may replace it.
         needed_bytes: Disk space that must be free.
 
     Raises:
-        TakenError: Existing output must not be replaced.
-        OutputError: Another process is writing there, or the disk is full or fails. Also raised if
-            another process has changed the existing output in the meantime; that output is then
-            kept.
+        TakenError: ``output`` exists and must not be replaced.
+        OutputError: Another process is writing ``output``, or the disk is full or fails. Also
+            raised if another process changes ``output`` while the block runs. ``output`` then
+            stays as that process left it.
     """
     output = Path(os.path.abspath(output))
     _check(output, force, kept_because)
@@ -80,7 +82,7 @@ def claimed(
         output.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(output.parent).free
     except OSError as err:
-        # A file is where a folder is needed.
+        # These errors mean that a parent folder of the path is a file.
         is_wrong = isinstance(err, (FileExistsError, NotADirectoryError))
         raise (TakenError if is_wrong else OutputError)(
             f"{output}: cannot write there ({err.strerror})"
@@ -92,8 +94,8 @@ def claimed(
                 f"{output}: needs {needed_bytes:,} bytes of disk, only {free:,} are free"
             )
         claim = held.enter_context(_claim(output))
-        # Check again now that this process holds the claim: taking the claim may have restored
-        # output of a process that was killed.
+        # Check the path again. Taking over the claim of a killed process may have restored the old
+        # output there.
         _check(output, force, kept_because)
         try:
             before = _look(output)
@@ -113,7 +115,7 @@ def claimed(
 
 
 def claimed_file(output: Path, *, force: bool) -> contextlib.AbstractContextManager[Path]:
-    """``claimed`` for a file. ``force`` allows replacing a regular file, and nothing else."""
+    """Like ``claimed``, but for a single file. ``force`` replaces regular files only."""
     return claimed(
         output,
         force=force,
@@ -143,11 +145,12 @@ def replaced(path: Path) -> Iterator[Path]:
     """Yield a path next to ``path``. If the block succeeds, the file written there replaces
     ``path``.
 
-    Use this for files that belong to dlm-export only, because ``path`` is replaced without a check.
+    An existing ``path`` is replaced without any check. So use this only for files that dlm-export
+    created.
     """
     new = path.with_name(f"{path.name}.new")
     try:
-        new.unlink(missing_ok=True)  # writing would follow a symbolic link
+        new.unlink(missing_ok=True)  # a symbolic link at this path would redirect the output
         yield new
         os.replace(new, path)
     finally:
@@ -168,7 +171,7 @@ def locked(folder: Path) -> Iterator[None]:
         raise OutputError(
             f"{folder}: another dlm-export is changing it. Wait for it, and try again."
         ) from err
-    # The file system has no locks. Changes by others are still detected when output is moved.
+    # The file system has no locks. ``_place`` still detects changes by other processes.
     except OSError:
         pass
     try:
@@ -200,8 +203,9 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 @contextlib.contextmanager
 def _claim(output: Path) -> Iterator[Path]:
-    """Hold the claim of ``output`` within the block. Files that a killed process left in the claim
-    are removed first.
+    """Own the claim of ``output`` while the block runs, and yield its path.
+
+    Files that a killed process left in the claim are removed first.
     """
     claim = output.with_name(f".{output.name}.dlm-export")
     try:
@@ -215,20 +219,22 @@ def _claim(output: Path) -> Iterator[Path]:
         _clear(claim, NEW, OLD)
         yield claim
     finally:
-        # Old output that could not be restored is kept, as the error message says.
+        # If the entry "old" exists, the old output could not be moved back to its path. The entry
+        # is then the user's only copy, so do not delete it.
         _clear(claim, NEW)
         if not os.path.lexists(claim / OLD):
-            # Removed last, because a claim without this file is never cleared.
+            # Remove "owner" last, because no process deletes the contents of a claim without it.
             os.unlink(claim / OWNER)
-            with contextlib.suppress(OSError):  # another process is using it already
+            with contextlib.suppress(OSError):  # another process already uses the claim
                 os.rmdir(claim)
         os.close(owner)
 
 
 def _take(claim: Path, output: Path) -> int:
-    """Create the claim, or take over an abandoned one. Returns the file ``owner``, open and locked.
+    """Create the claim, or take it over from a killed process.
 
-    Raises OutputError, OSError.
+    Returns the descriptor of the file ``owner``, which is open and locked. Raises OutputError or
+    OSError.
     """
     while True:
         try:
@@ -248,7 +254,7 @@ def _take(claim: Path, output: Path) -> int:
                 claim / OWNER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
             )
         except FileNotFoundError:
-            continue  # the owner has finished and removed the claim
+            continue  # the other process has finished and removed the claim
         try:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as err:
@@ -259,9 +265,9 @@ def _take(claim: Path, output: Path) -> int:
                 f"{output}: {who} is writing it. Wait for it, or choose another name."
             ) from err
         except OSError as err:
-            # The file system has no locks, which is true of some network file systems. Creating a
-            # claim is safe there, because only one process can create it. A claim that exists
-            # already may be active or abandoned, so it is not taken over.
+            # Some network file systems have no locks. There, a process can still create a claim
+            # safely, because only one process can create the folder. But it cannot take over an
+            # existing claim, because the owner may still be running.
             if not is_new:
                 os.close(owner)
                 raise OutputError(
@@ -275,11 +281,11 @@ def _take(claim: Path, output: Path) -> int:
                 return owner
         except FileNotFoundError:
             pass
-        os.close(owner)  # another process removed the claim before this one locked it
+        os.close(owner)  # another process removed the claim before it was locked here
 
 
 def _clear(claim: Path, *names: str) -> None:
-    """Remove the entries ``names`` from a claim."""
+    """Delete the entries ``names`` of a claim if they exist."""
     for path in (claim / name for name in names):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -291,15 +297,14 @@ def _clear(claim: Path, *names: str) -> None:
 
 
 def _place(new: Path, output: Path, before: _Look | None) -> None:
-    """Move ``new`` to ``output``, provided that ``output`` has not changed since ``before`` was
-    recorded.
+    """Move ``new`` to ``output``, unless another process has changed ``output``.
 
-    Replaced output is then at the path ``new``. Raises OutputError if another process has written
-    ``output`` in the meantime. Its output is then kept.
+    ``before`` is the earlier result of ``_look(output)``. If old output is replaced, it is moved to
+    the path ``new``. If ``output`` has changed, OutputError is raised, and ``output`` is not moved.
     """
     lost = f"{output}: another process wrote there meanwhile. Its output was left alone, and the new one was discarded."
     if not os.path.lexists(output):
-        before = None  # someone has deleted the old output, so nothing is replaced
+        before = None  # another process has deleted the old output
     if before is None:
         try:
             _move(new, output)
@@ -311,7 +316,7 @@ def _place(new: Path, output: Path, before: _Look | None) -> None:
     ours = os.lstat(new)
     try:
         _exchange(new, output)
-    finally:  # This must run after Ctrl-C too, because the replaced output is deleted soon.
+    finally:  # Even after Ctrl-C, check the replaced output before it is deleted.
         if not os.path.samestat(os.lstat(new), ours) and _look(new) != before:
             _exchange(new, output)
             raise OutputError(lost)
@@ -324,8 +329,9 @@ def _move(source: Path, to: Path) -> None:
     except OSError as err:
         if err.errno not in _NOT_OFFERED:
             raise
-        # The next best method. Renaming a folder can replace an empty folder and nothing else. For
-        # a file, another process may create the path between this check and the renaming.
+        # Check that ``to`` does not exist, then rename. Another process may create ``to`` in
+        # between. If ``source`` is a folder, rename could then replace an empty folder only. If it
+        # is a file, rename would replace the other process's file.
         if os.path.lexists(to):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(to)) from err
         os.rename(source, to)
@@ -338,22 +344,19 @@ def _exchange(source: Path, to: Path) -> None:
     except OSError as err:
         if err.errno not in _NOT_OFFERED:
             raise
-        # Two renames. Between them the path does not exist. If the process is killed there, the
-        # next claim restores the old output.
+        # Rename twice instead. Between the two renames, the path ``to`` does not exist. If the
+        # process is killed then, the next process that takes the claim restores the old output.
         aside = source.parent.with_name(OLD)
         try:
             os.rename(to, aside)
             os.rename(source, to)
-        finally:  # runs after Ctrl-C between the renames too
+        finally:  # Ctrl-C may have stopped the process between the two renames
             if os.path.lexists(aside):
                 os.rename(aside, to if os.path.lexists(source) else source)
 
 
 def _renameat2(source: Path, to: Path, flags: int) -> None:
-    """Call renameat2(2), which glibc has since version 2.28.
-
-    Raises OSError, with ENOSYS if the C library lacks the function.
-    """
+    """Call renameat2(2). Raises OSError, with ENOSYS if the C library is glibc before 2.28."""
     try:
         function = _LIBC.renameat2
     except AttributeError:
@@ -364,8 +367,9 @@ def _renameat2(source: Path, to: Path, flags: int) -> None:
 
 
 def _look(path: Path) -> _Look | None:
-    """Record the state of a path: the identity, size and time of each of its files. ``None`` if
-    there is no such path.
+    """Record the inode, size and modification time of each file at ``path``.
+
+    Two equal results mean that ``path`` has not changed. ``None`` if ``path`` does not exist.
     """
     if not os.path.lexists(path):
         return None

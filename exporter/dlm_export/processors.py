@@ -1,4 +1,4 @@
-"""The CPU kernels of the native runtime by instruction set, and which of them this machine can run."""
+"""Lists the CPU kernels of the native runtime, and tells which of them this machine can run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from dlm_runtime.abi import native as _native
 class KernelSet:
     """The kernels for one kind of processor.
 
-    ``codes`` is the instruction set that multiplies quantised rows by INT8 and INT4 weights.
-    ``floats`` is the one that computes NVFP4 layers, attention and candidates.
+    ``codes`` names the instruction set of the integer kernels, which compute INT8 and INT4 layers.
+    ``floats`` names the instruction set of the floating-point kernels. These compute NVFP4 layers,
+    attention, and candidate tokens.
     """
 
     name: str
@@ -23,8 +24,9 @@ class KernelSet:
 
     @property
     def instructions(self) -> dict[str, str]:
-        """The instruction set used for each format of a linear layer, for attention, and for
-        candidates.
+        """Maps each kind of kernel to the instruction set that it uses.
+
+        The kinds are the formats of linear layers, ``attention`` and ``candidates``.
         """
         codes, floats = self.codes, self.floats
         return {
@@ -43,13 +45,13 @@ KERNEL_SETS = (
     KernelSet("avx2", "Haswell, Zen and later", "AVX2", "AVX2"),
     KernelSet("neon-dotprod", "Arm v8.2 with dot products", "NEON dot", "NEON"),
 )
-"""For each architecture, the fastest set comes first. $DLM_KERNELS accepts these names."""
+"""All kernel sets, fastest first on each architecture. $DLM_KERNELS accepts their names."""
 
 
 def list_kernels() -> list[dict[str, Any]]:
-    """Describe each of ``KERNEL_SETS`` in plain values.
+    """Describe each of ``KERNEL_SETS`` in values that JSON can hold.
 
-    ``refusal`` is the reason why the set does not run on this machine, or ``None`` if it does.
+    ``refusal`` says why the kernels cannot run on this machine. ``None`` if they can.
     """
     here = _native.kernel_sets()
     return [

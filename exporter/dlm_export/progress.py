@@ -9,15 +9,16 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Receives the progress of a command, which consists of stages. Each stage has a number of
-    units of work.
+    """Is notified of a command's progress.
+
+    A command consists of stages, and a stage of units of work.
     """
 
     def start(self, stage: str, total: int) -> None:
-        """Start a stage of ``total`` units. The previous stage has then ended."""
+        """Called when a stage of ``total`` units starts. This also ends the previous stage."""
 
     def advance(self, units: int = 1) -> None:
-        """Report that units of the current stage are finished."""
+        """Called when ``units`` more units of the current stage are finished."""
 
 
 class Silent:
@@ -29,9 +30,9 @@ class Silent:
 
 
 class Stages:
-    """Reports stages to ``progress`` as they begin.
+    """Reports each stage to ``progress`` when it starts, and measures its duration.
 
-    ``seconds`` has the time of each stage that has succeeded, by its name.
+    ``seconds`` maps the name of each stage that succeeded to its duration in seconds.
     """
 
     def __init__(self, progress: Progress | None = None) -> None:
@@ -40,7 +41,10 @@ class Stages:
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Callable[..., None]]:
-        """Run and time a stage of ``total`` units; yields the function that advances it."""
+        """Run and time the block as a stage of ``total`` units.
+
+        Yields a function. The block calls it to report finished units.
+        """
         self.progress.start(name, total)
         began = time.perf_counter()
         yield self.progress.advance

@@ -16,7 +16,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class _Ended(BaseException):
     """Raised when a signal arrives that ends the process.
 
-    This is not KeyboardInterrupt, because click converts that to an exit code.
+    KeyboardInterrupt is not used, because click turns it into an exit code.
     """
 
     def __init__(self, number: int) -> None:
@@ -25,14 +25,14 @@ class _Ended(BaseException):
 
 @contextmanager
 def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Within the block, call ``handler`` for signals that end a process.
+    """While the block runs, ``handler`` is called for signals that end a process.
 
-    Signals that the process ignores, for example under ``nohup``, stay ignored. Outside the main
-    thread this does nothing, because Python lets only the main thread set handlers.
+    Signals that the process ignores, for example under ``nohup``, stay ignored. Python lets only
+    the main thread set handlers, so in other threads this does nothing.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    # getsignal returns None for a handler that was not set from Python. Python cannot restore such
-    # a handler, so it is kept.
+    # getsignal returns None for a handler that C code has set. Python could not restore such a
+    # handler later, so do not replace it.
     numbers = [
         number
         for number in ENDING
@@ -48,10 +48,10 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 @contextmanager
 def cancelling(cancel: threading.Event) -> Iterator[None]:
-    """Within the block, the first signal that ends the process sets ``cancel``.
+    """While the block runs, a signal that would end the process sets ``cancel`` instead.
 
-    The block can then finish its work, and the process dies after it. A second signal ends the
-    process at once. Use this inside ``dying_by_signal``.
+    The block can then finish its work, and the process ends after the block. If another signal
+    follows, the process ends at once. Use this inside ``dying_by_signal``.
     """
     ending: list[int] = []
 
@@ -69,8 +69,9 @@ def cancelling(cancel: threading.Event) -> Iterator[None]:
 
 @contextmanager
 def interrupted_by(on_interrupt: Callable[[], bool]) -> Iterator[None]:
-    """Within the block, Ctrl-C calls ``on_interrupt``. If that returns False, the previous handler
-    is called too.
+    """While the block runs, Ctrl-C calls ``on_interrupt``.
+
+    If ``on_interrupt`` returns False, the previous handler is called too.
     """
     before = signal.getsignal(signal.SIGINT)
 
@@ -93,11 +94,10 @@ def interrupted_by(on_interrupt: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def dying_by_signal() -> Iterator[None]:
-    """Within the block, a signal that ends the process raises an exception.
+    """While the block runs, a signal that ends the process first raises an exception.
 
-    The exception lets the code clean up. Then the process dies by the same signal. Exiting with
-    code 128 + n would not be enough: a shell that runs the command in a loop would continue the
-    loop.
+    The exception lets the code clean up. Then the process kills itself with the same signal. An exit
+    with code 128 + n would not be enough: a shell loop that runs the command would then go on.
     """
 
     def end(number: int, _: FrameType | None) -> None:

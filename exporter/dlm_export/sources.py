@@ -40,7 +40,7 @@ from dlm_runtime.tools import FORMATS
 
 @dataclass(frozen=True)
 class Source:
-    """A denoiser to build a bundle from, with its text files and presets."""
+    """An open source: a denoiser to build a bundle from, with its text files and presets."""
 
     path: Path
     network: NetworkSpec
@@ -49,25 +49,28 @@ class Source:
     presets: dict[str, Policy]
     default_preset: str
     precision: str
-    """The type of most of the weights: fp32, fp16 or bf16."""
+    """The type of most weights in the source: fp32, fp16 or bf16."""
     notes: tuple[str, ...] = ()
-    """Messages about parts of a checkpoint that are not used."""
+    """Messages for the user about parts of the checkpoint that a build ignores."""
     config_sha256: str | None = None
-    """Hash of the checkpoint's config.json; ``None`` for a bundle without it."""
+    """SHA-256 of the checkpoint's config.json. ``None`` for a bundle that does not record it."""
     max_new_tokens: int | None = None
-    """Default number of mask tokens that a request fills, or ``None``."""
+    """How many tokens a request generates by default; ``None`` if the source does not say."""
     json_layout: str | None = None
-    """Name of the JSON layout that the denoiser was trained on, or ``None`` if unknown."""
+    """Name of the JSON layout that the denoiser was trained on; ``None`` if unknown."""
     call_format: str | None = None
-    """Name of the tool-call format that the denoiser was trained on, or ``None`` if unknown."""
+    """Name of the tool-call format that the denoiser was trained on; ``None`` if unknown."""
     hub: Hub | None = None
-    """Where the checkpoint was fetched from; ``None`` for a folder."""
+    """Where the checkpoint was downloaded from; ``None`` if it was not downloaded."""
     has_effort: bool = False
-    """True if the source is a bundle with effort levels. They apply to that bundle only."""
+    """True if the source is a bundle with effort levels. A new bundle cannot use these levels."""
 
 
 def open_source(path: Path, overrides: Overrides | None = None) -> Source:
-    """Open a checkpoint, or an unquantised bundle. Raises CheckpointError, BundleError."""
+    """Open the checkpoint or unquantised bundle at ``path``.
+
+    Raises CheckpointError or BundleError.
+    """
     if (path / MANIFEST_FILE).is_file():
         return _open_bundle(path, overrides or Overrides())
     checkpoint, overrides = Checkpoint(path), overrides or Overrides()
@@ -92,10 +95,11 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
 
 
 def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Source:
-    """Open the source that a bundle was built from, at ``path``.
+    """Open ``path`` as the source that ``bundle`` was built from.
 
-    The mask token, canvas and blocks are taken from the bundle's ``manifest``. Raises BundleError
-    or CheckpointError. If the source has another denoiser, CheckpointError says what differs.
+    The mask token, the canvas length and the block length are taken from the bundle's ``manifest``.
+    Raises BundleError or CheckpointError. If ``path`` has another denoiser, CheckpointError says
+    what differs.
     """
     built = network_of(manifest)
     overrides = None
@@ -113,11 +117,11 @@ def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Sou
 def _check_config(
     bundle: Path, manifest: Mapping[str, Any], path: Path, overrides: Overrides
 ) -> None:
-    """Raises CheckpointError if the checkpoint's config.json is not the bundle's and describes
-    another network.
+    """Raises CheckpointError if the checkpoint's config.json describes another network.
 
-    The checkpoint is first read with its own mask token. The bundle's mask token may be outside the
-    checkpoint's vocabulary, and the error would then blame the checkpoint.
+    The networks are compared only if the bundle records another hash of config.json. Their mask
+    tokens are not compared. The checkpoint is read with its own mask token first, because that of
+    the bundle may be outside the checkpoint's vocabulary.
     """
     checkpoint = Checkpoint(path)
     theirs, ours = manifest.get("source", {}).get("config_sha256"), sha256(checkpoint.config.path)
@@ -147,18 +151,18 @@ def _stored_precision(checkpoint: Checkpoint) -> str:
 
 
 class BundleParameters:
-    """The weights of an unquantised bundle, read from its graph by the denoiser's parameter names."""
+    """Reads the parameters of a denoiser from the graph of an unquantised bundle."""
 
     def __init__(self, folder: Path, network: NetworkSpec, files: Collection[str]) -> None:
-        """``files`` are the files that the bundle's manifest lists.
+        """Open the graph in ``folder``. ``files`` has the names of the files in the manifest.
 
-        Raises CheckpointError if a parameter is missing, has another shape, or is stored in another
-        file.
+        Raises CheckpointError if a parameter is missing, has a wrong shape, or is stored in a file
+        that the manifest does not list.
         """
         self.path = folder / graph.GRAPH_FILE
         try:
             initializers = ir.load(self.path).graph.initializers
-        except Exception as err:  # an exception of protobuf, or ValueError
+        except Exception as err:  # protobuf has its own exceptions, and onnx_ir raises ValueError
             raise CheckpointError(
                 f"{self.path}: not a graph that onnx_ir can read ({err})"
             ) from err
@@ -191,8 +195,7 @@ class BundleParameters:
         stack = self._panels.get(parameter)
         tensor = self._tensors[parameter if stack is None else f"{parameter}.panels"]
         try:
-            # Do not use the tensor's own memory mapping. All readers would share it, and it is
-            # never closed.
+            # onnx_ir never closes its memory mapping of a tensor, so map the file here instead.
             stored = (
                 np.memmap(
                     tensor.path, tensor.dtype.numpy(), "r", tensor.offset or 0, tensor.shape.numpy()
@@ -211,7 +214,7 @@ class BundleParameters:
         return array
 
     def view(self, parameter: str) -> None:
-        """Always returns ``None``, because a bundle's parameters are read and checked each time."""
+        """Always returns ``None``. Use ``read``, which also checks the values."""
 
     def stored_type(self, parameter: str) -> np.dtype:
         """See ``Parameters.stored_type``."""
@@ -220,8 +223,8 @@ class BundleParameters:
 
 
 def _open_bundle(path: Path, overrides: Overrides) -> Source:
-    # Opening the bundle checks the manifest and the sizes and hashes of its files, so its files are
-    # unchanged.
+    # Opening the bundle compares the sizes and hashes of its files with the manifest. So a changed
+    # file is found here.
     with dlm_runtime.open(path, engine="none") as bundle:
         manifest = bundle.manifest
         presets = {name: bundle.policy(name) for name in published_presets(manifest)}

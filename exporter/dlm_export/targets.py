@@ -1,8 +1,8 @@
-"""Targets: what each device can run, and checks that it can run a precision.
+"""Describes what each target device can run, and rejects precisions that a target cannot run.
 
-The features of a GPU are derived from its SM (compute capability), according to NVIDIA's support
-matrices of TensorRT and TensorRT-RTX. Its figures are from ``devices``. Rates are in operations per
-second.
+The number formats of a GPU follow from its SM (compute capability). The rules come from NVIDIA's
+support matrices for TensorRT and TensorRT-RTX. Memory sizes and rates come from ``devices``. All
+rates are in operations per second.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 FULL_PRECISIONS = ("fp32", "fp16")
 AUTO = "auto"
-STORED = "stored"  # keep the formats of a checkpoint that is quantised already
+STORED = "stored"  # use the formats of a checkpoint that is already quantised
 
 LEAST_SM = {"fp16": 75, "bf16": 80}
-"""Oldest SM that runs each full precision; 89 is 8.9. TensorRT-RTX 1.7 does not compile bf16 for
-7.5.
+"""The oldest SM that runs each full precision; 75 means SM 7.5. TensorRT-RTX 1.7 does not compile
+bf16 for SM 7.5.
 """
 GPU_ALIASES = {"int8": "int8-weight", "int4": "int4-g64"}
 CPU_ALIASES = {"int4-g64": "int4-g64-dynamic", "int4-g128": "int4-g128-dynamic"}
 
 # ``LayerFormat.on_cuda`` says which formats ONNX Runtime's CUDA provider can run. The sources are
 # docs/OperatorKernels.md of ONNX Runtime and libonnxruntime_providers_cuda.so of onnxruntime-gpu
-# 1.31.1. The provider has all operators of fp16 and bf16 graphs at opset 23 (graph/cuda.py). It has
-# MatMulNBits since 1.24.4. It has DequantizeLinear and QuantizeLinear at opset 21, but without bf16
-# scales. It lacks BitShift, and its MatMulInteger supports only signed bytes.
+# 1.31.1. The provider supports all operators of fp16 and bf16 graphs at opset 23 (graph/cuda.py).
+# It supports MatMulNBits since 1.24.4. It supports DequantizeLinear and QuantizeLinear at opset 21,
+# but without bf16 scales. It does not support BitShift. Its MatMulInteger takes signed bytes only.
 NOT_ON_CUDA = "ONNX Runtime's CUDA provider has no kernel for operators of its graph"
 
-# SMs that TensorRT-RTX 1.7 can build engines for without a GPU, from its enumeration
-# ComputeCapability.
+# SMs for which TensorRT-RTX 1.7 can build engines without a GPU. Its enumeration ComputeCapability
+# lists these SMs.
 RTX_SM = (75, 80, 86, 89, 120, 121)
-# SMs that can be targets by a generic name such as sm89, and the versions of standard TensorRT that
-# support each. Blackwell and FP4 are supported since 10.8; GB300, DGX B300 and DGX Spark since
-# 10.14 (https://docs.nvidia.com/deeplearning/tensorrt/10.14.1/index.html and the release notes of
-# 10.8.0). Thor is supported since JetPack 7. For Orin, JetPack 7.2 has 10.16.
+# Maps each SM that can be a target to the versions of standard TensorRT that support it. Such a
+# target has a name like sm89. By the release notes, Blackwell and FP4 are supported since 10.8.
+# GB300, DGX B300 and DGX Spark are supported since 10.14
+# (https://docs.nvidia.com/deeplearning/tensorrt/10.14.1/index.html). Thor is supported since
+# JetPack 7. On Orin, JetPack 7.2 has TensorRT 10.16.
 TENSORRT_BY_SM = {
     75: "10.14 or later",
     80: "10.14 or later",
@@ -60,32 +61,31 @@ JETPACK_BY_SM = {87: "6, or 7.2 and later", 110: "7"}
 
 
 class TargetError(DlmError):
-    """Raised if a target does not exist, or does not support the request."""
+    """Raised if a target does not exist, or does not support the requested options."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a device can run. ``None`` and missing keys mean that no source gives the figure.
+    """What a device can run. A figure that no source gives is ``None``, or missing from a mapping.
 
     Attributes:
-        formats: Supported formats of quantised layers.
+        formats: Formats of quantised layers that the device supports.
         auto: Formats that ``--precision auto`` tries, cheapest first.
-        aliases: Names for ``--precision`` that mean another recipe on this target, with that
-            recipe.
+        aliases: Maps a name that ``--precision`` accepts to the recipe that it means on this
+            target.
         note: Advice for users.
-        sm: Compute capability (89 is 8.9); ``None`` for a CPU, and for any GPU through ONNX
-            Runtime.
-        memory_is_shared: Programs on the CPU use the same ``memory_bytes``.
-        rates: Peak operations per second of the tensor cores by number format. If the vendor gives
-            a rate for accumulation in fp32, that rate is used.
-        derived: How rates were derived that no source gives.
+        sm: Compute capability (89 means 8.9). ``None`` for the targets ``cpu`` and ``cuda``.
+        memory_is_shared: True if CPU and GPU use the same memory.
+        rates: Peak operations per second of the tensor cores, by number format. If the vendor
+            gives a rate for accumulation in fp32, that rate is used.
+        derived: For each rate that no source gives directly, how it was derived.
         provider: ONNX Runtime's provider if ``engine`` is "onnxruntime".
-        engine_kinds: Which TensorRT variants build its engines. "rtx" is TensorRT-RTX, which builds
-            ahead of time without a GPU. "tensorrt" is standard TensorRT, which builds on the
-            device.
-        tensorrt, jetpack: Supported versions.
+        engine_kinds: The TensorRT variants that can build engines for this target. "rtx" is
+            TensorRT-RTX, which can build engines without a GPU. "tensorrt" is standard TensorRT,
+            which builds engines on the device itself.
+        tensorrt, jetpack: Versions of TensorRT and JetPack that support the device, as text.
     """
 
     name: str
@@ -122,24 +122,25 @@ class Target:
 
     @property
     def needs_plain_graph(self) -> bool:
-        """True if the target may have TensorRT 10.3 of JetPack 6, whose parser lacks the operators
-        of opset 23.
+        """True if graphs for this target must avoid the operators of opset 23.
+
+        A board with JetPack 6 has TensorRT 10.3, whose parser does not know these operators.
         """
         return self.sm == 87
 
     def missing(self, formats: Iterable[str]) -> list[str]:
-        """The formats among ``formats`` that the target does not support, each once."""
+        """Those of ``formats`` that the target does not support, sorted and without repeats."""
         return sorted(set(formats) - {HIGH, *self.formats})
 
     def check_layers(self, layers: Mapping[str, str]) -> None:
-        """Raises TargetError if a bundle uses a format that the target does not support.
+        """Raises TargetError if a layer of a bundle has a format that the target does not support.
 
-        ``layers`` maps the bundle's layers to formats.
+        ``layers`` maps the path of each layer to its format.
         """
         check([self], layers.values(), "the bundle")
 
     def recipe(self, precision: str) -> Recipe | None:
-        """``recipe_for`` for this target alone."""
+        """The recipe that ``precision`` means on this target; see ``recipe_for``."""
         return recipe_for([self], precision)
 
     def as_dict(self) -> dict[str, Any]:
@@ -161,7 +162,10 @@ class Target:
 
 
 def _formats(recipe: Recipe) -> set[str]:
-    """Formats of a recipe's layers. An FP8 embedding table has the same requirements as FP8 layers."""
+    """Formats that a target must support to run a recipe.
+
+    An FP8 embedding table needs the same support as an FP8 layer.
+    """
     return {name for _, name in recipe.layers} | ({"fp8"} if recipe.embedding == "fp8" else set())
 
 
@@ -256,8 +260,8 @@ def find(name: str) -> Target:
 def find_all(names: Sequence[str]) -> list[Target]:
     """Find the targets of one bundle, in the order of ``names``.
 
-    Raises TargetError if there is no name, if a name occurs twice, or if a bundle cannot be for all
-    of the targets.
+    Raises TargetError if ``names`` is empty or has a name twice. Also raised if one bundle cannot
+    serve all these targets.
     """
     if not names:
         raise TargetError(
@@ -279,11 +283,11 @@ def find_all(names: Sequence[str]) -> list[Target]:
 
 
 def recipe_for(targets: Sequence[Target], precision: str) -> Recipe | None:
-    """The recipe that a precision means on all of ``targets``, which come from ``find_all``.
+    """The recipe that ``precision`` means on ``targets``, which must come from ``find_all``.
 
-    Returns ``None`` for full precisions, auto and stored, which are not recipes. Raises
-    RecipeError, and TargetError that says which target does not support the precision, why, and
-    what all targets support.
+    Returns ``None`` if ``precision`` is not a recipe: a full precision, "auto" or "stored". Raises
+    RecipeError if the recipe is invalid. Raises TargetError if a target does not support
+    ``precision``. The message gives the reason, and lists the precisions that all targets support.
     """
     if precision in (AUTO, STORED):
         for target in targets:
@@ -303,7 +307,7 @@ def recipe_for(targets: Sequence[Target], precision: str) -> Recipe | None:
 def check(targets: Sequence[Target], formats: Iterable[str], asker: str) -> None:
     """Raises TargetError if a target does not support one of ``formats``.
 
-    ``asker`` is the name of what needs the formats, for the message.
+    The message names ``asker`` as the thing that needs the formats.
     """
     formats = list(formats)
     for target in targets:

@@ -1,6 +1,4 @@
-"""The resources of a build: torch's device and threads, its memory limit, and folders for temporary
-data.
-"""
+"""Manages the resources of a build: torch's device and threads, memory, and temporary files."""
 
 from __future__ import annotations
 
@@ -14,9 +12,9 @@ import torch
 from dlm_runtime.errors import DlmError, RequestError
 
 SMALL_MATRIX = 1 << 19
-"""A layer whose largest matrix has at most this many elements runs on one thread.
+"""Matrices of at most this many elements are multiplied on one thread.
 
-A matrix product then takes about a millisecond, which is too short to be divided between threads.
+Such a product takes about a millisecond, so dividing it between threads does not pay.
 """
 
 
@@ -26,12 +24,13 @@ class DeviceError(DlmError):
 
 @dataclass(frozen=True)
 class Workplace:
-    """Resources for a build.
+    """The resources that a build may use.
 
-    - ``activation_bytes``: limit of memory for hidden states of canvases. Hidden states beyond the
-      limit go to a file in ``folder``. ``None`` means no limit.
+    - ``activation_bytes``: memory limit in bytes for the hidden states of canvases. Hidden states
+      beyond the limit are stored in a file in ``folder``. ``None`` means no limit.
     - ``solved``: folder for the weights that a solver has rounded. ``None`` keeps them in memory.
-    - ``states``: file of calibration states.
+    - ``states``: file for the calibration states, which are canvases to run the denoiser on.
+      ``None`` keeps them in memory only.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -43,11 +42,11 @@ class Workplace:
 
 @contextmanager
 def threads_for(elements: int) -> Iterator[None]:
-    """Within the block, use one torch thread if matrices are small.
+    """While the block runs, torch uses one thread if all matrices are small.
 
-    ``elements`` is the size of the largest matrix of a layer. Matrices are small up to
-    ``SMALL_MATRIX`` elements. Threads that share a small product would wait for each other at its
-    end. If other programs use the cores, that wait can be as long as a time slice.
+    ``elements`` is the number of elements of the largest matrix. Up to ``SMALL_MATRIX``, matrices
+    count as small. If threads divided a small product, they would have to wait for each other at
+    its end. If other programs use the same cores, this wait can be as long as a time slice.
     """
     before = torch.get_num_threads()
     if elements <= SMALL_MATRIX:

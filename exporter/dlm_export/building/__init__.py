@@ -1,8 +1,10 @@
 """The stages of a build, which make a bundle from an open source and check it.
 
-``options`` has the options of a build. ``request`` checks them before any work, and makes a ``Job``
-of the options and the source. Each stage is a function of the ``Job`` and of the results of earlier
-stages: ``quantising`` finds the numbers that a recipe needs, ``writing`` writes the text files and
-the graph, and ``proving`` compares the bundle with torch and judges it. ``dlm_export.build`` runs
-the stages in order.
+``options`` defines the options of a build. ``request`` checks the options before any work starts,
+and joins them with the source in a ``Job``. Each stage is a function that gets the ``Job`` and the
+results of earlier stages. ``dlm_export.build`` runs the stages in this order:
+
+- ``quantising`` computes the ranges, scales and rounded weights that a recipe needs.
+- ``writing`` writes the text files and the graph.
+- ``proving`` compares the bundle with torch, and measures the accuracy lost by quantisation.
 """

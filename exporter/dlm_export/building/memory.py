@@ -1,6 +1,6 @@
-"""Computes the least memory that a build needs.
+"""Computes the smallest amount of memory that is enough for a build.
 
-It is computed from the network's description, before any weights are read.
+Only the description of the network is needed. No weights are read.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from dlm_export.network.spec import LinearSpec, NetworkSpec
 from dlm_export.quantising import calibrate, gptq
 
 _FP32 = 4
-_OTHERS = 128 << 20  # memory that the stages do not count: Python objects, workspaces of engines
-_ROUNDED = 16 << 20  # reported amounts are rounded up to multiples of this
+_OTHERS = 128 << 20  # bytes reserved for Python objects, workspaces of engines and the like
+_ROUNDED = 16 << 20  # amounts in error messages are rounded up to multiples of this
 
 
 def activation_bytes(job: Job) -> int | None:
-    """Bytes that remain for the hidden states of canvases.
+    """Compute how many bytes of memory the hidden states of canvases may use.
 
-    This is the limit given by ``--memory``, or the available memory, less the memory that the
-    largest stage needs for one layer. Returns ``None`` if the available memory is unknown. Raises
-    MemoryLimitError if a layer does not fit; the error says how much memory is needed.
+    The limit for the whole process is ``--memory`` or, without that option, the available memory.
+    From this limit, the memory of the most demanding stage is subtracted.
+
+    Returns ``None`` if the available memory is unknown. Raises MemoryLimitError if the limit is too
+    small for a stage; the message says how much memory is needed.
     """
     asked = job.request.options.memory_bytes
     limit = memory.available_memory_bytes() if asked is None else asked
@@ -37,7 +39,7 @@ def activation_bytes(job: Job) -> int | None:
     held = resident_bytes() + _OTHERS
     if held + most > limit:
         given = f"--memory {asked:,}" if asked is not None else f"{limit:,} bytes are free"
-        # Rounded up, because the memory in use differs from run to run.
+        # Round up, because the memory that this process already uses differs from run to run.
         least = -(-(held + most) // _ROUNDED) * _ROUNDED
         raise MemoryLimitError(
             f"{given}: to {stage} needs {least:,} bytes, one layer at a time. Allow that much{_for_pace(job, least)}."
@@ -46,9 +48,10 @@ def activation_bytes(job: Job) -> int | None:
 
 
 def _for_pace(job: Job, least: int) -> str:
-    """The end of an error message: how much memory lets calibration run fast.
+    """Text for an error message: how much memory makes calibration fast.
 
-    With this amount, generations run together. With less, each generation reads all layers again.
+    With that much memory, several generations run together. With less, each generation has to read
+    all layers from disk again.
     """
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     if recipe is None or formats is None or not recipe.needs_states(formats):
@@ -58,9 +61,9 @@ def _for_pace(job: Job, least: int) -> str:
 
 
 def needed_bytes(job: Job) -> dict[str, int]:
-    """The bytes that each stage needs at once, without the hidden states of canvases.
+    """Maps each stage to its peak memory in bytes, without the hidden states of canvases.
 
-    The keys describe the stages in words, for error messages.
+    The keys are names of stages for error messages.
     """
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     blocks = [_layers_of(network, i) for i in range(len(network.layers))]
@@ -72,11 +75,11 @@ def needed_bytes(job: Job) -> dict[str, int]:
     ]
     widest = max(max(layer.inputs, layer.outputs) for block in blocks for layer in block)
     pass_bytes = 4 * _FP32 * BATCH_TOKENS * widest
-    # The largest matrix, its codes, and one more copy, which is corrected or packed. Unquantised
-    # weights need less, because they are processed in pieces.
+    # A quantised matrix takes three times its size in fp32: the matrix, its codes, and a working
+    # copy. Unquantised matrices are processed in pieces and need less.
     matrices = 3 * _FP32 * max((layer.inputs * layer.outputs for layer in held), default=0)
-    # In a graph for GPUs, a stack of experts is one matrix. Its codes are in memory twice: as a
-    # whole, and for each expert.
+    # In a graph for GPUs, all experts of a layer form one matrix. The codes of this matrix are in
+    # memory twice: as one array, and as one array per expert.
     together = max(
         (2 * layer.count * layer.inputs * layer.outputs for layer in held if layer.is_stacked),
         default=0,
@@ -91,9 +94,9 @@ def needed_bytes(job: Job) -> dict[str, int]:
         )
         needs["calibrate"] = block + max(pass_bytes, matrices) + solving
     if job.request.options.check_parity and job.request.is_quantised:
-        # Three blocks are in memory at once: the block in torch, the block of the graph, and while
-        # weights are quantised a second block in torch. A quantised head is packed in memory; other
-        # heads are memory-mapped.
+        # Three copies of a transformer block can be in memory at once: the torch block, the block
+        # of the graph, and a second torch block while weights are quantised. A quantised head is
+        # packed in memory. An unquantised head is memory-mapped.
         whole = max(
             sum(layer.count * layer.inputs * layer.outputs for layer in block) for block in blocks
         )
@@ -107,7 +110,11 @@ def _layers_of(network: NetworkSpec, i: int) -> list[LinearSpec]:
 
 
 def _solving_bytes(block: list[LinearSpec], formats: Mapping[str, str]) -> int:
-    """Bytes of the Gram matrices of a block's inputs, and of the factor of the largest one."""
+    """Bytes that GPTQ needs for one transformer block.
+
+    GPTQ holds a Gram matrix for each different input of the block's layers, and a factorisation of
+    the largest Gram matrix.
+    """
     sites = {layer.site: layer.inputs for layer in block if formats.get(layer.path, HIGH) != HIGH}
     if not sites:
         return 0

@@ -16,10 +16,10 @@ from dlm_export.tensorrt.estimate import EngineOptions
 
 @dataclass(frozen=True)
 class QuantiseOptions:
-    """How a quantised bundle is calibrated and judged.
+    """Options for calibrating and judging a quantised bundle.
 
-    A bundle that exceeds ``budgets`` is not written. ``min_tokens_per_expert`` is the number of
-    calibration tokens that an expert must get before a solver rounds its weights.
+    A bundle whose loss of accuracy exceeds ``budgets`` is not written. A solver rounds the weights
+    of an expert only if calibration routes at least ``min_tokens_per_expert`` tokens to it.
     """
 
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
@@ -36,21 +36,23 @@ class BuildOptions:
     """Options of a build.
 
     Attributes:
-        targets: Names of targets: one, or several GPUs.
-        precision: On a CPU fp32 or fp16, on GPUs fp16 or bf16. Or the name or file of a recipe,
-            ``auto``, or ``stored``.
+        targets: Names of the targets. Several names are allowed only if all are GPUs.
+        precision: A full precision (fp32 or fp16 for a CPU, fp16 or bf16 for GPUs), the name or
+            file of a recipe, ``auto``, or ``stored``.
         activations: Type of activations in quantised bundles for GPUs: fp16 or bf16. ``None``
-            follows the source.
+            chooses bf16 if the source has bf16 weights and all targets support it, else fp16.
         cache_dtype: Type of stored keys and values on a CPU: fp32, fp16 or int8. ``None`` stores
-            them in the type they are computed in.
-        engine: How to build engines; ``None`` builds none on this machine.
+            them in the type in which they are computed.
+        engine: Options for building engines. ``None`` builds no engine on this machine.
         plain_graph: Write a graph of elementary operators only, for TensorRT before 10.14.
         force: Replace an existing bundle.
-        check_parity: Check parity with torch, and judge quantised bundles. False skips both.
-        quantise: How to calibrate and judge quantised bundles.
-        device: Torch's device: auto, cpu, cuda, cuda:1.
-        memory_bytes: Limit of memory for torch; ``None`` uses the memory that is available.
-        resume: Folder for finished stages of a quantised build. A later build continues from them.
+        check_parity: Compare the bundle with torch, and judge quantised bundles. False skips all
+            these checks.
+        quantise: Options for calibrating and judging quantised bundles.
+        device: The device that torch uses: auto, cpu, cuda, or one GPU such as cuda:1.
+        memory_bytes: Memory limit for torch. ``None`` allows all available memory.
+        resume: Folder that keeps the results of finished stages of a quantised build. A later
+            build with the same folder continues from these results.
     """
 
     targets: tuple[str, ...] = ("cpu",)

@@ -1,5 +1,6 @@
-"""The stages of a build that check a finished bundle: its parity with torch, and the cost of
-quantisation.
+"""The stages of a build that check a finished bundle.
+
+They compare the bundle with torch, and measure how much accuracy quantisation costs.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ from dlm_export.quantising import samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
-CACHE_SAMPLES = 8  # number of samples for judging a rounded cache, unless --judged is given
-# States per judged sample when layers are ranked. One state costs as much as ten passes.
+CACHE_SAMPLES = 8  # number of samples for judging a rounded cache, unless --judged sets it
+# When layers are ranked, this many canvases (calibration states) are used per judged sample. Each
+# canvas costs as much time as ten passes.
 STATES_A_SAMPLE = 2
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Results of the checks.
+    """The results of all checks of a bundle.
 
-    ``record`` is the content of accuracy.json. ``judgement``, ``threshold`` and ``levels`` exist
-    only for quantised bundles. ``cache`` is the cost of a rounded cache; see ``judge_cache``.
+    ``record`` is the content of accuracy.json. ``judgement``, ``threshold`` and ``levels`` are
+    ``None`` for unquantised bundles. ``cache`` is the loss from rounding the cache, as returned by
+    ``judge_cache``.
     """
 
     parity: Parity
@@ -48,7 +51,7 @@ class Proof:
     cache: dict[str, Any] | None = None
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """The manifest with the fitted effort levels, and with the fitted threshold in its preset."""
+        """Return ``manifest`` with the fitted effort levels and the fitted threshold."""
         if self.threshold is None or self.levels is None:
             return dict(manifest)
         presets = dict(manifest["loop"]["presets"])
@@ -73,10 +76,10 @@ def prove(
     workplace: Workplace,
     stages: Stages,
 ) -> Proof:
-    """Compare the bundle in ``folder`` with torch, and judge it.
+    """Compare the bundle in ``folder`` with torch, and judge its accuracy.
 
-    ``output`` is the path of the bundle in messages. ``taps`` says which values of the graph belong
-    to each layer. Raises ParityError, AccuracyError.
+    ``output`` is the final path of the bundle, for error messages. ``taps`` maps each layer to its
+    inputs and outputs in the graph. Raises ParityError or AccuracyError.
     """
     parity = (
         _check_pass(job, manifest, folder, workplace, stages)
@@ -105,10 +108,10 @@ def prove(
 def _check_pass(
     job: Job, manifest: Mapping[str, Any], folder: Path, workplace: Workplace, stages: Stages
 ) -> Parity:
-    """Check parity of an unquantised bundle on whole passes.
+    """Compare whole passes of an unquantised bundle with torch.
 
-    If parity fails and the network has experts, check layer by layer instead, because a tiny
-    difference may choose another expert.
+    In a network with experts, a tiny difference can route a token to another expert. This changes
+    the whole pass. So if whole passes of such a network differ, its layers are compared one by one.
     """
     source = job.source
     with stages.stage("check parity", against_torch.parity_units(source.presets, source.network)):
@@ -134,7 +137,7 @@ def _check_layers(
     workplace: Workplace,
     stages: Stages,
 ) -> Parity:
-    """Check parity of a quantised bundle layer by layer. Both sides get equal inputs."""
+    """Compare each layer of a quantised bundle with the same layer in torch, for equal inputs."""
     with stages.stage("check parity", by_layer.units(job.source.network)):
         return by_layer.check_layers(
             folder,
@@ -152,7 +155,7 @@ def _check_layers(
 def _judge_cache(
     job: Job, quantised: Quantised | None, folder: Path, workplace: Workplace, stages: Stages
 ) -> dict[str, Any]:
-    """Measure what it costs to round keys and values, without other effects."""
+    """Measure how much accuracy is lost if only the cached keys and values are rounded."""
     source, options = job.source, job.request.options.quantise
     with dlm_runtime.open(folder, engine="onnxruntime", check_hashes=False) as bundle:
         if quantised is not None and quantised.calibration is not None:
@@ -175,7 +178,9 @@ def _judge_cache(
 def _judge(
     job: Job, quantised: Quantised, folder: Path, workplace: Workplace, stages: Stages
 ) -> tuple[Judgement, Refit | None, Levels | None]:
-    """Judge the bundle. With the effort "full", also fit the threshold and the effort levels."""
+    """Measure the bundle's accuracy. If the effort is "full", also fit its threshold and effort
+    levels.
+    """
     source, options = job.source, job.request.options.quantise
     numbers, calibration = quantised.numbers, quantised.calibration
     assert calibration is not None
@@ -188,7 +193,7 @@ def _judge(
             name = numbers.recipe.name
             how = JudgingOptions(options.calibration, effort, options.budgets)
             judgement = judge_source(source, bundle, judging, name, policy, how, advance, workplace)
-        # Use as many samples as were judged.
+        # Fit on as many samples as were judged.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
         threshold, levels = None, None
         if exact:
@@ -222,9 +227,7 @@ def _judge(
 
 
 def _statistics(done: Quantisation, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The record of calibration for accuracy.json: provenance, and the ranges of the layers
-    observed.
-    """
+    """Summarise the calibration for accuracy.json: its data, and the ranges of each layer."""
     if provenance is None or done.observers is None:
         return None
     layers = [observer.summary() for observer in done.observers.values()]

@@ -1,5 +1,8 @@
-"""The stages of a build that find the numbers of a recipe: make states, search the recipe,
-calibrate.
+"""The stages of a build that quantise a denoiser.
+
+1. Make calibration states, which are canvases to run the denoiser on, if the recipe needs them.
+2. For ``--precision auto``, search for a recipe.
+3. Compute the ranges, scales and rounded weights that the recipe needs.
 """
 
 from __future__ import annotations
@@ -33,9 +36,9 @@ from dlm_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """The calibration data and states, and their record for the manifest.
+    """The calibration data, the canvases (states) made from it, and their entry in the manifest.
 
-    There are no states if the recipe does not need any.
+    ``states`` is empty if the recipe needs no states.
     """
 
     data: samples.Data
@@ -45,11 +48,11 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False)
 class Quantised:
-    """Results of these stages.
+    """A quantised denoiser: the results of the stages in this module.
 
-    ``calibration`` is ``None`` if neither ranges nor judging need data. ``curve`` and ``tuning``
-    are results of ``auto``: the curve of size against loss, and measured times if the search used
-    them.
+    ``calibration`` is ``None`` if the build needs no data. The search of ``--precision auto`` sets
+    two more fields. ``curve`` has the size and the loss of each recipe that was tried. ``tuning``
+    has measured layer times, if the search used any.
     """
 
     numbers: Quantisation
@@ -58,18 +61,20 @@ class Quantised:
     tuning: Tuning | None = None
 
     def uses(self, activations: str) -> bool:
-        """True if the inputs of some layer have the number format ``activations``."""
+        """True if the inputs of any layer are quantised to the number format ``activations``."""
         return any(
             FORMATS[name].activations == activations for name in self.numbers.formats.values()
         )
 
     @property
     def is_simulated_on_cpu(self) -> bool:
-        """True if a CPU can only simulate one of the formats, with exact values but in fp32."""
+        """True if a CPU has no arithmetic for one of the formats. A CPU then computes in fp32,
+        with the exact values of the format.
+        """
         return any(FORMATS[name].is_simulated_on_cpu for name in self.numbers.formats.values())
 
     def precision_record(self) -> dict[str, Any]:
-        """The manifest's record of the precision."""
+        """The entry ``precision`` of the manifest."""
         return {
             "name": self.numbers.recipe.name,
             **self.numbers.summary(),
@@ -82,8 +87,9 @@ class Quantised:
 def quantise(
     job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages: Stages
 ) -> Quantised:
-    """Find the numbers of the recipe. Raises CheckpointError, RecipeError, CalibrationError or
-    TargetError.
+    """Quantise the denoiser of ``job``, or take the quantised weights that a checkpoint stores.
+
+    Raises CheckpointError, RecipeError, CalibrationError or TargetError.
     """
     request, source = job.request, job.source
     options = request.options.quantise
@@ -93,8 +99,8 @@ def quantise(
     formats = job.formats
     if is_stored and recipe is not None:
         formats = recipe.formats(list(layers))
-    # A search measures losses on states. A pre-quantised checkpoint has ranges of its own and needs
-    # no states.
+    # The search for a recipe measures losses on calibration states. A pre-quantised checkpoint
+    # contains its ranges already, so it needs no calibration states.
     needs_states = (
         recipe is None or formats is None or (not is_stored and recipe.needs_states(formats))
     )
@@ -141,9 +147,9 @@ def quantise(
 
 
 def stored_recipe(source: Source) -> Recipe:
-    """The recipe that describes the formats of a pre-quantised checkpoint.
+    """Create a recipe with the formats in which a pre-quantised checkpoint stores its layers.
 
-    Raises CheckpointError for other checkpoints.
+    Raises CheckpointError if the checkpoint is not quantised.
     """
     quantised = (
         source.parameters.quantised if isinstance(source.parameters, families.Weights) else {}
@@ -195,7 +201,10 @@ def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Sta
 
 
 def _tune(job: Job, stages: Stages) -> Tuning:
-    """Measure on this processor how long a pass over the layers of one block takes in each format."""
+    """Measure on this processor how long each layer takes in each format.
+
+    The layers get as many rows as a decoding block has tokens.
+    """
     layers = [
         layer for members in search.searched(job.source.network).values() for layer in members
     ]
@@ -209,7 +218,7 @@ def _tune(job: Job, stages: Stages) -> Tuning:
 def _search(
     job: Job, calibration: Calibration, tuned: Tuning | None, workplace: Workplace, stages: Stages
 ) -> search.Found:
-    """``--precision auto``: find the cheapest recipe whose loss is within the budget."""
+    """Find the cheapest recipe whose loss is within the budget, for ``--precision auto``."""
     request, options = job.request, job.request.options.quantise
     formats = search.formats_for(request.targets, options.auto)
     network, exact = job.source.network, options.effort.name == "full"

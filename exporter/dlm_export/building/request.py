@@ -1,4 +1,7 @@
-"""Checks the options of a build before any work: first on their own, then together with the source."""
+"""Checks the options of a build before the work starts.
+
+``check_request`` checks the options alone, and ``check_job`` checks them against the source.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,20 @@ from dlm_export.workplace import find_device
 
 @dataclass(frozen=True)
 class Request:
-    """Checked options of a build, and the objects that the names in the options refer to."""
+    """The checked options of a build, with names replaced by the objects that they refer to."""
 
     options: BuildOptions
     targets: tuple[Target, ...]
     recipe: Recipe | None
-    """The recipe of the precision.
+    """The recipe that the option ``precision`` names.
 
-    It is ``None`` in full precision. It is also ``None`` for ``auto`` and ``stored``, whose recipe
-    is found later.
+    ``None`` for a full precision. Also ``None`` for ``auto`` and ``stored``, because their recipe is
+    found later.
     """
     builders: Mapping[str, Builder]
-    """For each target's name, the builder of its engine. Engines of other targets are built on the
-    device.
+    """Maps the name of a target to the builder of its engine.
+
+    Targets that are missing here get no engine on this machine.
     """
     device: torch.device
     """The device that torch runs on."""
@@ -49,14 +53,14 @@ class Request:
 
     @property
     def form(self) -> operands.Form:
-        """The kind of engine that the graph is written for."""
+        """The engine that the graph is written for: "cpu", "cuda" or "tensorrt"."""
         if not self.on_gpu:
             return "cpu"
         return "cuda" if self.targets[0].provider == "cuda" else "tensorrt"
 
     @property
     def is_plain(self) -> bool:
-        """True if the graph uses only elementary operators."""
+        """True if the graph must consist of elementary operators only."""
         return self.targets[0].needs_plain_graph or self.options.plain_graph
 
     @property
@@ -65,7 +69,7 @@ class Request:
 
     @property
     def is_judged(self) -> bool:
-        """True if the cost of quantisation will be measured."""
+        """True if the build measures how much accuracy quantisation costs."""
         return (
             self.is_quantised
             and self.options.check_parity
@@ -73,7 +77,7 @@ class Request:
         )
 
     def base_of(self, source: Source) -> str:
-        """The precision of the parts that are not quantised: parameters, activations, cache."""
+        """The precision of all parts that are not quantised."""
         if not self.is_quantised:
             return self.options.precision
         if not self.on_gpu:
@@ -86,36 +90,36 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """A checked request together with its source. Every stage of a build gets it."""
+    """A checked request together with its source. Every stage of a build takes a ``Job``."""
 
     request: Request
     source: Source
     base: str
-    """The precision of the parts that are not quantised."""
+    """The precision of all parts that are not quantised."""
     preset: str
     """The preset whose canvases are used for calibration and judging."""
     formats: Mapping[str, str] | None
-    """The format of each layer, or ``None`` if the recipe is not known yet."""
+    """Maps each layer to its format. ``None`` if there is no recipe, or it is not known yet."""
     notes: tuple[str, ...] = ()
-    """Messages about layers that got another format than requested."""
+    """Messages for the user about layers that get another format than requested."""
 
     @property
     def cache_dtype(self) -> str:
-        """Type of stored keys and values, as the manifest names it."""
+        """The type of cached keys and values, as the manifest spells it."""
         return graph.CACHE_DTYPES[self.request.options.cache_dtype or self.base]
 
     @property
     def is_cache_judged(self) -> bool:
-        """True if the build measures what it costs to round the cache."""
+        """True if the build measures how much accuracy the rounding of the cache costs."""
         is_rounded = self.cache_dtype != graph.CACHE_DTYPES[self.base]
         return is_rounded and self.request.options.quantise.effort.name != "none"
 
 
 def check_request(options: BuildOptions) -> Request:
-    """Check options on their own, without a source.
+    """Check the options of a build, as far as this is possible without the source.
 
-    Raises TargetError, RecipeError, CalibrationError, EngineError or DeviceError if the options are
-    wrong for every source.
+    Raises TargetError, RecipeError, CalibrationError, EngineError or DeviceError if the options
+    would be wrong for any source.
     """
     devices = targets.find_all(options.targets)
     on_gpu = devices[0].is_gpu
@@ -150,7 +154,7 @@ def check_request(options: BuildOptions) -> Request:
 
 
 def _check_cache(options: BuildOptions, *, on_gpu: bool) -> None:
-    """Raises TargetError for a cache type that the other options do not allow."""
+    """Raises TargetError if ``cache_dtype`` contradicts the other options."""
     asked = f"--cache-dtype {options.cache_dtype}"
     if on_gpu:
         raise TargetError(
@@ -168,8 +172,9 @@ def _check_cache(options: BuildOptions, *, on_gpu: bool) -> None:
 
 
 def check_job(request: Request, source: Source) -> Job:
-    """Check a request against its source. Raises a DlmError, such as RecipeError, if the build is
-    impossible.
+    """Check whether ``source`` can be built as requested, and prepare the build.
+
+    Raises a DlmError, such as RecipeError, if it cannot.
     """
     options, network = request.options, source.network
     if request.on_gpu:
@@ -210,13 +215,14 @@ def check_job(request: Request, source: Source) -> Job:
 
 
 DENSE_EXPERTS = 16
-"""Largest number of experts per layer in a graph for GPUs, which computes all experts for every
-token.
+"""Largest number of experts per layer in a graph for GPUs.
+
+Such a graph computes all experts for every token.
 """
 
 
 def _check_dense(request: Request, network: NetworkSpec) -> None:
-    """Raises TargetError if a layer has too many experts for a graph for GPUs."""
+    """Raises TargetError if a layer has more than ``DENSE_EXPERTS`` experts."""
     for i, layer in enumerate(network.layers):
         if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.count > DENSE_EXPERTS:
             raise TargetError(
@@ -227,10 +233,10 @@ def _check_dense(request: Request, network: NetworkSpec) -> None:
 
 
 def held_in(request: Request, layer: LinearSpec, name: str) -> str:
-    """The format that a layer gets.
+    """The format that a layer gets if the recipe requests the format ``name``.
 
-    It is the requested format, or else the first alternative that suits the layer's shape and that
-    all targets support.
+    This is ``name`` itself if the layer's shape allows it. Otherwise, it is the first alternative
+    that the shape allows and that all targets support.
     """
     choices = [
         name,
@@ -249,9 +255,10 @@ def held_in(request: Request, layer: LinearSpec, name: str) -> str:
 def _held_together(
     request: Request, network: NetworkSpec, asked: Mapping[str, str]
 ) -> dict[str, str]:
-    """One format for all three stacks of experts of a layer, because one kernel multiplies them.
+    """Choose one format for the gate, up and down matrices of each layer with experts.
 
-    Raises RecipeError if the recipe requests different formats.
+    One kernel multiplies all three matrices. Raises RecipeError if the recipe requests different
+    formats for them.
     """
     found: dict[str, str] = {}
     for stacks in network.mixtures():
@@ -272,8 +279,9 @@ def _held_together(
 def _told(
     request: Request, network: NetworkSpec, asked: Mapping[str, str], held: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Messages about layers that get another format than requested: one sentence for each reason
-    and format.
+    """Tell the user about layers that get another format than requested.
+
+    Layers with the same reason and the same new format share one message.
     """
     kept: dict[tuple[str | None, str], list[str]] = {}
     for path, layer in network.quantisable().items():
@@ -287,7 +295,7 @@ def _told(
 
 
 def _check_device_memory(job: Job) -> None:
-    """Raises EngineError if the memory of a target is known to be too small for the build."""
+    """Raises EngineError if the known memory of a target is too small."""
     request, network = job.request, job.source.network
     block_length = job.source.presets[job.source.default_preset].block_length
     limits = estimate.limits_of(

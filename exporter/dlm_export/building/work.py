@@ -1,8 +1,10 @@
-"""The working folder of a build. It keeps calibration states and solved weights for later builds.
+"""Manages the working folder of a build, which keeps intermediate results for later builds.
 
-The folder records the hashes of everything that its states were made from: the checkpoint's files,
-the data, and the sampling. Builds of one checkpoint in several precisions share the states. The
-solved weights of each precision are separate.
+The folder contains calibration states, which are canvases to run the denoiser on. It also contains
+solved weights, which are weights that a solver has rounded. It records what the states were made
+from: the hashes of the checkpoint's files and of the data, and the sampling options. Builds of the
+same checkpoint in different precisions use the same states. Each precision has its own solved
+weights.
 """
 
 from __future__ import annotations
@@ -33,18 +35,19 @@ _MOST_BYTES = 12 << 20
 
 
 class ResumeError(DlmError):
-    """Raised if the folder of ``--resume`` does not belong to this build."""
+    """Raised if the folder of ``--resume`` belongs to another build or holds other files."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 @contextmanager
 def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
-    """Open the working folder: the folder of ``--resume``, which is kept, or else a temporary
-    folder.
+    """Open the working folder while the block runs, and yield the build's resources.
 
-    Raises ResumeError if the folder belongs to another build, CalibrationError if its files are
-    damaged, and MemoryLimitError.
+    The folder of ``--resume`` remains after the build. Without that option, the folder is temporary.
+
+    Raises ResumeError if the folder belongs to another build, and CalibrationError if its files are
+    damaged. Raises MemoryLimitError if the build needs more memory than the limit.
     """
     kept = job.request.options.resume
     if kept is None:
@@ -66,7 +69,10 @@ def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
 
 
 def _check_solved(folder: Path, stages: Stages) -> None:
-    """Read all solved weights of an earlier build. Raises CalibrationError if a file is damaged."""
+    """Check that the solved weights of an earlier build can be read.
+
+    Raises CalibrationError if a file is damaged.
+    """
     solved = Solved(folder)
     layers = list(solved)
     if layers:
@@ -77,9 +83,9 @@ def _check_solved(folder: Path, stages: Stages) -> None:
 
 
 def _claim(folder: Path, key: dict[str, Any]) -> None:
-    """Record in the folder that it belongs to this build.
+    """Assign the folder to the build that ``key`` describes.
 
-    Raises ResumeError if it belongs to another build, or contains other files.
+    Raises ResumeError if the folder belongs to another build, or contains other files.
     """
     path = folder / KEY_FILE
     if not path.exists():
@@ -110,7 +116,7 @@ def _claim(folder: Path, key: dict[str, Any]) -> None:
 
 
 def _key(job: Job) -> dict[str, Any]:
-    """Everything that calibration states depend on, with hashes of files."""
+    """Collect everything that calibration states depend on. Files are given by their hashes."""
     options, source = job.request.options, job.source
     calibration = asdict(options.quantise.calibration)
     data = calibration.pop("data") or source.path / CALIBRATION_FILE
@@ -129,7 +135,7 @@ def _key(job: Job) -> dict[str, Any]:
 
 
 def _solving(job: Job) -> str:
-    """A hash of everything else that solved weights depend on."""
+    """A hash of everything that solved weights depend on in addition to ``_key``."""
     assert job.request.recipe is not None
     assert job.formats is not None
     options = job.request.options.quantise

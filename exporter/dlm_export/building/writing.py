@@ -39,16 +39,19 @@ from dlm_export.text.compiled import TEXT_FILE, compile_text
 from dlm_runtime.text.tokenizer import Tokenizer
 
 ReadParameter = Callable[[str, np.dtype], np.ndarray | Lazy]
-"""Returns an initialiser for ``write.write_graph``, given its name and element type."""
+"""A function that ``write.write_graph`` calls with the name and element type of an initialiser.
+
+It returns the array of that initialiser.
+"""
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """The text files of a bundle, as the runtime reads them.
+    """The tokenizer of a bundle, and its text files.
 
-    ``chat_template`` and ``compiled`` are records for the manifest.
+    ``chat_template`` and ``compiled`` are entries of the manifest, which name these files.
     """
 
     tokenizer: Tokenizer | None = None
@@ -57,9 +60,9 @@ class Text:
 
 
 def write_text(files: TokenizerFiles, folder: Path) -> Text:
-    """Write the tokenizer and the chat template into the folder.
+    """Write the tokenizer and the chat template into ``folder``.
 
-    If the tokenizer can be compiled, its compiled form is written too.
+    If the native runtime supports the tokenizer, a compiled form of it is written too.
     """
     if files.tokenizer is None:
         return Text()
@@ -82,30 +85,30 @@ def write_text(files: TokenizerFiles, folder: Path) -> Text:
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """Facts about a graph that has been written.
+    """Facts about the written graph, for later stages.
 
-    - ``taps``: the graph's values that belong to each layer, by the layer's path.
-    - ``fused``: the native kernels that the graph calls. ``None`` for a graph for GPUs, which
-      TensorRT fuses.
-    - ``hashed``: size and hash of the weight file, for ``bundle.folder.finish``.
+    - ``taps``: maps the path of each layer to its inputs and outputs in the graph.
+    - ``fused``: the native kernels that the graph calls. ``None`` for a graph for GPUs, because
+      TensorRT chooses its own kernels.
+    - ``hashed``: size and hash of the weight file, which ``bundle.folder.finish`` takes.
     """
 
     taps: dict[str, Tap]
     fused: Fused | None
     hashed: dict[str, Any]
     embedding_dtype: str | None = None
-    """Type of the stored embedding table; ``None`` if it is quantised."""
+    """Type of the embedding table in the weight file; ``None`` if the table is quantised."""
 
 
 def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> Written:
-    """Trace the denoiser, quantise and fuse the graph, and write it with its weights."""
+    """Create the graph of the denoiser, quantise and fuse it, and write it with its weights."""
     request, source = job.request, job.source
     with stages.stage("trace graph", 1) as advance:
         traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain)
         taps, stacks = find_taps(traced), {}
         if request.on_gpu:
             stacks = experts.spread(traced.model, source.network)
-            taps |= find_taps(traced)  # adds the taps of each stack
+            taps |= find_taps(traced)  # add the inputs and outputs of stacked experts
         device = traced.clone() if request.on_gpu else None
         advance()
     read: ReadParameter = functools.partial(later, source.parameters, source.network)
@@ -147,10 +150,10 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
 
 
 def table_dtype(job: Job) -> np.dtype:
-    """The type of an embedding table that is not quantised.
+    """The type of the embedding table in the weight file, if the table is not quantised.
 
-    In a graph for CPUs in fp32, it is the type that the checkpoint stores. Otherwise it is the
-    graph's type.
+    In an fp32 graph for CPUs, the table has the type that the checkpoint stores. In other graphs,
+    it has the type in which the graph computes.
     """
     if job.request.on_gpu or job.base != "fp32":
         return trace.element_type(job.base).numpy()
@@ -158,9 +161,10 @@ def table_dtype(job: Job) -> np.dtype:
 
 
 def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part]) -> ReadParameter:
-    """Return a function that reads initialisers.
+    """Return a function that reads initialisers of a quantised graph.
 
-    ``parts`` says, by name, which initialisers are parts of quantised layers.
+    ``parts`` maps each initialiser that is a part of a quantised layer, such as its scales, to that
+    part. All other initialisers are parameters of the denoiser.
     """
     held: dict[str, QuantisedWeight] = {}
 
@@ -169,7 +173,7 @@ def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part])
         if part is None:
             return later(numbers.parameters, numbers.parameters.network, name, dtype)
         if part.layer not in held:
-            # All parts of a layer are written one after the other, so one layer is enough.
+            # All parts of a layer are read one after the other, so hold one layer in memory.
             held.clear()
             held[part.layer] = (
                 numbers.embedding() if part.layer == "embed" else numbers.weight(part.layer)
@@ -188,16 +192,17 @@ def _expert_reader(
     quantised: Quantised | None,
     parts: Mapping[str, experts.StackPart],
 ) -> ReadParameter:
-    """Return a function that reads what ``read`` reads, and also the initialisers of experts.
+    """Extend the function ``read``, so that it can also read the initialisers of experts.
 
-    ``parts`` has the initialisers of experts by name. The experts are read and quantised one at a
-    time.
+    ``parts`` maps the names of these initialisers to parts of a layer. The experts of a layer are
+    read and quantised one at a time, to save memory.
     """
     parameters: Parameters = (
         job.source.parameters if quantised is None else quantised.numbers.parameters
     )
     layers = job.source.network.quantisable()
-    # Scales of experts whose codes have been written. The codes are requested before the scales.
+    # Quantising an expert gives codes and scales together. The codes are requested first, so the
+    # scales are stored here until they are requested.
     found: dict[tuple[str, int, str], np.ndarray] = {}
 
     def of_expert(part: experts.StackPart, expert: int) -> np.ndarray:
@@ -228,15 +233,13 @@ def _expert_reader(
 
 
 def _bytes_of(array: np.ndarray | Lazy) -> np.ndarray:
-    """Read the whole array. E4M3 is returned as bytes, because the functions over experts need
-    them.
-    """
+    """Read the whole array. E4M3 values are returned as bytes, as kernels for experts expect."""
     whole = array[(slice(0, array.shape[0]),)]
     return whole.view(np.uint8) if whole.dtype == E4M3 else whole
 
 
 def part_of(weight: QuantisedWeight, part: quantise.Part) -> np.ndarray | Lazy:
-    """Return the initialiser of a quantised layer that ``part`` selects."""
+    """Return one initialiser of a quantised layer, for example its codes or its scales."""
     if part.part == "panels":
         return functions.lazy_panels(weight.format, weight.codes)
     if part.part == "panel_scales":

@@ -1,1 +1,1 @@
-"""Writes and reads bundles: folders with finished files and a manifest that lists them."""
+"""Writes and reads bundles. A bundle is a folder with a manifest, which lists the other files."""

@@ -1,4 +1,4 @@
-"""Writes, changes and replaces a bundle's folder, and records the sizes and hashes of its files."""
+"""Writes and replaces bundle folders safely, and records the sizes and hashes of their files."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from dlm_export import outputs
 from dlm_runtime.manifest import MANIFEST_FILE
 
 _OWN_FILES = re.compile(r"manifest\.json(\.new)?|engines/[^/]+\.engine(\.new)?")
-"""Files that a bundle may contain although its manifest does not list them.
+"""Names of files that belong to a bundle even if its manifest does not list them.
 
-These are the manifest itself, and files that a killed ``dlm-export engine`` left.
+These are the manifest, and files that ``dlm-export engine`` leaves behind if it is killed.
 """
 
 
 def finish(
     folder: Path, manifest: dict[str, Any], hashed: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write manifest.json with the size and SHA-256 of every other file in ``folder``.
+    """Write manifest.json, with the size and SHA-256 of every other file in ``folder``.
 
-    Returns these sizes and hashes by file name. ``hashed`` is the result of an earlier call; the
-    files in it are not read again.
+    Returns the sizes and hashes by file name. Pass the result of an earlier call as ``hashed`` to
+    avoid reading the same files again.
     """
     files = dict(hashed or {})
     for path in sorted(folder.rglob("*")):
@@ -38,7 +38,7 @@ def finish(
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any], files: dict[str, Any]) -> None:
-    """Write manifest.json atomically. ``files`` has the size and SHA-256 of each file by name."""
+    """Write manifest.json atomically. ``files`` maps file names to their sizes and SHA-256."""
     text = (
         json.dumps(manifest | {"files": files}, indent=1, ensure_ascii=False, allow_nan=False)
         + "\n"
@@ -49,10 +49,10 @@ def write_manifest(folder: Path, manifest: dict[str, Any], files: dict[str, Any]
 
 @contextlib.contextmanager
 def changing(folder: Path, manifest: Mapping[str, Any], name: str) -> Iterator[None]:
-    """Lock a bundle while the block changes its file ``name``. Checks that its manifest is still
-    ``manifest``.
+    """Lock a bundle while the block changes its file ``name``.
 
-    Raises OutputError if the bundle cannot be written, is locked, or was changed.
+    Raises OutputError if the bundle cannot be written, or if another process has locked it. Also
+    raised if the bundle's manifest is no longer equal to ``manifest``.
     """
     with outputs.locked(folder):
         try:
@@ -66,7 +66,7 @@ def changing(folder: Path, manifest: Mapping[str, Any], name: str) -> Iterator[N
 
 
 def sha256(path: Path) -> str:
-    """A file's SHA-256 in lower-case hexadecimal."""
+    """Compute the SHA-256 of a file, in lower-case hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
@@ -76,10 +76,10 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
-    """Yield a folder that becomes ``output`` if the block succeeds, and is removed otherwise.
+    """Yield a new folder. It becomes ``output`` if the block succeeds, and is deleted otherwise.
 
-    See ``outputs.claimed``. ``force`` allows replacing a bundle or an empty folder, and nothing
-    else.
+    With ``force``, an existing bundle or empty folder at ``output`` is replaced. Files and other
+    folders are never replaced. Raises the errors of ``outputs.claimed``.
     """
     with outputs.claimed(
         output, force=force, kept_because=_kept_because, needed_bytes=needed_bytes
@@ -89,8 +89,9 @@ def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
 
 
 def _kept_because(path: Path) -> str | None:
-    """Why a path must not be replaced. ``None`` if it is an empty folder, or a bundle without other
-    files.
+    """Say why a path must never be replaced.
+
+    Returns ``None`` if the path is an empty folder, or a bundle without other files.
     """
     if not path.is_dir() or path.is_symlink():
         return "is not a bundle"
@@ -109,12 +110,12 @@ def _kept_because(path: Path) -> str | None:
 
 
 def _files_of_bundle(folder: Path) -> set[str] | None:
-    """The files that the manifest in a folder lists, or ``None`` if the folder is not a bundle.
+    """Read the names of a bundle's files from its manifest; ``None`` if ``folder`` is not a bundle.
 
     Manifests of all schema versions are accepted.
     """
-    # Other programs, such as web applications, have files named manifest.json too. Such a file
-    # alone must not make a folder look like a bundle, because it could then be deleted.
+    # Folders of web applications contain a manifest.json too. The keys of the manifest must show
+    # that the folder is a bundle, because the caller may delete the folder.
     path = folder / MANIFEST_FILE
     try:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -122,7 +123,7 @@ def _files_of_bundle(folder: Path) -> set[str] | None:
         return None
     if not isinstance(manifest, dict) or not {"schema_version", "files"} <= manifest.keys():
         return None
-    # Bundles of schema 1 have "denoiser" instead of "loop".
+    # In schema 1, the key "loop" was called "denoiser".
     if not {"loop", "denoiser"} & manifest.keys() or not isinstance(manifest["files"], dict):
         return None
     return {*manifest["files"]}

@@ -1,6 +1,6 @@
-"""Creates, reads and checks manifest.json, and returns the network that it describes.
+"""Creates, reads and checks manifest.json, the description of a bundle.
 
-The format is documented in docs/reference/bundle.md and, for machines, in ``manifest.schema.json``.
+The format is documented in docs/reference/bundle.md. Its JSON schema is ``manifest.schema.json``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from dlm_runtime.policy import Policy
 
 SCHEMA_VERSION = 1
 LOOP_FIELDS = ("vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift")
-"""Network fields that the loop needs. They are stored under ``loop`` only."""
+"""Network fields that the decoding loop needs. The manifest stores them under ``loop`` only."""
 
 
 def read_manifest(folder: Path, *, check_hashes: bool = True) -> dict[str, Any]:
-    """Read and check a bundle's manifest. Raises BundleError.
+    """Read a bundle's manifest, and check the manifest and the files that it lists.
 
-    With ``check_hashes=False``, only the sizes of files are checked, not their hashes.
+    With ``check_hashes=False``, the sizes of the files are compared, but not their hashes. Raises
+    BundleError.
     """
     with dlm_runtime.open(folder, engine="none", check_hashes=check_hashes) as opened:
         opened.check_text()
@@ -58,20 +59,20 @@ def make_manifest(
     Args:
         network: The denoiser's description.
         graph: The result of ``trace.describe``.
-        opset: Opset of the graph.
-        precision: Record of the precision.
-        kernels: ``Fused.as_dict`` of a graph for a CPU, else ``None``.
+        opset: ONNX opset version of the graph.
+        precision: The entry ``precision``.
+        kernels: The result of ``Fused.as_dict`` for a CPU graph, ``None`` for a GPU graph.
         targets: Names of the targets.
-        presets: Policy of each preset by name.
+        presets: Maps the name of each preset to its policy.
         default_preset: Name of the default preset.
-        max_new_tokens: Default number of new tokens of a request, or ``None``.
+        max_new_tokens: How many tokens a request generates by default, or ``None``.
         tokenizer: Name of the tokenizer file, or ``None``.
-        chat_template: Record of the chat template, or ``None``.
-        text: Record of the compiled text files, or ``None``.
-        config_sha256: Hash of the checkpoint's config.json, or ``None`` if unknown.
-        hub: Where the checkpoint was fetched from, or ``None``.
+        chat_template: The entry ``chat_template``, or ``None``.
+        text: The entry for the compiled text file, or ``None``.
+        config_sha256: SHA-256 of the checkpoint's config.json, or ``None`` if unknown.
+        hub: Where the checkpoint was downloaded from; ``None`` if it was not downloaded.
         json_layout: Name of the JSON layout that the denoiser was trained on, or ``None``.
-        call_format: Name of the tool-call format that it was trained on, or ``None``.
+        call_format: Name of the tool-call format that the denoiser was trained on, or ``None``.
     """
     described = network.as_dict()
     return {
@@ -101,13 +102,14 @@ def make_manifest(
 
 
 def _source(config_sha256: str, hub: dict[str, Any] | None) -> dict[str, Any]:
-    """The record of the checkpoint."""
+    """The entry that describes the checkpoint."""
     return {"config_sha256": config_sha256} | ({} if hub is None else {"hub": hub})
 
 
 def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
-    """The network that a checked manifest describes. Raises BundleError if its sizes contradict
-    each other.
+    """Read the description of the network from a checked manifest.
+
+    Raises BundleError if the shapes of its layers contradict each other.
     """
     try:
         return NetworkSpec.from_dict(
@@ -118,7 +120,7 @@ def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
 
 
 def table_bytes_of(manifest: Mapping[str, Any]) -> int | None:
-    """Bytes per element of a bundle's embedding table.
+    """How many bytes each element of a bundle's embedding table takes.
 
     ``None`` if the table is quantised, or if the manifest does not record its type.
     """

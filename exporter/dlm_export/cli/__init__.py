@@ -1,12 +1,12 @@
-"""The command line ``dlm-export``: reads arguments, prints results and sets exit codes.
+"""Implements the program ``dlm-export``. Other packages do the work of its commands.
 
-The work itself is done by functions of the other packages.
-
-``app`` is the command with its errors and exit codes. Each group of commands has one module:
-``inspecting``, ``building``, ``judging``, ``fitting``, ``capturing``, ``running`` (with ``watch``),
-``conversing``, ``constraining``, ``planning``, ``embedding`` and ``examining``. ``options``
-declares the options that commands share, ``values`` turns their values into option dataclasses, and
-``printing`` prints tables and progress. ``optimum`` makes ``build`` available in optimum-cli.
+- ``app`` defines the program, reports errors and sets exit codes.
+- ``options`` declares the options that several commands share.
+- ``values`` turns the values of these options into option dataclasses.
+- ``printing`` prints tables and progress.
+- ``watch`` draws a canvas in the terminal.
+- ``optimum`` makes the command ``build`` available in optimum-cli.
+- The other modules define the commands.
 """
 
 from dlm_export.cli.app import command, main

@@ -1,8 +1,8 @@
-"""The program ``dlm-export``: groups its commands, prints errors as one line, and sets exit codes.
+"""Defines the program ``dlm-export``: its commands, and how it reports errors.
 
-Results go to stdout; progress and warnings go to stderr. ``dlm_runtime.errors.ExitCode`` lists the
-exit codes. If a signal ends the program, the program dies by that signal. A shell loop around it
-then stops too.
+Results go to stdout. Progress and warnings go to stderr. ``dlm_runtime.errors.ExitCode`` lists the
+exit codes. On a signal such as Ctrl-C, the program cleans up, and then kills itself with the same
+signal. A shell loop that runs the program then stops too.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def _failure(error: DlmError) -> click.ClickException:
 
 
 class _Group(cloup.Group):
-    """Prints an error of this package as one line, and exits with its code.
+    """Runs a command. Prints errors of this package as one line, and exits with their exit code.
 
-    Other exceptions keep their traceback, because they are bugs.
+    Other exceptions are bugs, so they print a traceback.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -96,7 +96,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Print a warning of this package as one line, without the line of code that Python adds."""
+    """Print a warning of this package as one line, without the line of source code."""
     if issubclass(category, DlmWarning):
         warn(str(message))
     else:

@@ -1,4 +1,4 @@
-"""The commands that create bundles or parts of them: ``build``, ``quantize`` and ``engine``."""
+"""Defines the commands ``build``, ``quantize`` and ``engine``, which create bundles and engines."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ if TYPE_CHECKING:
     from dlm_export.planning.tuning import Tuning
     from dlm_export.tensorrt.engine import Built
 
-LISTED = 8  # the most layers that are listed by name
+LISTED = 8  # a message lists at most this many layers by name
 
 
 def _common(precision: str, **settings: Any) -> Any:
-    """Declare the common options of ``build`` and ``quantize``."""
+    """Declare the options that ``build`` and ``quantize`` share."""
     return group(
         "Common options",
         output_option("Folder of the bundle to write.", "DIR"),
@@ -92,8 +92,8 @@ def _common(precision: str, **settings: Any) -> Any:
 def build(checkpoint: Path | HubName, output: Path, **values: Any) -> None:
     """Build a bundle from CHECKPOINT, and compare it with PyTorch.
 
-    CHECKPOINT is a folder, or hf:ORG/NAME[@REVISION] on the Hugging Face hub. A build that misses
-    parity or a budget exits with 3 and writes no bundle.
+    CHECKPOINT is a folder, or hf:ORG/NAME[@REVISION] on the Hugging Face hub. If the bundle differs
+    from PyTorch or exceeds a budget, it is not written, and the exit code is 3.
 
     Example: dlm-export build examples/demo-denoiser --target cpu --precision int8 -o
     build/demo-int8
@@ -108,7 +108,9 @@ def build(checkpoint: Path | HubName, output: Path, **values: Any) -> None:
     _common(f"{PRECISION_HELP}.", default="int8"), *QUANTISE_GROUPS, machine_group, tensorrt_group
 )
 def quantize(source: Path, output: Path, **values: Any) -> None:
-    """Quantise SOURCE, a full-precision bundle or a checkpoint, into a new bundle.
+    """Quantise SOURCE into a new bundle.
+
+    SOURCE is a bundle in full precision, or a checkpoint.
 
     Example: dlm-export quantize build/demo --precision int4 -o build/demo-int4
     """
@@ -130,10 +132,10 @@ def quantize(source: Path, output: Path, **values: Any) -> None:
 def engine(
     bundle: Path, target: str, force: bool, remove: bool, as_json: bool, **values: Any
 ) -> None:
-    """Build a TensorRT engine for BUNDLE, and add it. BUNDLE must have been built for GPUs.
+    """Build a TensorRT engine for BUNDLE, and add it to BUNDLE.
 
-    Engines for RTX GPUs can be built on any machine. Build other engines on the device. This needs
-    neither torch nor onnx.
+    BUNDLE must have been built for GPUs. Engines for RTX GPUs can be built on any machine. Engines
+    for other GPUs must be built on the device. This command needs neither torch nor onnx.
 
     Example: dlm-export engine build/demo-nvfp4 --target thor
     """
@@ -166,7 +168,7 @@ def engine(
 
 
 def _build(source: Located, output: Path, values: dict[str, Any]) -> None:
-    """Do the work of ``build`` and ``quantize``."""
+    """Build a bundle as ``build`` and ``quantize`` do, and print the report."""
     if values["target"] is None:
         values["target"] = ",".join(_targets_of(source.path))
     if values["precision"] is None:
@@ -190,7 +192,7 @@ def _build(source: Located, output: Path, values: dict[str, Any]) -> None:
 
 
 def _targets_of(source: Path) -> list[str]:
-    """Return the targets of a bundle, or cpu for a checkpoint."""
+    """Return the names of a bundle's targets. For a checkpoint, return "cpu"."""
     from dlm_export.bundle.manifest import read_manifest
 
     if not (source / "manifest.json").is_file():
@@ -200,9 +202,7 @@ def _targets_of(source: Path) -> list[str]:
 
 
 def print_build(report: BuildReport) -> None:
-    """Print what a build wrote, its checks, and the engines that must still be built on the
-    device.
-    """
+    """Print the report of a build: stages, files, checks, and engines that are still missing."""
     from dlm_export.targets import find
 
     print_table(
@@ -252,7 +252,7 @@ def print_build(report: BuildReport) -> None:
 
 
 def _shown_parity(parity: Parity) -> str:
-    """Say which parts were compared, and the largest differences found."""
+    """Describe a parity check: what was compared, and the largest difference."""
     from dlm_calibration.recipes import FORMATS
     from dlm_export.judging.parity.verdict import LOGITS, ROUTER
 
@@ -283,7 +283,7 @@ def _shown_parity(parity: Parity) -> str:
 
 
 def print_engine(built: Built, size: int) -> None:
-    """Print the size, builder and profiles of an engine, and the formats of its layers."""
+    """Print the size, TensorRT version and profiles of an engine, and its layers' formats."""
     from dlm_export.targets import sm_text
 
     entry, audit = built.entry, built.audit
@@ -320,7 +320,7 @@ def print_tuning(tuning: Tuning) -> None:
 
 
 def print_cache(cache: Mapping[str, Any]) -> None:
-    """Print the loss that comes from rounding keys and values in the cache alone."""
+    """Print how much accuracy is lost if only the cached keys and values are rounded."""
     click.echo(f"Loss from the {cache['cache_dtype']} cache alone, on {cache['samples']} samples:")
     rows = [
         [
@@ -336,7 +336,7 @@ def print_cache(cache: Mapping[str, Any]) -> None:
 
 
 def print_curve(curve: Sequence[CurvePoint]) -> None:
-    """Print the trade-offs that ``--precision auto`` chose from."""
+    """Print the combinations of formats that ``--precision auto`` considered."""
     step = max(1, len(curve) // 12)
     points = [
         point
@@ -363,7 +363,7 @@ def print_curve(curve: Sequence[CurvePoint]) -> None:
 
 
 def print_threshold(refit: Refit) -> None:
-    """Print the verdict on the preset's threshold, with the figures that support it."""
+    """Print whether the preset's threshold was changed, and the figures that support this."""
     low, high = refit.interval
     lost = f"{refit.difference:+.1%} ({low:+.1%} .. {high:+.1%}, 95%, {refit.samples} samples)"
     original, there = refit.original.threshold, refit.refitted.threshold

@@ -1,4 +1,4 @@
-"""The command ``capture``, which saves the logits that a release's own code computes."""
+"""Defines the command ``capture``, which saves the logits of a checkpoint's released code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dlm_export.cli.values import overrides, taken
         "Common options",
         output_option("File to write; its name ends in .npz."),
         flag("--trust-remote-code", help="Run the Python files in the checkpoint's folder."),
-        flag("--trunk", help="Use transformers' class of the same layers, with a mask."),
+        flag("--trunk", help="Run a transformers class with the same layers instead."),
         force_option,
         json_option,
     ),
@@ -47,11 +47,12 @@ from dlm_export.cli.values import overrides, taken
 def capture(
     checkpoint: Path | HubName, output: Path, force: bool, as_json: bool, **values: Any
 ) -> None:
-    """Save logits of the released code of CHECKPOINT, for `dlm-export verify --golden`.
+    """Save the logits of CHECKPOINT's released code to a file.
 
-    CHECKPOINT is a folder, or hf:ORG/NAME[@REVISION]. A checkpoint from the hub is downloaded
-    without its code, so it needs --trunk. Capturing runs in fp32 on the CPU. It needs the version
-    of transformers that the released code asks for, but not onnx.
+    `dlm-export verify --golden` compares bundles with this file. CHECKPOINT is a folder, or
+    hf:ORG/NAME[@REVISION]. From the hub, a checkpoint is downloaded without its code, so --trunk is
+    required. The code runs in fp32 on the CPU. It needs the version of transformers that it was
+    written for. This command does not need onnx.
 
     Example: dlm-export capture Dream-v0-Instruct-7B -o dream.npz --trust-remote-code
     """

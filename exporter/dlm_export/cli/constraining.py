@@ -1,6 +1,4 @@
-"""The options that constrain a text, and the command ``compile``, which writes a constraint to a
-file.
-"""
+"""Declares the options that constrain generated text, and defines the command ``compile``."""
 
 from __future__ import annotations
 
@@ -38,20 +36,20 @@ constrain_from_option = number(
 
 
 def kind_group(*more: Any) -> Any:
-    """Declare the options that constrain a text, followed by the options in ``more``."""
+    """Declare the options that constrain generated text, followed by the options in ``more``."""
     return group(
         "Constrained text",
         file("--schema", "Write JSON that is valid by this JSON Schema."),
-        text("--regex", "Write text that matches as a whole; Rust's syntax.", "TEXT"),
+        text("--regex", "Write text that matches this regex, in Rust's syntax.", "TEXT"),
         file("--grammar", "Write text of this grammar, in llama.cpp's GBNF."),
         option("--enum", multiple=True, metavar="TEXT", help="Write one of these; repeatable."),
         flag("--json-object", help="Write any JSON object."),
         file("--json-lines", "Write JSON Lines, each valid by this JSON Schema."),
-        file("--csv", "Write CSV with a header; each row by this schema."),
-        file("--xml", "Write the XML element of this JSON Schema."),
-        number("--max-depth", "Most nested levels of recursive schemas or free JSON.", 0, 64),
+        file("--csv", "Write CSV with a header; this schema describes a row."),
+        file("--xml", "Write an XML element that this JSON Schema describes."),
+        number("--max-depth", "Largest depth of recursive schemas or free JSON.", 0, 64),
         flag("--any-order", help="Write properties of small JSON objects in any order."),
-        flag("--more-properties", help="Also write properties that the schema only allows."),
+        flag("--more-properties", help="Also write properties that the schema does not name."),
         choice(
             "--json-layout",
             LAYOUTS,
@@ -64,12 +62,11 @@ def kind_group(*more: Any) -> Any:
 def take_constraint(
     values: dict[str, Any], is_infill: bool = False, has_tools: bool = False
 ) -> dict[str, Any]:
-    """Remove the constraint options from a command's values, and return them as options of a
-    request.
+    """Remove the constraint options from a command's values, and return them as request options.
 
-    The result is empty if the user gave no constraint. It may contain ``constrain_from``, an
-    argument of ``Bundle.infill``. If ``has_tools``, ``--max-depth`` and ``--json-layout`` are also
-    allowed without a constraint.
+    The result is empty if the user gave no constraint. With ``is_infill``, it may contain
+    ``constrain_from``, an argument of ``Bundle.infill``. With ``has_tools``, options such as
+    ``--max-depth`` are allowed even without a constraint.
     """
     first = values.pop("constrain_from")
     given = _take_kind(values, has_tools)
@@ -117,10 +114,10 @@ def _take_kind(values: dict[str, Any], has_tools: bool = False) -> dict[str, Any
 def compile_constraint(
     bundle: Path, output: Path, before: str, behind: str, force: bool, as_json: bool, **values: Any
 ) -> None:
-    """Compile a constraint for the vocabulary of BUNDLE into a file for C programs.
+    """Compile a constraint for BUNDLE into a file for C programs.
 
-    Give one constraint, such as --schema, --regex, --grammar or --tools. C programs read the file
-    with dlm_automaton_compile.
+    Give exactly one constraint, such as --schema, --regex, --grammar or --tools. The file is valid
+    for the vocabulary of BUNDLE. C programs load the file with dlm_automaton_compile.
 
     Example: dlm-export compile build/demo --schema call.schema.json -o call.automaton
     """

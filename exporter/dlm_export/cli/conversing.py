@@ -1,4 +1,4 @@
-"""The command ``chat``, and the options for messages and tools that other commands use too."""
+"""Defines the command ``chat``, and declares options for messages and tools."""
 
 from __future__ import annotations
 
@@ -45,10 +45,7 @@ conversation_options = (
 
 
 def tools_group(default: str) -> Any:
-    """Declare the options that describe tools.
-
-    ``default`` is the default of ``--tool-choice``, which the help shows.
-    """
+    """Declare the options that describe tools. The help shows ``default`` for ``--tool-choice``."""
     choices = "required, or a function's name"
     return group(
         "Tools",
@@ -67,9 +64,9 @@ def tools_group(default: str) -> Any:
 
 
 def take_conversation(values: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Remove the message options from a command's values, and return the conversation.
+    """Remove the message options from a command's values, and return the list of messages.
 
-    Returns None if the user gave no message.
+    Returns ``None`` if the user gave no message.
     """
     chat, system, messages = (values.pop(name) for name in ("chat", "system", "messages"))
     if chat is not None and messages is not None:
@@ -87,9 +84,7 @@ def take_conversation(values: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def take_tools(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the tool options from a command's values, and return them as arguments of a
-    request.
-    """
+    """Remove the tool options from a command's values, and return them as request options."""
     found = {name: value for name in _TOOL_OPTIONS if (value := values.pop(name)) is not None}
     if values.pop("parallel_tool_calls"):
         found["parallel_tool_calls"] = True
@@ -99,10 +94,10 @@ def take_tools(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def warn_of_length(bundle: Bundle, new_tokens: int | None) -> None:
-    """Warn if the requested answer is longer than the answers that this bundle was trained on.
+    """Warn if the user requests more tokens per answer than the denoiser was trained on.
 
-    A denoiser with full attention sees the whole canvas from its first pass on. If the canvas is
-    longer than in training, such a denoiser often ends its text too early.
+    A denoiser with full attention sees the whole canvas from the first pass on. If the canvas is
+    longer than in training, the denoiser often ends its text too early.
     """
     usual = bundle.manifest["loop"].get("max_new_tokens")
     if (
@@ -145,12 +140,13 @@ def chat(
     changes: tuple[str, ...],
     **values: Any,
 ) -> None:
-    """Talk to BUNDLE, and watch its canvas. Ctrl-C ends an answer, /quit or Ctrl-D ends the chat.
+    """Chat with BUNDLE, and watch its canvas. Ctrl-C ends an answer, /quit or Ctrl-D ends the chat.
 
-    If stdin or stdout is not a terminal, each line of stdin is a message, and each answer is one or
-    more lines of stdout. A message that fails is reported on stderr, and the exit code is then 2.
-    Some chat templates, such as the demo's, accept only one message. Each message is then answered
-    without the earlier ones.
+    If stdin or stdout is not a terminal, each line of stdin is a message, and answers are written
+    to stdout. If a message fails, the error is written to stderr, and the exit code is 2.
+
+    Some chat templates, such as the demo's, accept one message only. Earlier messages are then
+    ignored.
 
     \b
     Example: dlm-export chat build/demo
@@ -173,7 +169,7 @@ def chat(
 
 
 class Conversation:
-    """A conversation: the messages so far, and the settings of the next answer."""
+    """A conversation: all messages so far, and the settings for the next answer."""
 
     def __init__(self, bundle: Bundle, request: dict[str, Any]) -> None:
         if bundle.tokenizer is None or bundle.tokenizer.template is None:
@@ -183,11 +179,11 @@ class Conversation:
         self.bundle, self.request, self.tokenizer = bundle, request, bundle.tokenizer
         self.system: str | None = None
         self.messages: list[dict[str, Any]] = []
-        self.remembers = True  # False once the template has rejected earlier messages
-        self.running: threading.Event | None = None  # set this event to end the current answer
+        self.remembers = True  # false if the chat template accepts only one message
+        self.running: threading.Event | None = None  # setting this event ends the current answer
 
     def take_system(self, system: str | None) -> None:
-        """Set the system message of later answers.
+        """Set the system message for all later answers.
 
         Raises RequestError if the chat template does not support system messages.
         """
@@ -195,9 +191,9 @@ class Conversation:
         self.system = system
 
     def take_effort(self, level: str | None) -> None:
-        """Set the effort level of later answers; None restores the preset.
+        """Set the effort level for all later answers. ``None`` restores the preset.
 
-        Raises RequestError for an unknown level.
+        Raises RequestError if the bundle has no such level.
         """
         self.bundle.policy(self.request["preset"], level)
         self.request["effort"] = level
@@ -212,8 +208,8 @@ class Conversation:
     def ask(self, text: str, show: Callable[[dict[str, Any], int], Generation]) -> Generation:
         """Answer a message, and add the message and the answer to the conversation.
 
-        ``show`` generates the answer. Its arguments are the request, and the position where the
-        answer starts. Raises RequestError if the conversation fills the canvas.
+        ``show`` is called to generate the answer. Its arguments are the request and the position of
+        the answer's first token. Raises RequestError if the conversation fills the canvas.
         """
         said, given = self._next(text)
         room = self.bundle.max_canvas_length - given
@@ -236,10 +232,10 @@ class Conversation:
         return answer
 
     def _next(self, text: str) -> tuple[list[dict[str, Any]], int]:
-        """Return the messages to send, and the number of their tokens.
+        """Return the messages for the next request, and their number of tokens.
 
-        These are all messages of the conversation, or only the new one if the template rejects the
-        earlier messages.
+        The next request has all messages so far and the new message. If the chat template rejects
+        earlier messages, the request has the new message only.
         """
         message = {"role": "user", "content": text}
         if self.messages and self.remembers:
@@ -254,9 +250,9 @@ class Conversation:
         return [message], len(self.tokenizer.encode_chat(_messages(self.system, [message])))
 
     def command(self, line: str) -> str | None:
-        """Run a line that starts with /, and return a message for the user.
+        """Execute a command of the user, such as /reset. Returns a message for the user.
 
-        Returns None if the conversation shall end.
+        Returns ``None`` if the command ends the conversation.
         """
         name, _, rest = line.partition(" ")
         said = rest.strip() or None
@@ -278,9 +274,9 @@ class Conversation:
 
 
 def _in_lines(talk: Conversation) -> DlmError | None:
-    """Answer each line of stdin with lines of stdout. Other messages and errors go to stderr.
+    """Answer each line of stdin on stdout. All other messages go to stderr.
 
-    Returns the first error. A line that fails does not end the conversation.
+    If a line fails, the conversation continues with the next line. Returns the first error.
     """
     first: DlmError | None = None
     with interrupted_by(talk.interrupt):
@@ -308,7 +304,7 @@ def _in_terminal(talk: Conversation) -> None:
 
     def interrupt() -> bool:
         if not talk.interrupt():
-            raise KeyboardInterrupt  # no answer is running: discard the line that is being typed
+            raise KeyboardInterrupt  # discard the line that the user is typing
         return True
 
     click.echo(f"{one_line(talk.bundle.engine)}. Ctrl-C ends an answer, /help lists commands.")
@@ -329,8 +325,8 @@ def _in_terminal(talk: Conversation) -> None:
 
 
 def _typed() -> Iterator[str]:
-    """Yield the typed lines that are not empty, until Ctrl-D."""
-    import readline  # noqa: F401  # gives input() its editing keys
+    """Yield each line that the user types, until Ctrl-D. Empty lines are skipped."""
+    import readline  # noqa: F401  # lets the user edit the line in input()
 
     while True:
         try:

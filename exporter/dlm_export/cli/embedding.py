@@ -1,6 +1,4 @@
-"""The command ``embed``, which prints compiler flags and paths for programs that embed the
-runtime.
-"""
+"""Defines the command ``embed``, which helps to compile C programs that use the runtime."""
 
 from __future__ import annotations
 
@@ -26,9 +24,10 @@ from dlm_export.cli.printing import print_json, print_table
     json_option,
 )
 def embed(static: bool, as_json: bool, **wanted: bool) -> None:
-    """Print compiler flags and paths for a C program that embeds the runtime, like pkg-config.
+    """Print compiler flags and paths for C programs that use the runtime.
 
-    All requested values are printed on one line. Without an option, prints a table of all values.
+    The command works like pkg-config. All requested values are printed on one line. Without
+    options, a table of all values is printed.
 
     Example: cc app.c $(dlm-export embed --cflags --libs) -o app
     """

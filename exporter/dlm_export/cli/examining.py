@@ -1,4 +1,4 @@
-"""The command ``doctor``, which checks this machine."""
+"""Defines the command ``doctor``, which checks this machine."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 )
 @click.pass_context
 def doctor(context: click.Context, bundle: Path | None, target: str | None, as_json: bool) -> None:
-    """Check this machine and, optionally, BUNDLE, and say what to do. Changes nothing.
+    """Check this machine, and say what is missing. Does not change the machine.
 
-    Exits with 1 if the base install, BUNDLE or --target cannot run here. Other findings are notes.
+    With BUNDLE, also checks whether it can run here. With --target, also checks whether bundles for
+    this target can run here. The exit code is 1 if one of these checks fails, or if dlm-export
+    itself cannot run.
 
     Example: dlm-export doctor build/demo --target cpu
     """
@@ -45,9 +47,7 @@ def doctor(context: click.Context, bundle: Path | None, target: str | None, as_j
 
 
 def print_report(report: Report) -> None:
-    """Print a table of all findings, then what to do about missing parts, then about
-    optional ones.
-    """
+    """Print a table of all findings, and then the remedies. Those for required parts come first."""
     rows = [[each.state, each.part, each.name, each.said] for each in report.findings]
     print_table("", ["state", "of", "what", "found"], rows)
     for title, is_missing in (("What to do:", True), ("Optional:", False)):

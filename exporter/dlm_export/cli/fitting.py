@@ -1,4 +1,4 @@
-"""The command ``effort``, which fits the loops of a finished bundle to data."""
+"""Defines the command ``effort``, which fits effort levels and the default loop of a bundle."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from dlm_export.cli.values import opening
 def effort(
     bundle: Path, data: Path | None, samples: int, preset: str | None, as_json: bool, **values: Any
 ) -> None:
-    """Fit effort levels and the default loop of BUNDLE on data, and write them into it.
+    """Fit effort levels and the default loop of BUNDLE to data.
 
-    The levels are instant, low, medium and high. They are variants of one preset that commit tokens
-    earlier or later. The default loop is the one with the fewest passes that is as good as one
-    token a pass.
+    They are written into BUNDLE. The levels are instant, low, medium and high. They are variants of
+    one preset that commit tokens earlier or later. The default loop is the variant with the fewest
+    passes among those that are as good as committing one token per pass.
 
     Example: dlm-export effort build/demo --data examples/demo-denoiser/calibration.jsonl
     """

@@ -1,4 +1,4 @@
-"""The command ``inspect``, which describes a checkpoint or a bundle."""
+"""Defines the command ``inspect``, which describes a checkpoint or a bundle."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 @click.argument("checkpoint", type=SOURCE)
 @options(group("Common options", json_option), source_group)
 def inspect(checkpoint: Path | HubName, as_json: bool, **values: Any) -> None:
-    """Describe a checkpoint (family, network, memory) or a bundle (files, engines, presets).
+    """Describe a checkpoint or a bundle.
 
-    CHECKPOINT is a folder, or hf:ORG/NAME[@REVISION]. From the hub, only the headers of the weights
-    are read.
+    For a checkpoint, prints its family, network and memory. For a bundle, prints its files, engines
+    and presets. CHECKPOINT is the folder of a checkpoint or bundle, or hf:ORG/NAME[@REVISION]. From
+    the hub, the headers of the weight files are downloaded, but not the weights.
 
     Example: dlm-export inspect examples/demo-denoiser
     """
@@ -65,7 +66,7 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
 
     opened = Checkpoint(found.path)
     network = families.read_network(opened, changed)
-    # This also raises an error for tensors that are missing, unexpected or of the wrong shape.
+    # This raises an error if a tensor is missing, is unexpected, or has a wrong shape.
     tensors = families.check_tensors(opened, network)
     text = tokenizer.read(opened, network)
     kinds = {
@@ -144,19 +145,19 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
 
 
 def _kept(c: NetworkSpec) -> int:
-    """Return how many tokens of the longest canvas have keys and values in the cache.
+    """Return how many tokens the cache holds at most, on the longest canvas.
 
-    A block-causal network caches all blocks before the last. Other networks cache all tokens.
+    Block-causal networks cache all blocks except the last. Other networks cache all tokens.
     """
     block = c.visible_block
     return c.max_canvas_length if block is None else (-(-c.max_canvas_length // block) - 1) * block
 
 
 def _memory(c: NetworkSpec, element_bytes: int, table_bytes: int) -> dict[str, int]:
-    """Return the bytes of weights and cache.
+    """Compute the memory of weights and cache in bytes.
 
-    ``table_bytes`` is the size of an element of the embedding table. It may differ from that of
-    other weights, because fp32 bundles keep the table in the checkpoint's type.
+    ``table_bytes`` is the number of bytes of each element of the embedding table. It may differ
+    from ``element_bytes``, because fp32 bundles store the table in the checkpoint's type.
     """
     from dlm_export.planning.roofline import kinds_of, weights_bytes
 
@@ -170,7 +171,7 @@ def _memory(c: NetworkSpec, element_bytes: int, table_bytes: int) -> dict[str, i
 
 
 def print_network(network: NetworkSpec) -> None:
-    """Print the fields of a network, and one table row for each run of equal layers."""
+    """Print the description of a network. Consecutive equal layers have one table row."""
     fields = (
         "architecture",
         "vocab_size",
@@ -300,8 +301,10 @@ def _embedding_words(manifest: Mapping[str, Any]) -> str:
 
 
 def _audited(audit: Mapping[str, Any] | None) -> list[str]:
-    """Return the formats of an engine's layers, the number of fallbacks, and the memory on the
-    device.
+    """Return three table cells about an engine.
+
+    They have the formats of its layers, the number of layers that got another format than
+    requested, and the memory that it needs on the device.
     """
     if audit is None:
         return ["-"] * 3

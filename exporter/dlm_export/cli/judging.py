@@ -1,4 +1,4 @@
-"""The commands that check bundles: ``verify``, ``compare`` and ``report``."""
+"""Defines the commands ``verify``, ``compare`` and ``report``, which check bundles."""
 
 from __future__ import annotations
 
@@ -69,11 +69,14 @@ STOPPED = {
     cpu_opening_group,
 )
 def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values: Any) -> None:
-    """Compare BUNDLE with its checkpoint in PyTorch, or with logits of the released code.
+    """Compare BUNDLE with its checkpoint, or with a golden file.
 
-    For a bundle in full precision, logits and whole canvases are compared. A quantised bundle is
-    judged on the samples of --data. With --golden, only logits are compared, and neither torch nor
-    the checkpoint is needed. Exits with 3 if a tolerance or a budget is missed.
+    The checkpoint runs in PyTorch. If BUNDLE is in full precision, logits and generated texts are
+    compared. If BUNDLE is quantised, its accuracy is measured on the samples of --data.
+
+    With --golden, the logits of BUNDLE are compared with a golden file, which has logits of the
+    released code. --golden needs neither torch nor the checkpoint. The exit code is 3 if a
+    tolerance or a budget is exceeded.
 
     Example: dlm-export verify build/demo-int8 --checkpoint examples/demo-denoiser --max-ce-increase
     0.01
@@ -153,7 +156,7 @@ def _verify_golden(bundle: Path, path: Path, values: dict[str, Any]) -> None:
 
 
 def _judging(values: dict[str, Any]) -> JudgingOptions:
-    """Return the judging options of ``verify`` and ``compare``."""
+    """Turn the values of a command's options into ``JudgingOptions``."""
     from dlm_export.judging.accuracy.run import VERIFY_SECONDS, JudgingOptions
     from dlm_export.quantising.samples import CalibrationOptions
 
@@ -196,9 +199,9 @@ def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> N
 @click.argument("candidate", type=CHECKPOINT)
 @options(judge_group, budget_group, cpu_opening_group, group("Output", json_option))
 def compare(reference: Path, candidate: Path, **values: Any) -> None:
-    """Measure how much accuracy bundle CANDIDATE loses against bundle REFERENCE.
+    """Measure how much accuracy CANDIDATE loses against REFERENCE.
 
-    Both bundles run in the native runtime.
+    CANDIDATE and REFERENCE are bundles. Both run in the native runtime.
 
     Example: dlm-export compare build/demo build/demo-int4 --data examples/demo/heldout.jsonl
     """
@@ -221,7 +224,7 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
         "Common options",
         output_option("Page to write, such as compare.html."),
         force_option,
-        flag("--speed", help="Also time the bundles here, in turns; all are open at once."),
+        flag("--speed", help="Also time the bundles here; all of them are open at once."),
         number("--rounds", "Timed generations of each.  [default: 5]", 3, 1000),
         preset_option,
         json_option,
@@ -231,9 +234,10 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
 def report(
     bundles: tuple[Path, ...], output: Path, force: bool, speed: bool, as_json: bool, **values: Any
 ) -> None:
-    """Write a page that compares the size, accuracy and speed of BUNDLES of one checkpoint.
+    """Write a page that compares bundles of one checkpoint.
 
-    Accuracy is not measured again: the figures are those that each build recorded, on the same
+    The page has the size, accuracy and speed of BUNDLES. The accuracy of a bundle is not measured
+    again, because its build has recorded the figures. All bundles must have been judged on the same
     data.
 
     Example: dlm-export report build/demo build/demo-int8 build/demo-int4 --speed -o
@@ -264,7 +268,7 @@ def report(
 
 
 def print_parity(parity: Parity) -> None:
-    """Print tables of logits and loops, the verdict, and what the bundle was compared with."""
+    """Print the differences of logits and generated texts, and whether they are tolerated."""
     rows = [
         [
             f"{row.mask_ratio:.2f}",
@@ -301,8 +305,9 @@ def print_parity(parity: Parity) -> None:
 
 
 def print_judgement(judgement: Judgement) -> None:
-    """Print what quantisation costs: a table row per mask ratio, then one line per kind of
-    figure.
+    """Print how much accuracy quantisation costs.
+
+    A table has the figures by mask ratio. After it, there is one line for each other figure.
     """
     columns = [
         "mask ratio",

@@ -1,11 +1,10 @@
 """Makes ``dlm-export build`` available as ``optimum-cli export dlm CHECKPOINT OUTPUT``.
 
-optimum (https://github.com/huggingface/optimum) imports every file of the namespace package
-``optimum.commands.register``, and adds the commands that these files list. Our file there is
-``optimum/commands/register/register_dlm_export.py``. The options are taken from the definition of
-``dlm-export build``.
+optimum (https://github.com/huggingface/optimum) imports all files of the namespace package
+``optimum.commands.register``, and adds the commands that they list. The file of dlm-export in this
+package is ``register_dlm_export.py``. The new command has the options of ``dlm-export build``.
 
-optimum loads this module whenever it starts. Large packages are therefore imported only when the
+optimum imports this module each time it starts. So this module imports large packages only when its
 command runs.
 """
 
@@ -20,7 +19,7 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from dlm_export.cli.app import main
 from dlm_export.cli.building import build
 
-_PREFIX = "dlm_"  # prefix that keeps our values apart from others in optimum's namespace
+_PREFIX = "dlm_"  # prefix of our names, so that they differ from those of optimum
 
 
 class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
@@ -32,7 +31,7 @@ class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
 
     @staticmethod
     def parse_args(parser: ArgumentParser) -> None:
-        """Declare the arguments of ``dlm-export build`` on optimum's parser."""
+        """Add the arguments of ``dlm-export build`` to optimum's parser."""
         parser.add_argument(
             f"{_PREFIX}checkpoint",
             metavar="CHECKPOINT",
@@ -44,11 +43,11 @@ class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
         context = click.Context(build, show_default=True)
         for option in _options():
             record = option.get_help_record(context)
-            # argparse treats % in help texts as a format
+            # argparse would interpret a % in a help text
             help_text = record[1].replace("%", "%%") if record else None
             name = f"{_PREFIX}{option.name}"
             if option.is_flag:
-                # a flag with two spellings, such as --x and --no-x
+                # Some flags have an opposite, such as --x and --no-x.
                 action = BooleanOptionalAction if option.secondary_opts else "store_true"
                 parser.add_argument(
                     *option.opts, dest=name, action=action, default=SUPPRESS, help=help_text
@@ -63,12 +62,12 @@ class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
                 )
 
     def run(self) -> None:
-        """Build the bundle. Ends the process with the exit code of ``dlm-export build``."""
+        """Build the bundle, and exit with the exit code of ``dlm-export build``."""
         main.main(args=build_arguments(self.args), prog_name="dlm-export")
 
 
 def build_arguments(values: Namespace) -> list[str]:
-    """Convert the values of optimum's parser to arguments of ``dlm-export``, which checks them."""
+    """Convert the values of optimum's parser back to command-line arguments of ``dlm-export``."""
     given = vars(values)
     arguments = ["build", f"--output={given[f'{_PREFIX}output']}"]
     for option in _options():
@@ -83,8 +82,9 @@ def build_arguments(values: Namespace) -> list[str]:
 
 
 def _options() -> Iterator[click.Option]:
-    """Yield the options of ``dlm-export build`` except the output, which is an argument in
-    optimum-cli.
+    """Yield the options of ``dlm-export build``, except ``--output``.
+
+    In optimum-cli, the output is an argument instead.
     """
     for parameter in build.params:
         if isinstance(parameter, click.Option) and parameter.name != "output":

@@ -1,7 +1,7 @@
-"""Declares the options that commands share, in the groups that the help shows.
+"""Declares the options that several commands share, in the groups that the help shows.
 
-cloup provides the groups. Each option has one line of help. The line states the range of a value if
-a reader could not guess it; click checks all ranges.
+The package cloup provides the groups. Each option has one line of help. click checks that values
+are within their range. The help states a range only if users cannot guess it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 LAYOUTS = click.Choice(list(layout.LAYOUTS))
 CALL_FORMATS = click.Choice(list(tools.FORMATS))
 NAMES_WIDTH = 32
-"""Width of the column with option names in the help. A longer name takes a line of its own."""
+"""Width of the column with option names in the help. If a name is longer, its text starts on the
+next line.
+"""
 
 
 class Option(cloup.Option):
-    """An option whose help shows the default value, but not click's own text for the range."""
+    """An option whose help shows the default value, but not the range that click would add."""
 
     def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
         extra = super().get_help_extra(ctx)
@@ -39,9 +41,9 @@ class Option(cloup.Option):
 
 
 class _File(click.Path):
-    """Type of an option that reads a plain file.
+    """The type of options that name a file to read.
 
-    Pipes and devices are rejected, because a command could wait for them forever.
+    Pipes and devices are rejected, because reading them could take forever.
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -54,9 +56,7 @@ class _File(click.Path):
 
 
 class _Source(click.Path):
-    """Type of an argument that is a folder, or a checkpoint on a hub:
-    ``hf:ORG/NAME[@REVISION]``.
-    """
+    """The type of arguments that name a checkpoint: a folder, or ``hf:ORG/NAME[@REVISION]``."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and value.startswith(PREFIX):
@@ -67,7 +67,7 @@ class _Source(click.Path):
         return super().convert(value, param, ctx)
 
 
-# Inputs must exist, so that a wrong path is reported before anything is loaded.
+# click checks that inputs exist, so that a wrong path is reported before the command starts.
 CHECKPOINT = click.Path(exists=True, file_okay=False, path_type=Path)
 SOURCE = _Source(exists=True, file_okay=False, path_type=Path)
 FILE = _File(exists=True, dir_okay=False, path_type=Path)
@@ -77,16 +77,16 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
 command = functools.partial(
     cloup.command, formatter_settings=cloup.HelpFormatter.settings(col1_max_width=NAMES_WIDTH)
 )
-"""Like ``click.command``, with options in groups."""
+"""Like ``click.command``, but the help shows options in groups."""
 
 
 def option(*names: str, **settings: Any) -> Any:
-    """Like ``click.option``, for use in a group."""
+    """Like ``click.option``, for options in a group."""
     return cloup.option(*names, cls=Option, **settings)
 
 
 def flag(*names: str, help: str, **settings: Any) -> Any:
-    """Declare an option without a value."""
+    """Declare an option that takes no value."""
     return option(*names, is_flag=True, help=help, **settings)
 
 
@@ -101,7 +101,7 @@ def real(name: str, help: str, most: float | None = None, **settings: Any) -> An
 
 
 def text(name: str, help: str, metavar: str = "NAME", **settings: Any) -> Any:
-    """Declare an option that takes a word or a text."""
+    """Declare an option that takes a text."""
     return option(name, metavar=metavar, help=help, **settings)
 
 
@@ -122,13 +122,13 @@ def folder(name: str, help: str, kind: click.Path = FOLDER, **settings: Any) -> 
 
 
 def group(title: str, *options: Any) -> Callable[[_Command], _Command]:
-    """Put options under one heading of a command's help."""
+    """Show options under a common heading in the help of a command."""
     made: Callable[[_Command], _Command] = cloup.option_group(title, *options)
     return made
 
 
 def output_option(help: str, kind: str = "FILE") -> Any:
-    """Declare ``-o``, which is required by every command that writes a file or a folder."""
+    """Declare the option ``-o``. All commands that write a file or a folder require it."""
     return option("-o", "--output", required=True, type=OUTPUT, metavar=kind, help=help)
 
 
@@ -192,7 +192,7 @@ _RUN_OPTIONS = (
         default="cpu",
         callback=_check_provider,
     ),
-    flag("--allow-fallback", help="Let the CPU run what the provider cannot run."),
+    flag("--allow-fallback", help="Let the CPU run operators that the provider lacks."),
     number("--threads", "Engine threads; 0: all cores.", 0, 4096, default=0),
 )
 opening_group = group(
@@ -205,7 +205,7 @@ opening_group = group(
     ),
     *_RUN_OPTIONS,
 )
-"""Options that say how to open a bundle. ``values.opening`` reads their values."""
+"""Options for opening a bundle. ``values.opening`` converts their values."""
 cpu_opening_group = group(
     "Engine",
     choice(
@@ -216,22 +216,20 @@ cpu_opening_group = group(
     ),
     *_RUN_OPTIONS,
 )
-"""The same options for commands that compare bundles. Such commands run graphs on the CPU by
-default.
-"""
+"""Like ``opening_group``, for commands that compare bundles. The default engine runs on the CPU."""
 
 # ---- Judging ----
 
 _SAMPLE_OPTIONS = (
-    number("--judged", "Samples to judge by.  [default: at most 32]", most=100000),
-    number("--free-runs", "Prompts that the reference also answers freely."),
+    number("--judged", "Samples to judge on.  [default: at most 32]", most=100000),
+    number("--free-runs", "Prompts for which the reference generates text too."),
     text("--calib-preset", "Loop for calibration and judging.  [default: the adaptive one]"),
     number("--seed", "Seed of masks, states and intervals.", 0, default=0),
 )
 BUDGETS = ("max_ce_increase", "min_top1", "max_nfe_ratio", "min_task")
 _BUDGET_OPTIONS = (
     real("--max-ce-increase", "Largest increase of cross-entropy; 0.01 is 1%."),
-    real("--min-top1", "Smallest share of equal best tokens, 0 to 1.", 1),
+    real("--min-top1", "Smallest share of equal predictions, 0 to 1.", 1),
     real("--max-nfe-ratio", "Largest ratio of passes to full precision."),
     real("--min-task", "Smallest share of right answers, 0 to 1; needs answers.", 1),
 )
@@ -240,10 +238,10 @@ judge_group = group(
     choice(
         "--judge",
         ["default", "full"],
-        "default, or full: both loops run freely, on all data.",
+        "default, or full: both generate text, for all samples.",
         default="default",
     ),
-    file("--data", "JSONL or text to judge by.  [default: the source's]"),
+    file("--data", "JSONL or text to judge on.  [default: the source's]"),
     *_SAMPLE_OPTIONS,
 )
 budget_group = group("Budgets: exit with 3 if one is missed", *_BUDGET_OPTIONS)
@@ -271,7 +269,7 @@ QUANTISE_GROUPS = (
         ),
         *_SAMPLE_OPTIONS[2:],
         number(
-            "--calib-min-tokens-per-expert", "Fewest tokens to fit an expert on.  [default: 32]"
+            "--calib-min-tokens-per-expert", "Fewest tokens to solve an expert on.  [default: 32]"
         ),
         choice("--calibrator", ["own", "modelopt"], "own, or modelopt.", default="own"),
     ),
@@ -283,11 +281,11 @@ QUANTISE_GROUPS = (
         flag(
             "--rotate-down/--no-rotate-down",
             default=None,
-            help="Hadamard rotation before mlp.down.",
+            help="Apply a Hadamard rotation before mlp.down.",
         ),
         text("--embedding", "Format of the embedding table on disk: int8, fp8."),
         text("--auto-formats", "Formats that --precision auto chooses from.", "LIST"),
-        flag("--tune", default=None, help="With --precision auto: time the formats on this CPU."),
+        flag("--tune", default=None, help="With --precision auto: measure formats on this CPU."),
     ),
 )
 
@@ -310,8 +308,8 @@ def _to_bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | 
 target_option = text("--target", "Device, or GPUs with commas.  [default: cpu]", "LIST")
 PRECISION_HELP = "fp32, fp16, bf16, auto, int8, ..., or a .toml"
 calib_option = file("--calib", "JSONL or text for calibration; a quarter is for judging.")
-resume_option = folder("--resume", "Folder that keeps finished stages for the next try.")
-verify_option = flag("--no-verify", help="Skip parity and judging.")
+resume_option = folder("--resume", "Folder that keeps finished stages for a later build.")
+verify_option = flag("--no-verify", help="Do not compare the bundle with torch.")
 machine_group = group(
     "Machine and memory",
     text("--device", "Where torch runs: auto, cpu, cuda, cuda:0.", default="auto"),
@@ -321,7 +319,7 @@ machine_group = group(
 )
 ENGINE_OPTIONS = (
     number("--canvas", "Longest canvas of an engine in tokens.  [default: all]"),
-    number("--block", "Longest cached pass in tokens.  [default: the loop's]"),
+    number("--block", "Longest pass with a cache, in tokens.  [default: the loop's]"),
     number("--workspace", "Scratch memory per layer in MiB.  [default: 1024]"),
     file("--timing-cache", "File with TensorRT's timings, read and updated.", OUTPUT),
     choice("--builder", list(ENGINE_BUILDERS), f"{', '.join(ENGINE_BUILDERS)}."),
@@ -329,16 +327,16 @@ ENGINE_OPTIONS = (
 )
 tensorrt_group = group(
     "TensorRT engines",
-    flag("--no-engine", default=None, help="Build engines later: `dlm-export engine`."),
+    flag("--no-engine", default=None, help="Build engines later, with `dlm-export engine`."),
     *ENGINE_OPTIONS,
     flag(
-        "--plain-graph", default=None, help="Elementary operators only, for TensorRT 10.3 to 10.13."
+        "--plain-graph", default=None, help="Use elementary operators, for TensorRT 10.3 to 10.13."
     ),
 )
 
 
 def options(*groups: Any) -> Callable[[_Command], _Command]:
-    """Apply several decorators to a command. The help shows their options in this order."""
+    """Apply several decorators to a command. The help shows their options in the given order."""
 
     def decorate(command: _Command) -> _Command:
         for decorator in reversed(groups):

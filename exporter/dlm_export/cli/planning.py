@@ -1,5 +1,6 @@
-"""The commands ``plan``, which predicts speed and cost on devices, and ``targets``, which lists
-them.
+"""Defines the commands ``plan`` and ``targets``.
+
+``plan`` predicts speed and cost. ``targets`` lists the devices that bundles can be built for.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     group(
         "Common options",
         text("--targets", "Devices with commas, or all.", "LIST", required=True),
-        text("--precisions", "With commas.  [default: all that a target runs]", "LIST"),
+        text("--precisions", "Names with commas.  [default: all that a target runs]", "LIST"),
         number("--prompt-tokens", "Tokens of the prompt.", 0, default=128),
         number("--new-tokens", "Tokens to generate.", default=128),
         number("--batch", "Canvases in a pass.", most=65536, default=1),
@@ -53,14 +54,14 @@ if TYPE_CHECKING:
     ),
     group(
         "Assumptions",
-        text("--sizes", "Without SOURCE: sizes of LLaDA's shape, such as 1B,8B.", "LIST"),
+        text("--sizes", "Without SOURCE: LLaDA in these sizes, such as 1B,8B.", "LIST"),
         text("--block-length", "Tokens per block; with commas.", "LIST", default="32"),
         text("--tokens-per-pass", "Tokens that a pass commits.", "LIST", default="1,2,4,8"),
         file("--measured", "Output of `dlm-export bench --json`; calibrates the cpu."),
     ),
     group(
         "Plot",
-        file("--plot", "Write growth with canvas, batch and size: .png, .svg.", OUTPUT),
+        file("--plot", "Plot the time per token to this .png or .svg file.", OUTPUT),
         force_option,
     ),
     source_group,
@@ -68,10 +69,11 @@ if TYPE_CHECKING:
 def plan(
     source: Path | HubName | None, plot: Path | None, force: bool, as_json: bool, **values: Any
 ) -> None:
-    """Predict time, memory and cost of SOURCE on devices, before anything is built.
+    """Predict the time, memory and cost of SOURCE on devices.
 
-    SOURCE is a bundle, a checkpoint folder, or hf:ORG/NAME[@REVISION]. From the hub, only headers
-    are read. Times are lower limits, by the roofline model. For a bundle, torch is not needed.
+    No bundle needs to be built for the devices. SOURCE is a bundle, a checkpoint folder, or
+    hf:ORG/NAME[@REVISION]. From the hub, the headers of weight files are downloaded, but not the
+    weights. Times are lower limits by the roofline model. For a bundle, torch is not needed.
 
     Example: dlm-export plan build/demo --targets h100,thor --price-per-hour h100=2.5
     """
@@ -139,20 +141,20 @@ _Number = TypeVar("_Number", int, float)
 
 
 def _numbers(option: str, text: str, kind: type[_Number]) -> tuple[_Number, ...]:
-    """Parse numbers that are at least 1 and separated by commas."""
+    """Parse a list of numbers with commas. Each number must be at least 1."""
     try:
         found = tuple(kind(part) for part in split(text))
     except ValueError:
         found = ()
     if not found or not all(1 <= number < math.inf for number in found):
-        raise click.UsageError(f"{option} {text!r}: write numbers from 1 on, with commas between")
+        raise click.UsageError(f"{option} {text!r}: write numbers of 1 or more, with commas")
     return found
 
 
 def _prices(text: str | None, targets: list[str]) -> dict[str, float]:
-    """Parse ``--price-per-hour``: one number for all targets, or TARGET=NUMBER with commas.
+    """Parse ``--price-per-hour``, and return the price per hour of each target.
 
-    Returns the price per hour of each target.
+    The text is one number for all targets, or a list such as ``h100=2.5,thor=0.1``.
     """
     prices: dict[str, float] = {}
     for part in split(text or ""):
@@ -172,7 +174,9 @@ def _prices(text: str | None, targets: list[str]) -> dict[str, float]:
 @command()
 @group("Options", json_option)
 def targets(as_json: bool) -> None:
-    """List the devices that bundles can be built for, and the kernels of CPUs.
+    """List the devices that bundles can be built for.
+
+    Also lists the kernels for CPUs, and which of them run on this machine.
 
     Example: dlm-export targets --json
     """
@@ -206,9 +210,9 @@ def print_targets(
     here: Mapping[str, tuple[bool, str]],
     machine: Mapping[str, Any],
 ) -> None:
-    """Print the devices in 80 columns, how the engine of each is built, and this machine.
+    """Print all targets in 80 columns, how their engines can be built, and facts of this machine.
 
-    ``here`` has the result of ``machine.engine_here`` for each target.
+    ``here`` maps each target to the result of ``machine.engine_here``.
     """
     from dlm_export.targets import GPU_ALIASES, sm_text
     from dlm_runtime.precision import NUMBER_FORMATS
@@ -258,7 +262,7 @@ def print_targets(
 
 
 def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
-    """Print the kernels of CPUs in 80 columns, and why some of them do not run here."""
+    """Print the kernels for CPUs in 80 columns, and why some of them do not run here."""
     rows = [
         [
             known["name"],
@@ -280,8 +284,8 @@ def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
 def print_plan(plan: Plan) -> None:
     """Print a plan in 100 columns.
 
-    There is one table per network and target. Growth, omitted combinations and the calibration
-    follow.
+    Each network has one table per target. After these tables come the growth, the precisions that
+    were left out, and the summary of measurements.
     """
     request = plan.request
     click.echo(
@@ -373,7 +377,10 @@ def _print_predictions(
 
 
 def _print_growth(growth: Growth, plan: Plan) -> None:
-    """Print one row per target: its cost if the target has a price, otherwise milliseconds."""
+    """Print how the time per token grows, with one row per target.
+
+    If the target has a price, its row has the cost per million tokens instead.
+    """
     rows = [
         [
             target,
@@ -400,9 +407,7 @@ def _print_growth(growth: Growth, plan: Plan) -> None:
 
 
 def _print_calibration(calibration: Mapping[str, Any]) -> None:
-    """Print the ratios of measured times to their limits, and the error of predictions from
-    them.
-    """
+    """Print the ratios of measured times to limits, and the errors of times predicted from them."""
     low, high = calibration["ratios"]
     what = f"{calibration['file']}: {calibration['passes']} passes in {calibration['precision']}"
     click.echo(f"Calibration by {what}, {low:.2f} to {high:.2f} times their limits")
@@ -433,14 +438,14 @@ def _passshown(time: PassTime) -> str:
 
 
 def _three(value: float | None) -> str:
-    """Format a number with three significant digits, and as a whole number from 100 on."""
+    """Format a number with three significant digits. Numbers over 100 are rounded to integers."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _by_value(named: Mapping[str, str]) -> dict[str, list[str]]:
-    """Group names that have the same value: value -> names."""
+    """Maps each value of ``named`` to all names that have this value."""
     out: dict[str, list[str]] = {}
     for name, value in named.items():
         out.setdefault(value, []).append(name)

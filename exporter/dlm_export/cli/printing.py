@@ -1,4 +1,4 @@
-"""Prints for commands: tables and JSON to stdout, progress and warnings to stderr."""
+"""Prints the output of commands: tables and JSON to stdout, progress and warnings to stderr."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from dlm_export.bundle.default_loop import FEWEST_SAMPLES
 if TYPE_CHECKING:
     from dlm_runtime import Generation
 
-# Length limits in characters: of a word, such as a path, and of a line, such as an error of
-# TensorRT.
+# The longest word (such as a path) and the longest line (such as an error of TensorRT), in
+# characters. Longer words and lines are shortened.
 WORD_LIMIT, LINE_LIMIT = 400, 5000
 
-LINE_EVERY_S = 10.0  # seconds between lines of progress, if stderr is not a terminal
+LINE_EVERY_S = 10.0  # seconds between two lines of progress, if stderr is not a terminal
 
 
 def one_line(text: object) -> str:
-    """Convert text to one line without control characters. The text may come from a hostile
-    file.
+    """Convert text to one line without control characters.
+
+    The text may come from an untrusted file.
     """
     words = " ".join(_cut(word, WORD_LIMIT) for word in str(text).split())
     return _cut(
@@ -41,17 +42,17 @@ def _cut(text: str, limit: int) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Escape the control characters of a text, but keep its lines and tabs."""
+    """Escape the control characters in a text, except newlines and tabs."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )
 
 
 def how_it_went(done: Generation, *beside: str) -> str:
-    """Say in one line how a generation went.
+    """Summarise a generation in one line.
 
-    The line has the number of passes, the time, the texts in ``beside`` and, if the generation
-    ended early, the reason.
+    The line has the number of passes, the time, and the texts in ``beside``. If the generation
+    ended early, the line also says why.
     """
     passes = f"{done.nfe} pass{'es' if done.nfe != 1 else ''}"
     left = sum(done.undecided)
@@ -60,7 +61,7 @@ def how_it_went(done: Generation, *beside: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print a JSON document with one member per line. A list of plain values takes one line."""
+    """Print JSON with one key or element per line. A list of plain values takes one line."""
     click.echo(_as_json(value))
 
 
@@ -100,30 +101,30 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         is_number = i > 0 and all(row[i][:1].isdigit() or row[i] == "-" for row in rows)
         table.add_column(column, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
-        # as plain text, so that rich does not interpret markup
+        # Wrap each cell in Text, so that rich does not interpret it as markup.
         table.add_row(*(Text(one_line(cell)) for cell in row))
-    # Do not wrap piped output at the width of a terminal.
+    # If the output is piped, do not wrap it at the default width of a terminal.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def shown(value: float | None, form: str) -> str:
-    """Format a number, or return a dash for None."""
+    """Format a number. ``None`` becomes a dash."""
     return "-" if value is None else format(value, form)
 
 
 def block_left_out(layer: str) -> str:
-    """Replace the block number in a module path by N, as in ``blocks.N.mlp.up``."""
+    """Replace the block number in the path of a layer by N, as in ``blocks.N.mlp.up``."""
     return re.sub(r"^blocks\.\d+\.", "blocks.N.", layer)
 
 
 def print_caches(what: str, sizes: Mapping[str, int]) -> None:
-    """Print the bytes that the keys and values of one token take, for each cache type."""
+    """Print how much memory the keys and values of one token take in each cache type."""
     told = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
     click.echo(f"{what} a token on a CPU, by --cache-dtype: {told}")
 
 
 def print_kernels(kernels: Mapping[str, Any]) -> None:
-    """Print the native kernels of a CPU graph, and why other layers use slower plain operators."""
+    """Print which native kernels a CPU graph calls, and why other layers use slower operators."""
     calls = ", ".join(f"{count} {name}" for name, count in kernels["calls"].items())
     click.echo(f"Native kernels: {calls or 'none'}")
     plain = Counter((block_left_out(layer), reason) for layer, reason in kernels["plain"].items())
@@ -136,15 +137,15 @@ def warn(text: str) -> None:
 
 
 def told_progress(stage: str, done: int, total: int, seconds: float) -> str:
-    """Describe the progress of a stage: share, rate, estimated time left, and memory of the
-    process.
+    """Describe the progress of a stage in one line.
 
-    If the total is 2**20 or more, the units are bytes.
+    The line has the finished share, the rate, the estimated remaining time, and the memory of the
+    process. If ``total`` is 2**20 or more, the units are bytes.
     """
     from dlm_export.memory import resident_bytes
 
     is_bytes = total >= 1 << 20
-    told = [stage]  # a stage of a single unit has no share to show
+    told = [stage]  # if the stage has a single unit, only its name is shown
     if total > 1:
         told[0] += f" {done / total:.0%}"
         told.append(
@@ -162,13 +163,13 @@ def told_progress(stage: str, done: int, total: int, seconds: float) -> str:
 
 
 class Bars:
-    """Shows progress on stderr.
+    """Shows the progress of a command on stderr.
 
-    On a terminal, each stage has a bar. Otherwise a line is printed every ``LINE_EVERY_S`` seconds.
+    On a terminal, each stage has a bar. Otherwise, a line is printed every ``LINE_EVERY_S`` seconds.
     """
 
     def __init__(self) -> None:
-        # name, total and start time of the current stage
+        # The current stage: its name, its number of units, and its start time.
         self._now: tuple[str, int, float] | None = None
         self._done = 0
         self._ended = threading.Event()
@@ -227,7 +228,7 @@ def _rich_bars() -> Any:
 
 
 def print_effort(effort: Mapping[str, Any]) -> None:
-    """Print the effort levels in a manifest, with the measurements that they are based on."""
+    """Print the effort levels of a bundle, with the quality and the passes that were measured."""
     title = f"Effort, loops of {effort['preset']}, by generations of {effort['samples']} samples"
     kind = "right answers" if effort["quality"] == "task" else "agreement with one token a pass"
     rows = [

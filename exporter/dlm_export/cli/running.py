@@ -1,4 +1,4 @@
-"""The commands that run a bundle: ``run`` and ``bench``."""
+"""Defines the commands ``run`` and ``bench``, which run a bundle."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ from dlm_export.signals import cancelling
             "stop_strings",
             multiple=True,
             metavar="TEXT",
-            help="End the text before this text; repeatable.",
+            help="Stop generating before this text; repeatable.",
         ),
         number("--max-steps", "Stop after this many passes; 0: no limit.", 0, default=0),
         real("--deadline-ms", "Stop after this many milliseconds; 0: no limit.", default=0.0),
@@ -123,7 +123,7 @@ def run(
     as_json: bool,
     **fields: Any,
 ) -> None:
-    """Generate text from BUNDLE. Ctrl-C stops within one pass, and prints the text so far.
+    """Generate text with BUNDLE. Ctrl-C stops after the current pass and prints the text so far.
 
     \b
     Example: dlm-export run build/demo --prompt "remind me to call the garage at seven"
@@ -230,9 +230,10 @@ def bench(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Measure BUNDLE on this machine: passes, a generation by part, and memory.
+    """Measure the speed and memory of BUNDLE on this machine.
 
-    With --data, its prompts are also sent one by one, each until its end token.
+    Single passes and whole generations from random prompts are measured. With --data, the prompts
+    of a file are measured too, one at a time. These generations end at their end tokens.
 
     Example: dlm-export bench build/demo --data examples/demo-denoiser/calibration.jsonl
     """
@@ -253,7 +254,7 @@ def bench(
 
 
 def _loop_of(made: Mapping[str, Any]) -> str:
-    """Name the preset of a measured generation, and the fields that differ from it."""
+    """Describe the decoding loop of a measured generation: its preset, and changes to it."""
     return ", ".join(
         [
             f"preset {made['preset']}",
@@ -270,9 +271,7 @@ def _integers(option: str, text: str) -> list[int]:
 
 
 def print_bench(result: Mapping[str, Any]) -> None:
-    """Print the results of ``bench``: the machine, the passes, the parts of a generation, and
-    memory.
-    """
+    """Print the results of ``bench``."""
     bundle, machine, rates = result["bundle"], result["machine"], result["roofline"]
     peer = result["peer"]
     threads = f"{result['threads']} threads" if result["threads"] else "all cores"

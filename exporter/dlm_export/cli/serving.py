@@ -1,4 +1,4 @@
-"""The command ``serve``: an HTTP server for bundles."""
+"""Defines the command ``serve``, an HTTP server for bundles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 
 
 def _named(bundles: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]:
-    """The folder of each model by its name. Raises click.UsageError."""
+    """Map the name of each model to its bundle's folder. Raises click.UsageError."""
     found = [(path.resolve().name, path) for path in bundles]
     for given in names:
         name, is_pair, folder = given.partition("=")
@@ -65,7 +65,7 @@ def _named(bundles: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]
         file("--tls-certificate", "Certificate chain in PEM, for HTTPS."),
         file("--tls-key", "Private key of the certificate, in PEM."),
         flag(
-            "--log/--no-log", "has_log", default=True, help="A line of JSON per request to stderr."
+            "--log/--no-log", "has_log", default=True, help="Log each request to stderr, in JSON."
         ),
     ),
     group(
@@ -82,8 +82,8 @@ def _named(bundles: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]
 def serve(bundles: tuple[Path, ...], names: tuple[str, ...], **values: Any) -> None:
     """Serve bundles over HTTP, with OpenAI's API and Mercury's additions.
 
-    The name of a model is that of its folder. SIGTERM finishes running requests and exits; SIGHUP
-    opens the bundles again.
+    Each bundle is a model with the name of its folder. On SIGTERM, the server finishes running
+    requests and exits. On SIGHUP, it opens all bundles again.
 
     Example: dlm-export serve build/demo --port 8000
     """

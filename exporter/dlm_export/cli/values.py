@@ -1,6 +1,6 @@
 """Turns the values of shared options into option dataclasses, and rejects wrong combinations.
 
-A function imports torch and other packages of the export extra only when it needs them.
+Some commands run without torch. So functions import torch and other large packages themselves.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _Options = TypeVar("_Options")
 
 
 def taken(kind: type[_Options], values: dict[str, Any]) -> _Options:
-    """Create an options dataclass from the values whose names are fields of the dataclass."""
+    """Create a dataclass from those of ``values`` that are fields of the dataclass."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: values[name] for name in names if name in values})
 
 
 def opening(values: dict[str, Any]) -> Opening:
-    """Remove the options of ``Opening`` from a command's values, and return them as ``Opening``."""
+    """Remove the options for opening a bundle from ``values``, and return an ``Opening``."""
     from dlm_export.opening import Opening
 
     return Opening(
@@ -57,19 +57,22 @@ _ENGINE_ONLY = (
 
 
 def split(text: str) -> list[str]:
-    """Split a list with commas into its names."""
+    """Split a text at its commas. Empty parts are dropped."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def refuse(values: dict[str, Any], names: tuple[str, ...], why: str) -> None:
-    """Raise UsageError if the user gave one of these options. ``why`` completes the message."""
+    """Raises UsageError if the user gave one of the options ``names``.
+
+    The message is the name of the option, followed by ``why``.
+    """
     for name in names:
         if values.get(name) is not None:
             raise click.UsageError(f"--{name.replace('_', '-')} {why}")
 
 
 def read_json_file(path: Path) -> Any:
-    """Read the JSON file of an option. Raises RequestError with the path of the file."""
+    """Read a JSON file that the user named. Raises RequestError."""
     from dlm_runtime.errors import RequestError
     from dlm_runtime.files import parse_json, read_text
 
@@ -82,7 +85,7 @@ def read_json_file(path: Path) -> Any:
 
 
 def read_text_file(path: Path) -> str:
-    """Read the text file of an option. Raises RequestError with the path of the file."""
+    """Read a text file that the user named. Raises RequestError."""
     from dlm_runtime.errors import RequestError
     from dlm_runtime.files import read_text
 
@@ -90,7 +93,10 @@ def read_text_file(path: Path) -> str:
 
 
 def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
-    """Parse the policy fields of ``--set``. Raises UsageError or RequestError."""
+    """Parse the values of ``--set``, which change fields of a policy.
+
+    Raises UsageError or RequestError.
+    """
     from dlm_runtime import Policy
 
     fields: dict[str, Any] = {}
@@ -102,13 +108,13 @@ def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
             fields[name] = json.loads(value)
         except ValueError:
             fields[name] = value
-    # raises an error for names that belong to a request, not to the policy
+    # Raises an error if a name is not a field of the policy.
     Policy().with_fields(fields)
     return fields
 
 
 def check_build_options(values: dict[str, Any]) -> None:
-    """Reject wrong options of a build before torch is imported, which takes seconds.
+    """Reject wrong options of a build. This does not need torch, whose import takes seconds.
 
     Raises UsageError, TargetError or RecipeError.
     """
@@ -145,7 +151,10 @@ def check_build_options(values: dict[str, Any]) -> None:
 
 
 def build_options(values: dict[str, Any]) -> BuildOptions:
-    """Return the options of ``build`` and ``quantize``, whose values must be checked."""
+    """Turn the values of ``build`` or ``quantize`` into ``BuildOptions``.
+
+    ``check_build_options`` must have accepted the values.
+    """
     from dlm_export.building.options import BuildOptions
 
     return BuildOptions(
@@ -165,10 +174,9 @@ def build_options(values: dict[str, Any]) -> BuildOptions:
 
 
 def overrides(values: dict[str, Any]) -> Overrides:
-    """Return the overrides of a checkpoint's values: the options of ``SOURCE_OPTIONS`` and
-    ``TEXT_OPTIONS``.
+    """Turn the options that override values of a checkpoint into ``Overrides``.
 
-    A command may have only some of these options.
+    A command may have all or some of these options.
     """
     from dlm_export.families.base import Overrides
 
@@ -176,7 +184,7 @@ def overrides(values: dict[str, Any]) -> Overrides:
 
 
 def budgets(values: dict[str, Any]) -> Budgets:
-    """Return the budgets. Raises UsageError for NaN and infinity."""
+    """Turn the budget options into ``Budgets``. Raises UsageError for NaN and infinity."""
     from dlm_export.judging.accuracy.verdict import Budgets
 
     for name in BUDGETS:
@@ -188,10 +196,10 @@ def budgets(values: dict[str, Any]) -> Budgets:
 
 
 def effort(values: dict[str, Any], seconds: float = 0.0) -> Effort:
-    """Return how thoroughly to judge, from ``--judge``, ``--judged`` and ``--free-runs``.
+    """Turn ``--judge``, ``--judged`` and ``--free-runs`` into an ``Effort``.
 
-    ``seconds`` limits the time of the default judging, for commands other than ``build``. Raises
-    UsageError for an option that would have no effect.
+    ``seconds`` is the time limit of the effort "default". Raises UsageError for an option that would
+    have no effect.
     """
     from dlm_export.judging.accuracy.rounds import Effort
 
@@ -204,7 +212,7 @@ def effort(values: dict[str, Any], seconds: float = 0.0) -> Effort:
 
 
 def _recipe_changes(values: dict[str, Any]) -> dict[str, Any]:
-    """Return those fields of a recipe that the user changed by options."""
+    """Return the fields of a recipe that the user's options change."""
     fields = ("observer", "solver", "smoothing", "rotate_down", "embedding")
     return {name: values[name] for name in fields if values[name] is not None}
 
@@ -234,7 +242,7 @@ def _quantise_options(values: dict[str, Any]) -> QuantiseOptions:
 
 
 def engine_options(values: dict[str, Any]) -> EngineOptions:
-    """Return the values of ``ENGINE_OPTIONS`` in the form that the builder of engines takes."""
+    """Turn the values of ``ENGINE_OPTIONS`` into ``EngineOptions``."""
     from dlm_export.tensorrt.estimate import WORKSPACE_BYTES, EngineOptions
 
     return EngineOptions(

@@ -1,4 +1,4 @@
-"""Draws the canvas in a terminal after each pass: committed tokens, guesses and masks."""
+"""Draws a canvas in the terminal after each pass: committed tokens, guesses and masks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ LEGEND = (
     ("░ masked", MASKED),
     ("∎ end", COMMITTED),
 )
-# An invisible style that marks the active part of the canvas. Unlike positions, it stays with its
-# text when lines are wrapped.
+# An invisible style that marks the active part of the drawing. Wrapping moves text to other lines,
+# and the style moves with it.
 ACTIVE = Style(meta={"active": True})
 
 
 def watch(bundle: Bundle, request: dict[str, Any], delay_s: float) -> Generation:
-    """Run a request and draw every step on stderr, with a pause of ``delay_s`` after each step."""
+    """Run a request, and draw its canvas on stderr after each pass.
+
+    After each drawing, wait for ``delay_s`` seconds.
+    """
     console = Console(stderr=True)
     result = denoise(bundle, request, console, delay_s)
     if not console.is_terminal:
-        console.print()  # Live leaves the cursor at the end of the only frame that it prints
+        console.print()  # end the last line of the drawing
     return result
 
 
@@ -42,10 +45,10 @@ def denoise(
     delay_s: float = 0.0,
     shown_from: int | None = None,
 ) -> Generation:
-    """Run a request and draw every step.
+    """Run a request, and draw its canvas after each pass.
 
-    If ``shown_from`` is set, the canvas is drawn from that position on, and erased when it is
-    finished.
+    If ``shown_from`` is set, the drawing starts at that position of the canvas, and the drawing is
+    erased when the generation is finished.
     """
     result = None
     before: list[int] | None = None
@@ -61,10 +64,10 @@ def denoise(
 
 @dataclass(frozen=True)
 class View:
-    """A drawing of the canvas. If the screen is too small, it shows the part around the ``ACTIVE``
-    text.
+    """A drawing of a canvas.
 
-    ``is_whole`` draws the whole canvas all the same.
+    If the drawing does not fit on the screen, the part around the ``ACTIVE`` text is shown. With
+    ``is_whole``, all of it is shown.
     """
 
     canvas: Text
@@ -93,18 +96,18 @@ class View:
 
 
 def _is_active(line: Text) -> bool:
-    # When a line is wrapped, the space before a word stays at the end of the previous line. A span
-    # that only covers this space does not make the line active.
+    # If a line is wrapped before the active text, the line may still end with a space in the active
+    # style. This space alone does not make the line active.
     return any(
         span.style == ACTIVE and line.plain[span.start : span.end].strip() for span in line.spans
     )
 
 
 def view(bundle: Bundle, event: Event, before: list[int] | None, shown_from: int = 0) -> View:
-    """Draw the canvas of an event, from position ``shown_from`` on.
+    """Draw the canvas of ``event``, starting at position ``shown_from``.
 
-    ``before`` is the canvas of the previous event. The active part of the drawing is the rest of
-    the block, from its first undecided position on.
+    ``before`` is the canvas of the previous event, to show which tokens are new. The current block
+    is marked as active, from its first undecided position on.
     """
     canvas, starts = Text(), []
     for position, token in enumerate(event.canvas):
@@ -137,7 +140,7 @@ def _text(bundle: Bundle, token: int) -> str:
         return "∎"
     if bundle.tokenizer is None:
         return f"{token} "
-    # Tokens may contain control characters. A terminal would execute them.
+    # Do not print control characters in tokens, because a terminal would execute them.
     return "".join(
         c if c.isprintable() else "⏎" if c == "\n" else "�"
         for c in bundle.tokenizer.token_text(token)

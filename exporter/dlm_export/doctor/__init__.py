@@ -1,11 +1,13 @@
-"""``dlm-export doctor``: reports what a machine has, what is missing, and what to do about it.
+"""Implements ``dlm-export doctor``, which checks whether this machine has everything it needs.
 
-It can also check whether a bundle or a target runs on this machine. The modules:
+The command can also check whether a given bundle or target runs on this machine. The modules:
 
 - ``system`` runs programs, reads files and loads libraries.
-- ``machine`` and ``board`` collect facts with it; ``board`` collects those of a Jetson.
-- ``checks`` judges the machine, and ``bundled`` judges a bundle or a target.
-- ``report`` puts the findings together.
+- ``machine`` uses ``system`` to collect facts about the machine.
+- ``board`` collects facts that only a Jetson has.
+- ``checks`` compares the facts with what dlm-export needs.
+- ``bundled`` compares the facts with what a bundle or a target needs.
+- ``report`` collects the results of these comparisons.
 
 The doctor does not need torch, and changes nothing on the machine.
 """

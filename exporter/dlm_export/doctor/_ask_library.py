@@ -2,13 +2,13 @@
 
     python _ask_library.py KIND LIBRARY...
 
-Prints one JSON object. If the library does not load, the object has only ``failure``, a sentence.
-The kinds:
+Prints one JSON object. If the library does not load, the only key is ``failure``, and its value says
+why. KIND selects the facts:
 
-- ``cuda``: the driver's newest CUDA version, and its GPUs.
-- ``tensorrt`` and ``onnxruntime``: the library's version.
-- ``providers``: the providers of the installed ONNX Runtime.
-- ``loads``: for each library, why it does not load, or null.
+- ``cuda``: the newest CUDA version that the driver supports, and the GPUs.
+- ``tensorrt`` and ``onnxruntime``: the version of the library.
+- ``providers``: the execution providers of the installed ONNX Runtime.
+- ``loads``: maps each library to the reason why it does not load, or to null if it loads.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-COMPUTE_CAPABILITY = (75, 76)  # numbers of two CUdevice_attribute: major and minor
+COMPUTE_CAPABILITY = (75, 76)  # CUdevice_attribute of the major and the minor number
 MOST_GPUS = 64
 
 
 def cuda(name: str) -> dict[str, Any]:
-    """Ask the driver for its newest CUDA version, and for the name, SM and memory of each GPU.
+    """Ask the driver which CUDA version it supports, and for the name, SM and memory of each GPU.
 
-    The version is CUDA's number: 13000 means 13.0.
+    The CUDA version is an integer: 13000 means 13.0.
     """
     driver = ctypes.CDLL(name)
     version, count = ctypes.c_int(), ctypes.c_int()
@@ -99,9 +99,9 @@ KINDS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main() -> None:
-    sys.path.pop(0)  # Remove this folder, so that its modules do not shadow installed packages.
+    sys.path.pop(0)  # modules in this file's folder must not hide installed packages
     told = os.dup(1)
-    os.dup2(2, 1)  # Send the library's own output to stderr, so that stdout has only the answer.
+    os.dup2(2, 1)  # anything that the library prints goes to stderr
     try:
         answer = KINDS[sys.argv[1]](*sys.argv[2:])
     except (OSError, AttributeError, ImportError, ValueError) as err:

@@ -11,22 +11,23 @@ from dataclasses import dataclass
 
 from dlm_export.doctor.system import System
 
-# Strings in the device tree end with NUL. The first path is a link to the second; in a container,
-# sometimes only one of the two exists.
+# On a board, the first path is a link to the second. In a container, only one of the paths may
+# exist. The text in the file ends with a NUL character.
 MODEL_FILES = ("/proc/device-tree/model", "/sys/firmware/devicetree/base/model")
-NAME_LIMIT = 100  # a longer name is cut after this many characters
+NAME_LIMIT = 100  # longest name in characters; longer names are cut off
 SM_BY_MODEL = {"Thor": 110, "Orin": 87}
 JETPACK_BY_RELEASE = {35: "5", 36: "6", 38: "7", 39: "7"}
 
 
 @dataclass(frozen=True)
 class Board:
-    """Facts about a Jetson. ``None`` means unknown.
+    """Facts about a Jetson board. ``None`` means unknown.
 
-    ``sm`` is the GPU's SM, derived from the model. ``linux`` is the release of Jetson Linux, such
-    as 36.4.3. ``jetpack`` is the version of the package nvidia-jetpack; without that package it is
-    the major version that belongs to the release. ``power_mode`` is the mode that nvpmodel reports,
-    such as MAXN.
+    - ``sm``: SM of the GPU, derived from ``model``.
+    - ``linux``: release of Jetson Linux, such as 36.4.3.
+    - ``jetpack``: version of the package nvidia-jetpack. If that package is not installed, this is
+      the major version of JetPack that belongs to the release of Jetson Linux.
+    - ``power_mode``: the power mode that nvpmodel reports, such as MAXN.
     """
 
     model: str
@@ -56,14 +57,14 @@ def find_board(system: System) -> Board | None:
 
 
 def _name(text: str) -> str:
-    """Return the text as one short line without unprintable characters."""
+    """Turn ``text`` into one short line without unprintable characters."""
     return " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * NAME_LIMIT]).split())[
         :NAME_LIMIT
     ]
 
 
 def _jetpack(system: System) -> str | None:
-    """Return the version of the package nvidia-jetpack; many boards do not have this package."""
+    """Return the version of the package nvidia-jetpack, or ``None`` if it is not installed."""
     found = re.match(
         r"[\d.]{1,20}", system.program("dpkg-query", "-W", "-f=${Version}", "nvidia-jetpack") or ""
     )

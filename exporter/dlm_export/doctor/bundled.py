@@ -1,4 +1,4 @@
-"""Checks whether a bundle or a target can run on a machine, and says what is missing."""
+"""Checks whether a machine can run a bundle, or the bundles for a target."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from dlm_export.tensorrt.estimate import EngineOptions, Estimate, estimate, limi
 
 ON_CPU = "or run its graph on the CPU: --engine onnxruntime"
 NAMES = {name: builder.title for name, builder in ENGINE_BUILDERS.items()}
-SHARED_SM = (87, 110, 101, 121)  # on these SMs the GPU uses the memory of the CPU
+SHARED_SM = (87, 110, 101, 121)  # SMs of GPUs that use the CPU's memory
 
 
 def examine_target(machine: Machine, target: Target) -> Iterator[Finding]:
-    """Check whether bundles for ``target`` run on this machine, and whether it can build their
-    engines.
+    """Check whether ``machine`` can run bundles for ``target``, and whether it can build engines
+    for it.
     """
     part = f"target {target.name}"
     if target.sm is None:
@@ -50,8 +50,9 @@ def examine_target(machine: Machine, target: Target) -> Iterator[Finding]:
 def examine_bundle(
     machine: Machine, folder: Path, manifest: Mapping[str, Any]
 ) -> Iterator[Finding]:
-    """Check whether the bundle in ``folder`` runs here. ``manifest`` must be its validated
-    manifest.
+    """Check whether ``machine`` can run the bundle in ``folder``.
+
+    ``manifest`` is the manifest of that bundle. It must be valid.
     """
     loop, precision, targets = manifest["loop"], manifest["precision"]["name"], manifest["targets"]
     part = "bundle"
@@ -81,7 +82,7 @@ def examine_bundle(
 
 
 def _kernels(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Finding]:
-    """Say which kernels run a bundle for the CPU. Yields nothing for bundles for a GPU."""
+    """Say which kernels run the bundle, if it is for the CPU. Otherwise, yield no finding."""
     calls = manifest.get("kernels", {}).get("calls", {})
     is_for_gpu = "device_file" in manifest["loop"]["graph"]
     if not calls or is_for_gpu or m.native.failure is not None:
@@ -98,9 +99,9 @@ def _kernels(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Fin
 
 
 def _lacking_on_cpu(m: Machine) -> Lacking:
-    """Return what this machine lacks to run any bundle on the CPU.
+    """List what the machine lacks to run any bundle on the CPU.
 
-    Other lines of the report give the details, so the remedy is "see above".
+    The remedy is always "see above", because earlier lines of the report give the details.
     """
     if m.native.failure is not None:
         return [("the native library does not load", "see above")]
@@ -118,7 +119,7 @@ def _lacking_for_cuda(m: Machine, *, bf16: bool) -> Lacking:
         remedy = (
             f"pip uninstall -y onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]>={least}'"
         )
-        if m.architecture != "x86_64":  # other processors have no such wheels
+        if m.architecture != "x86_64":  # only x86-64 has wheels of onnxruntime-gpu
             remedy = f"an onnxruntime of {least} or later that was built with it"
         lacking.append(("this ONNX Runtime has no CUDA provider", remedy))
     elif numbers(m.onnxruntime.version) < LEAST_FOR_GPU:
@@ -134,9 +135,9 @@ def _lacking_for_cuda(m: Machine, *, bf16: bool) -> Lacking:
 
 
 def _lacking_gpu(m: Machine, sms: Sequence[int] | None, target: str) -> Lacking:
-    """Return what is missing if the driver shows no GPU, or a GPU whose SM is not in ``sms``.
+    """List what the machine lacks if it must have a GPU with one of ``sms``.
 
-    If ``sms`` is None, any GPU will do.
+    If ``sms`` is None, any GPU is accepted. ``target`` is the name of the target, for the message.
     """
     if not m.driver.gpus:
         return [(f"no GPU: {m.driver.failure}", "NVIDIA's driver, and a GPU that it shows")]
@@ -148,9 +149,10 @@ def _lacking_gpu(m: Machine, sms: Sequence[int] | None, target: str) -> Lacking:
 
 
 def _lacking_engine(m: Machine, folder: Path, engines: Mapping[str, Mapping[str, Any]]) -> Lacking:
-    """Return why no engine of the bundle runs here; empty if one does.
+    """List what the machine lacks to run an engine of the bundle; empty if it can run one.
 
-    An engine runs on the SMs it was built for, with the same kind and version of TensorRT.
+    An engine runs only on the SMs that it was built for. It also needs the variant and the exact
+    version of TensorRT that built it.
     """
     kind, gpu = m.native.tensorrt, m.driver.gpus[0]
     assert kind is not None
@@ -172,12 +174,11 @@ def _lacking_engine(m: Machine, folder: Path, engines: Mapping[str, Mapping[str,
 
 
 def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
-    """Estimate the memory that the longest canvas needs, with the block length of the default
-    preset.
+    """Estimate the memory that a bundle needs for its longest canvas.
 
-    The formula is in ``tensorrt.estimate``. For a bundle that runs on the CPU, ``device`` is the
-    memory of the process. It then consists of the weights in the type that computes, the cache in
-    its own type, and the intermediate values of a pass in fp32.
+    The block length is that of the default preset. For a bundle for GPUs, this is the estimate of
+    ``tensorrt.estimate``. For a bundle for CPUs, the field ``device`` is the memory of the process.
+    The process holds the weights, the cache, and the intermediate results of a pass in fp32.
     """
     loop, network = manifest["loop"], network_of(manifest)
     graph = loop["graph"]
@@ -189,13 +190,14 @@ def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
     if "device_file" in graph:
         return found
     held = weights
-    # ONNX Runtime holds the layers in fp32, but the embedding table as it is stored.
+    # In memory, ONNX Runtime converts simulated layers to fp32. The embedding table keeps the type
+    # in which it is stored.
     if graph["simulated"]:
         table = network.vocab_size * network.hidden_size
         stored = table * (table_bytes_of(manifest) or 1)
         held = max(weights, 4 * (network.parameter_count() - table) + stored)
     cache = network.max_canvas_length * network.cache_bytes(*CACHE_ROWS[graph["cache_dtype"]])
-    passes = 2 * found.passes  # ``estimate`` assumes fp16, and passes here are fp32
+    passes = 2 * found.passes  # ``estimate`` assumes fp16, but a CPU computes in fp32
     return Estimate(held, cache, passes, held + cache + passes, 0)
 
 

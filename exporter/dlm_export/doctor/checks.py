@@ -1,4 +1,7 @@
-"""Judges the facts about a machine: what works, what is missing, and what to do about it."""
+"""Compares the facts about a machine with what dlm-export needs.
+
+Each comparison yields findings. They say what works, or what is missing and how to get it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ PYTHONS = ((3, 10), (3, 13))
 LEAST_ONNXRUNTIME, LEAST_FOR_GPU = (1, 23), (1, 24)
 LITTLE_DISK_BYTES = 2 << 30
 
-# The extras of pyproject.toml and their purpose, without dev, which is for developers.
+# The extras of pyproject.toml, each with its purpose. "dev" is left out; it is for developers.
 EXTRAS = {
     "export": "building bundles from checkpoints",
     "report": "figures of reports and plans",
@@ -32,14 +35,14 @@ EXTRAS = {
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """Return all findings about the machine, in the order of the report."""
+    """Check everything about the machine. The findings have the order of the report."""
     needed_first = (_python, _native_library, _onnxruntime, _gpu, _tensorrt)
     parts = (*needed_first, _board, _memory, _building, _extras)
     return [finding for part in parts for finding in part(machine)]
 
 
 def numbers(version: str | None) -> tuple[int, ...]:
-    """Return the numbers at the start of a version: "1.31.1rc2" gives (1, 31, 1)."""
+    """Split the start of a version into numbers: "1.31.1rc2" gives (1, 31, 1)."""
     start = re.match(r"[\d.]*", version or "") or [""]
     return tuple(int(part) for part in re.findall(r"\d+", start[0]))
 
@@ -191,13 +194,14 @@ def _tensorrt(m: Machine) -> Iterator[Finding]:
 
 
 Lacking = list[tuple[str, str]]
-"""Missing things, each with its remedy."""
+"""A list of what a machine lacks. Each entry has a description and a remedy."""
 
 
 def lacking_tensorrt(m: Machine) -> Lacking:
-    """Return what is missing to run TensorRT engines.
+    """List what the machine lacks to run TensorRT engines.
 
-    They need a native library that was compiled for TensorRT, and TensorRT's own library.
+    To run engines, it needs a native library that was compiled for TensorRT, and the TensorRT
+    library itself.
     """
     if m.native.failure is not None:
         return [("the native library does not load", "see above")]
@@ -213,7 +217,7 @@ def lacking_tensorrt(m: Machine) -> Lacking:
 
 
 def builders_of(m: Machine) -> Builders:
-    """Return the packages and the GPU of this machine that decide which engines it can build."""
+    """Return the facts that decide which engines the machine can build."""
     has = {kind: version is not None for kind, version in m.builders.items()}
     return Builders(m.onnxruntime.version is not None, has[RTX.name], has[TENSORRT.name], m.sm)
 
@@ -277,7 +281,7 @@ def _extras(m: Machine) -> Iterator[Finding]:
     for extra, purpose in EXTRAS.items():
         packages = m.extras.get(extra)
         if not packages:
-            continue  # The extra is for another processor, or dlm-export is not installed.
+            continue  # The packages are for another processor, or dlm-export is not installed.
         absent = [name for name, version in packages.items() if version is None]
         if not absent:
             yield ok("extras", extra, f"installed: {purpose}")

@@ -1,4 +1,4 @@
-"""Defines one line of the doctor's report (a finding), and the whole report."""
+"""Defines the doctor's report and its lines, which are called findings."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ class Finding:
 
     ``state`` has one of three values:
 
-    - ``ok``: there is no problem.
-    - ``missing``: something is absent, and the part does not work without it.
+    - ``ok``: ``part`` works.
+    - ``missing``: ``part`` does not work, because something is missing.
     - ``note``: information about something that is not required.
 
-    ``remedy`` says what to do; it may be empty. ``is_needed`` is true if the base install does not
-    work without this part, or if the bundle or target that the user named does not.
+    ``said`` is the message, and ``remedy`` tells the user what to do; ``remedy`` may be empty.
+    ``is_needed`` is true if dlm-export cannot work without the part. It is also true if the user
+    named a bundle or target that cannot work without the part.
     """
 
     part: str
@@ -37,7 +38,7 @@ class Report:
 
     @property
     def works(self) -> bool:
-        """True if nothing is missing that the base install or the user's request needs."""
+        """True if all parts that are needed work."""
         return not any(each.is_needed and each.state == MISSING for each in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
@@ -45,20 +46,20 @@ class Report:
 
 
 def ok(part: str, name: str, said: str) -> Finding:
-    """Create a finding that reports no problem."""
+    """Create a finding that says that a part works."""
     return Finding(part, name, OK, said)
 
 
 def note(part: str, name: str, said: str, remedy: str = "") -> Finding:
-    """Create a finding that only informs."""
+    """Create a finding about something that is not required."""
     return Finding(part, name, NOTE, said, remedy)
 
 
 def needed(part: str, name: str, lacking: Sequence[tuple[str, str]], said: str) -> Finding:
-    """Create a finding about a requirement.
+    """Create a finding about something that is required.
 
-    ``lacking`` has the missing things, each with its remedy. If it is empty, the requirement is met
-    and the finding says ``said``. Otherwise the finding reports the first missing thing.
+    ``lacking`` lists what is missing, each entry with its remedy. If ``lacking`` is empty, the
+    finding has the message ``said``. Otherwise, it reports the first entry.
     """
     if not lacking:
         return Finding(part, name, OK, said, is_needed=True)

@@ -1,7 +1,4 @@
-"""Collects the facts about a machine as plain values.
-
-``look`` collects them from this machine; tests create them by hand.
-"""
+"""Collects facts about this machine in a ``Machine``. Tests create a ``Machine`` by hand."""
 
 from __future__ import annotations
 
@@ -19,9 +16,9 @@ from dlm_runtime.errors import DlmError
 from dlm_runtime.providers import cuda_libraries
 
 NVIDIA_VENDOR, DISPLAY_CLASS = "0x10de", "0x03"
-# The ABI has no function that tells how the library was compiled, so search its file for two texts.
-# no_tensorrt.cc contains the first. tensorrt_library.cc contains the second if the library was
-# compiled for TensorRT-RTX.
+# The ABI has no function that tells how the native library was compiled. So its file is searched
+# for two texts. The first is in a library without TensorRT (no_tensorrt.cc). The second is in a
+# library for TensorRT-RTX (tensorrt_library.cc).
 NO_TENSORRT = b"this build of libdlm_runtime has no TensorRT"
 FOR_RTX = b"(pip: tensorrt-rtx-cu13-libs)"
 HEADER_FOLDERS = ("usr/include/{}-linux-gnu", "usr/include", "usr/local/include")
@@ -36,10 +33,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Driver:
-    """NVIDIA's driver.
+    """Facts about NVIDIA's driver.
 
-    ``cuda`` is the newest CUDA version that the driver supports. ``failure`` says why the driver
-    shows no GPU.
+    ``cuda`` is the newest CUDA version that the driver supports. If the driver reports no GPU,
+    ``failure`` says why.
     """
 
     cuda: str | None = None
@@ -51,9 +48,10 @@ class Driver:
 class Native:
     """Facts about libdlm_runtime, the native library.
 
-    ``failure`` says why it does not load. ``tensorrt`` is the kind of TensorRT it was compiled for,
-    or ``None``. ``kernels`` has the sets of kernels for this kind of processor, fastest first. The
-    value of a set says why it does not run on this processor; it is ``None`` if the set runs.
+    - ``tensorrt``: the TensorRT variant that the library was compiled for, or ``None``.
+    - ``kernels``: for each kernel set of this architecture, the reason why this processor cannot
+      run it. ``None`` if the processor can run it. The fastest set comes first.
+    - ``failure``: why the library does not load; ``None`` if it loads.
     """
 
     path: str | None = None
@@ -65,7 +63,7 @@ class Native:
 
 @dataclass(frozen=True)
 class Library:
-    """A library that engines need: its path and version, or the reason why it is missing."""
+    """A library that runs bundles: its path and version, or the reason why none was found."""
 
     path: str | None = None
     version: str | None = None
@@ -76,18 +74,15 @@ class Library:
 class Machine:
     """All facts about a machine.
 
-    ``packages`` has the version of each required distribution, or ``None`` if it is missing.
-    ``extras`` has the same for each extra.
-
-    ``cuda_libraries`` has the libraries that ONNX Runtime's CUDA provider needs. The value of a
-    library says why it does not load; it is ``None`` if it loads. The mapping is empty if this was
-    not checked.
-
-    ``tensorrt`` and ``builders`` have one entry per kind of TensorRT: the library that runs
-    engines, and the version of the Python module that builds engines.
-
-    ``memory_limit_bytes`` is the container's limit. ``has_nvidia_hardware`` is true if the PCI bus
-    has an NVIDIA GPU, even if no driver is installed.
+    - ``packages``: for each required Python package, its version. ``None`` if it is missing.
+    - ``extras``: for each extra, its packages and their versions.
+    - ``cuda_libraries``: for each library of ONNX Runtime's CUDA provider, the reason why it does
+      not load. ``None`` if the library loads. The mapping is empty if loading was not tried.
+    - ``tensorrt``: for each TensorRT variant, the library that runs its engines.
+    - ``builders``: for each TensorRT variant, the version of the Python module that builds its
+      engines. ``None`` if the module is missing.
+    - ``memory_limit_bytes``: how many more bytes the container may use.
+    - ``has_nvidia_hardware``: true if the PCI bus has an NVIDIA GPU, even if no driver is installed.
     """
 
     python: tuple[int, int]
@@ -117,14 +112,14 @@ class Machine:
 
     @property
     def sm(self) -> int | None:
-        """SM of the first GPU that the driver shows, or ``None`` without a GPU."""
+        """SM of the first GPU that the driver reports, or ``None`` if it reports no GPU."""
         return self.driver.gpus[0].sm if self.driver.gpus else None
 
     @property
     def usable_bytes(self) -> int | None:
-        """Memory in bytes that a new program can use.
+        """How many bytes of memory a new program can use.
 
-        This is the memory that Linux calls available, or the container's limit if that is smaller.
+        The result is Linux's estimate, or the rest of the container's limit if that is less.
         """
         known = (self.available_bytes, self.memory_limit_bytes)
         return min((size for size in known if size is not None), default=None)
@@ -134,9 +129,7 @@ class Machine:
 
 
 def look(system: System, folder: Path) -> Machine:
-    """Collect the facts of a machine. The free space is measured on the disk that holds
-    ``folder``.
-    """
+    """Collect all facts about a machine. The free disk space is that of the disk of ``folder``."""
     memory = _memory(system)
     wheels = {
         name: version
@@ -184,9 +177,10 @@ def look(system: System, folder: Path) -> Machine:
 
 
 def _requirements(system: System) -> tuple[dict[str, str | None], dict[str, dict[str, str | None]]]:
-    """Return the installed versions of dlm-export's requirements: of the base, and of each extra.
+    """Find the installed versions of the packages that dlm-export requires.
 
-    Requirements that are meant for other processors or other versions of Python are left out.
+    Returns the packages of the base install, and then those of each extra. Packages for other
+    processors or other versions of Python are left out.
     """
     base: dict[str, str | None] = {}
     extras: dict[str, dict[str, str | None]] = {}
@@ -202,9 +196,9 @@ def _requirements(system: System) -> tuple[dict[str, str | None], dict[str, dict
 
 
 def _is_for_another(text: str, system: System) -> bool:
-    """True if a requirement applies to another processor or another version of Python.
+    """True if a requirement is for another processor or another version of Python.
 
-    Understands only the two forms of markers that pyproject.toml uses.
+    Understands only the two kinds of environment markers that pyproject.toml uses.
     """
     machine = re.search(r"platform_machine == ['\"](\w+)['\"]", text)
     older = re.search(r"python_version < ['\"](\d+)\.(\d+)['\"]", text)
@@ -215,9 +209,10 @@ def _is_for_another(text: str, system: System) -> bool:
 
 
 def _native_library() -> Native:
-    """Load the native library into this process and describe it.
+    """Load the native library and describe it.
 
-    It needs no separate process: it is part of dlm-export, so it is trusted.
+    Third-party libraries are loaded in a separate process. The native library is part of dlm-export,
+    so it is trusted and loaded into this process.
     """
     try:
         library = _native.library()
@@ -231,10 +226,10 @@ def _native_library() -> Native:
 
 
 def _candidates(system: System, variable: str, packaged: str | None, *names: str) -> list[str]:
-    """List the paths at which the native library looks for another library, first to last.
+    """List the paths where the native library looks for a third-party library, in order.
 
-    If the environment variable ``variable`` is set, its path is the only candidate. Otherwise the
-    library of a Python package is first, and those of the system follow.
+    If the environment variable named ``variable`` is set, its value is the only path. Otherwise, the
+    library of a Python package (``packaged``) comes first. The names of system libraries follow.
     """
     if chosen := system.variables.get(variable):
         return [chosen]
@@ -243,7 +238,7 @@ def _candidates(system: System, variable: str, packaged: str | None, *names: str
 
 
 def _library(system: System, kind: str, candidates: Sequence[str]) -> Library:
-    """Return the first candidate that loads and reports its version."""
+    """Describe the first of ``candidates`` that loads and reports its version."""
     failure = None
     for path in candidates:
         told = system.library(kind, path)
@@ -259,15 +254,15 @@ def _tensorrt(system: System) -> dict[str, Library]:
     for kind, builder in ENGINE_BUILDERS.items():
         candidates = _candidates(system, "DLM_TENSORRT", packaged.get(kind), *builder.libraries)
         if chosen and ("rtx" in Path(chosen).name) != (builder is RTX):
-            candidates = []  # the variable names a library of the other kind
+            candidates = []  # DLM_TENSORRT names a library of the other variant
         found[kind] = _library(system, "tensorrt", candidates)
     return found
 
 
 def _module_version(system: System, names: Sequence[str]) -> str | None:
-    """Return the version of the first installed module, or ``None`` if none is installed.
+    """Return the version of the first of ``names`` that is installed.
 
-    Returns "?" if the module is installed but no distribution tells its version.
+    Returns ``None`` if no such module is installed, and "?" if the version is unknown.
     """
     distributions = {"tensorrt_rtx_bindings": "tensorrt-rtx-cu13-bindings"}
     found = next(filter(system.has_module, names), None)
@@ -296,14 +291,14 @@ def _has_nvidia_hardware(system: System) -> bool:
 
 
 def _memory(system: System) -> dict[str, int]:
-    """Return the values of /proc/meminfo, in bytes."""
+    """Read /proc/meminfo. All values are in bytes."""
     found = re.findall(r"^(\w+): +(\d{1,15}) kB$", system.text("/proc/meminfo") or "", re.MULTILINE)
     return {name: 1024 * int(kib) for name, kib in found}
 
 
 def _container_limit(system: System) -> int | None:
-    """Bytes that this process's control group may still use; ``None`` if no limit is visible."""
-    # These files belong to control groups version 2. Inside a container, they are at this path.
+    """How many more bytes the container may use; ``None`` if no limit is found."""
+    # Inside a container with control groups version 2, these files have the limit and the usage.
     limit, used = (
         (system.text(f"/sys/fs/cgroup/{name}") or "").strip()
         for name in ("memory.max", "memory.current")
@@ -312,7 +307,7 @@ def _container_limit(system: System) -> int | None:
 
 
 def _headers(system: System) -> str | None:
-    """Find the folder with NvInferRuntime.h among the system's include folders, or ``None``."""
+    """Find the system folder with TensorRT's headers; ``None`` if they are not installed."""
     for folder in HEADER_FOLDERS:
         if system.paths(f"{folder.format(system.architecture)}/NvInferRuntime.h"):
             return f"/{folder.format(system.architecture)}"

@@ -1,4 +1,4 @@
-"""Creates the doctor's report on a machine and, if requested, on a bundle and on targets."""
+"""Creates the doctor's report about a machine and, if requested, about a bundle and targets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dlm_export.targets import Target
 
 
 def examine(system: System, bundle: Path | None = None, targets: Sequence[Target] = ()) -> Report:
-    """Collect the facts of a machine and judge them.
+    """Collect facts about a machine, and report what works and what is missing.
 
     Raises BundleError if ``bundle`` is damaged.
     """
@@ -23,13 +23,13 @@ def examine(system: System, bundle: Path | None = None, targets: Sequence[Target
 
 
 def judge(machine: Machine, bundle: Path | None = None, targets: Sequence[Target] = ()) -> Report:
-    """Like ``examine``, for facts that were collected earlier."""
+    """Like ``examine``, but takes facts that were collected earlier."""
     findings: list[Finding] = examine_machine(machine)
     for target in targets:
         findings += examine_target(machine, target)
     if bundle is not None and machine.native.failure is None:
-        # Compare file sizes but not hashes. Hashing takes a second per gigabyte, and the runtime
-        # checks the hashes when it opens the bundle.
+        # Do not check the hashes of files, which takes a second per gigabyte. The runtime checks
+        # them when it opens the bundle.
         findings += examine_bundle(machine, bundle, read_manifest(bundle, check_hashes=False))
     elif bundle is not None:
         lacking = [("cannot be read without the native library", "see above")]

@@ -1,10 +1,9 @@
-"""Gives the doctor its access to a machine: files, programs, libraries and Python packages.
+"""Lets the doctor read files, run programs and load libraries on a machine that may be broken.
+
+Files are read only up to a size limit. Programs and libraries run in separate processes, with limits
+on their time and output. So if a driver hangs or crashes, the doctor reports this and goes on.
 
 Tests replace the class ``System`` by a mock.
-
-The machine may be broken, so no answer can be trusted to arrive or to be small. Files are read up
-to a size limit. Programs and libraries run in separate processes with limits on time and output. A
-driver that hangs or crashes therefore becomes one line of the report, and does not stop it.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 20
 OUTPUT_LIMIT_BYTES = 1 << 16
-# Reading gigabytes of TensorRT from a disk without a warm cache takes a while.
+# Loading a library may take longer than running a program, because TensorRT has gigabytes of files.
 PROGRAM_SECONDS, LIBRARY_SECONDS = 5.0, 30.0
 _WORKER = Path(__file__).with_name("_ask_library.py")
 
 
 class System:
-    """Access to this machine.
+    """Access to the files, programs and libraries of this machine.
 
-    All file paths are looked up below ``root``. ``variables`` replaces the environment variables.
+    File paths are relative to ``root``. ``variables`` replaces the environment variables.
     """
 
     def __init__(self, root: Path = Path("/"), variables: Mapping[str, str] | None = None) -> None:
@@ -60,14 +59,14 @@ class System:
             return None
 
     def paths(self, pattern: str) -> list[Path]:
-        """Return the existing paths below ``root`` that match a glob pattern, sorted."""
+        """Return all paths below ``root`` that match a glob pattern, sorted."""
         return sorted(self.root.glob(pattern.lstrip("/")))
 
     def program(self, *command: str, seconds: float = PROGRAM_SECONDS) -> str | None:
         """Run a program and return its output.
 
-        Returns ``None`` if the program is missing, fails, prints too much or takes longer than
-        ``seconds``.
+        Returns ``None`` if the program is missing or fails. Also returns ``None`` if it prints more
+        than ``OUTPUT_LIMIT_BYTES`` or runs longer than ``seconds``.
         """
         found = shutil.which(command[0], path=self.variables.get("PATH"))
         return (
@@ -75,9 +74,10 @@ class System:
         )
 
     def library(self, kind: str, *names: str) -> dict[str, Any]:
-        """Load libraries in a separate process (``_ask_library``) and return its answer.
+        """Load libraries in a separate process, and return the facts that it prints.
 
-        If that process fails, the answer has the key ``failure`` with a sentence that says why.
+        The script ``_ask_library`` documents ``kind`` and the facts. If the process fails, the
+        result has one key, ``failure``, and its value says why.
         """
         variables = {"ORT_DISABLE_TELEMETRY": "1", **self.variables}
         said = run_bounded(
@@ -92,16 +92,14 @@ class System:
         return answer if isinstance(answer, dict) else {"failure": broke}
 
     def version(self, distribution: str) -> str | None:
-        """Return the version of an installed Python distribution, or ``None`` if it is not
-        installed.
-        """
+        """Return the version of a Python distribution, or ``None`` if it is not installed."""
         try:
             return metadata.version(distribution)
         except metadata.PackageNotFoundError:
             return None
 
     def requirements(self) -> list[str]:
-        """Return the requirements in dlm-export's metadata; empty if it is not installed."""
+        """Return the requirements of the installed dlm-export; empty if it is not installed."""
         try:
             return metadata.requires("dlm-export") or []
         except metadata.PackageNotFoundError:
@@ -151,5 +149,5 @@ def run_bounded(command: list[str], variables: Mapping[str, str], seconds: float
             pass
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # also kills the child processes
+                os.killpg(process.pid, signal.SIGKILL)  # kill the process and its children
     return None

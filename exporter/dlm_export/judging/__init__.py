@@ -1,11 +1,11 @@
-"""Compares a bundle with its source, and reports figures and a verdict.
+"""Compares a bundle with its source: are its results correct, and how accurate are they?
 
-Each folder imports only folders that are listed before it:
+Each of these packages imports only packages that come before it in the list:
 
-- ``report`` writes the HTML pages.
-- ``sides`` has the things that are compared, such as a bundle or a denoiser in torch.
+- ``report`` writes HTML pages with the results.
+- ``sides`` gives every denoiser that is compared the same interface.
 - ``parity`` checks that a bundle computes the same numbers as torch or the released code.
-- ``accuracy`` measures what quantisation costs.
-- ``tuning`` fits commit thresholds and effort levels.
-- ``precision_search`` chooses formats for ``--precision auto``.
+- ``accuracy`` measures how much accuracy quantisation costs.
+- ``tuning`` fits commit thresholds and effort levels to a bundle.
+- ``precision_search`` chooses number formats for ``--precision auto``.
 """

@@ -1,16 +1,15 @@
-"""``dlm-export bench``: measures passes and generations of a bundle on this machine.
+"""Measures the speed and memory of a bundle on this machine, for ``dlm-export bench``.
 
-It also compares the passes with the limit of the hardware. Everything runs in the native runtime,
-in one process. The order is:
+All measurements run in the native runtime, in one process, in this order:
 
-- One generation at a time. The peak memory of the process is read after it, because a service would
-  need that much.
-- Several generations at once.
-- Passes of given sizes.
-- The rates of the machine (``roofline``). These come last, so that their arrays do not count in the
-  peak memory.
+1. Generations of a single request. The peak memory of the process is recorded after them, because a
+   service needs this amount of memory.
+2. Generations of several requests at once.
+3. Single passes of given sizes.
+4. The rates of the machine, from which ``roofline`` computes the shortest possible time of each
+   pass. They are measured last, so that their arrays do not count in the peak memory.
 
-This module needs the base install only. The roofline needs onnx.
+The rates of the machine need onnx. All other measurements need the base install only.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ from dlm_export.progress import Progress, Silent
 from dlm_runtime import Bundle, Generation, RequestError
 from dlm_runtime.manifest import check_manifest
 
-CANVAS = 256  # default length of the measured canvas in tokens
-BLOCKS = (4, 8, 32)  # default lengths of passes at the end of that canvas
-# Canvas and lengths of the passes for fitting a cost.
+CANVAS = 256  # default canvas length in tokens
+BLOCKS = (4, 8, 32)  # default numbers of tokens in a pass, at the end of that canvas
+# Default canvas length and default numbers of tokens in a pass, if the cost of passes is fitted.
 TELLING_CANVAS, TELLING_TOKENS = 1024, (8, 32, 128, 512)
-WARM_UP = 3  # passes of each size that are not counted; engines capture a graph at the third pass
-GENERATION_SHARE = 5  # a generation has many passes, so it is run only once in five rounds
+WARM_UP = 3  # untimed passes of each size; engines capture a CUDA graph in the third
+GENERATION_SHARE = 5  # a generation has many passes, so it runs only once per five rounds
 
 
 @dataclass(frozen=True)
 class PassSize:
-    """A pass of ``tokens`` tokens that sees ``cached`` cached tokens and scores ``rows`` rows."""
+    """The size of a pass: tokens that it computes, tokens in the cache, and rows of logits."""
 
     tokens: int
     cached: int
@@ -64,8 +63,8 @@ class PassSize:
 class BenchOptions:
     """What to measure. ``None`` means the default.
 
-    By default, passes of 4, 8 and 32 tokens at the end of a canvas of 256 are measured, and a pass
-    of all 256. A generation has 128 prompt tokens and 128 new tokens.
+    By default, the canvas has 256 tokens. Passes over its last 4, 8 and 32 tokens are measured, and
+    a pass over all 256. A generation has 128 prompt tokens and 128 new tokens.
     """
 
     opening: Opening = field(default_factory=Opening)
@@ -73,22 +72,23 @@ class BenchOptions:
     prompt_tokens: int | None = None
     new_tokens: int | None = None
     preset: str | None = None
-    # Fields of the preset to change. ``stop`` cannot be changed.
+    # Changes to fields of the preset. The field ``stop`` cannot be changed.
     policy: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 15
-    # Numbers of requests that run together. 1 is always measured, for comparison.
+    # How many requests run together. Several numbers may be given. 1 is always measured too.
     batches: tuple[int, ...] = (1,)
-    cost: bool = False  # Fit a cost of passes. The default passes are then chosen to suit this.
-    # A file of prompts in the format of calibration data; each is one request.
+    cost: bool = False  # fit the cost of passes; this changes the default of ``passes``
+    # File of prompts in the format of calibration data. Each prompt is measured as one request.
     data: Path | None = None
-    samples: int = 64  # largest number of prompts read from ``data``
-    # The time per token of an autoregressive model on this machine.
+    samples: int = 64  # use at most this many prompts of ``data``
+    # Time per token of an autoregressive model on this machine, to compare the bundle with.
     peer_token_ms: float | None = None
 
 
 def parse_passes(text: str) -> tuple[PassSize, ...]:
-    """Parse sizes of passes such as ``32,224,32;256,0,256``. Raises RequestError that explains the
-    syntax.
+    """Parse sizes of passes such as ``32,224,32;256,0,256``.
+
+    Raises RequestError, whose message explains the syntax.
     """
     sizes = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
@@ -105,7 +105,10 @@ def parse_passes(text: str) -> tuple[PassSize, ...]:
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
-    """Parse numbers of requests such as ``1,4,8``. Raises RequestError that explains the syntax."""
+    """Parse numbers of requests such as ``1,4,8``.
+
+    Raises RequestError, whose message explains the syntax.
+    """
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[1-9]\d{0,3}", part) for part in parts):
         raise RequestError(
@@ -115,31 +118,32 @@ def parse_batches(text: str) -> tuple[int, ...]:
 
 
 def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure a bundle. Returns the content of ``bench --json``, with sizes in bytes.
+    """Measure a bundle. Returns the content of ``bench --json``:
 
-    - ``passes``: each pass has its median time and quartiles in ms, ``limit_ms`` of the roofline,
-      and the ``ratio`` of the two. ``break_even_tokens`` is the number of tokens that the peer
-      makes in that time.
-    - ``generation``: the run of median duration. Its ``parts`` are seconds that add up to
-      ``seconds``.
-    - ``batches``: generations of several requests at once, all of the same length. ``speedup``
-      compares their tokens/s with those of one request.
+    - ``passes``: for each size of a pass, the median time ``ms`` and its quartiles. ``limit_ms`` is
+      the shortest possible time by the roofline model, and ``ratio`` is ``ms / limit_ms``.
+      ``break_even_tokens`` is the number of tokens that the autoregressive model makes in ``ms``.
+    - ``generation``: one generation of a single request. It ran several times, and this is the run
+      of median duration. The times in ``parts`` add up to ``seconds``.
+    - ``batches``: generations of several requests of equal length at once. ``speedup`` is the
+      ratio of their tokens/s to those of a single request.
     - ``cost``: a ``PassCost`` with the errors of its fit.
-    - ``requests``: results for the prompts of ``data``, one at a time, each until its end token.
-      The latency is that of the whole request.
+    - ``requests``: results for the prompts of ``data``. The prompts run one at a time, and each
+      generation ends at its end token. Latencies are those of whole requests.
     - ``peer``: the result of ``compare_with_peer``.
 
-    Parts that ``options`` does not request are ``None``.
+    Sizes are in bytes. Measurements that ``options`` does not request are ``None``.
 
     Args:
         path: The bundle's folder.
         options: What to measure.
-        progress: Receives the stages.
+        progress: Is notified when a stage starts or advances.
 
     Raises:
         CalibrationError: ``data`` cannot be read.
-        RequestError: The bundle does not allow a pass or length. Errors of ``dlm_runtime.open`` are
-            passed on.
+        RequestError: The bundle does not allow the size of a pass or the length of a generation.
+
+    The errors of ``dlm_runtime.open`` are raised too.
     """
     progress = progress or Silent()
     if "stop" in options.policy:
@@ -154,7 +158,8 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
             _telling_passes(bundle) if options.cost else _fitting_passes(bundle)
         )
         made = list(product(sizes, batches))
-        # Rejects sizes that are impossible before the measurement, which takes long.
+        # Request 0 passes of each size. This raises an error if a size is impossible, before the
+        # long measurement starts.
         for size, batch in made:
             bundle.time_passes(size.tokens, size.cached, size.rows, 0, batch)
         if options.cost:
@@ -221,7 +226,10 @@ def _fitting_passes(bundle: Bundle) -> tuple[PassSize, ...]:
 
 
 def _telling_passes(bundle: Bundle) -> tuple[PassSize, ...]:
-    """Passes of different sizes, with and without cached tokens. They score one row or all rows."""
+    """Choose sizes of passes from which the cost of a pass can be fitted.
+
+    They differ in the number of tokens, of cached tokens, and of rows of logits.
+    """
     canvas = min(TELLING_CANVAS, bundle.max_canvas_length)
     sizes = []
     for tokens in sorted({min(size, canvas) for size in TELLING_TOKENS}):
@@ -239,7 +247,7 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def _seconds(results: Sequence[Generation]) -> float:
-    """Total time of requests that ran together. Each result has its share of the time."""
+    """Total time of requests that ran together. Each result records its share of that time."""
     return sum(result.timings["total"] for result in results)
 
 
@@ -248,8 +256,8 @@ class _Generation:
     prompt_tokens: int
     new_tokens: int
     preset: str
-    changes: Mapping[str, Any]  # fields of the preset that were changed
-    results: Sequence[Generation]  # the round of median duration, one result per request
+    changes: Mapping[str, Any]  # changes to fields of the preset
+    results: Sequence[Generation]  # one result per request, from the run of median duration
 
     @property
     def seconds(self) -> float:
@@ -273,7 +281,7 @@ class _Generation:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for a generation of a single request."""
+        """Values for ``bench --json``, if the generation had a single request."""
         (result,) = self.results
         timings = result.timings
         parts = {
@@ -297,7 +305,7 @@ class _Generation:
 def _generate(
     bundle: Bundle, options: BenchOptions, preset: str, batch: int, rounds: int, progress: Progress
 ) -> _Generation:
-    """Run ``batch`` requests together in several rounds, and return the round of median duration."""
+    """Run ``batch`` requests together, several times. Returns the run of median duration."""
     request = _request(bundle, options, preset, batch)
     results = []
     for _ in range(rounds):
@@ -307,8 +315,9 @@ def _generate(
 
 
 def _request(bundle: Bundle, options: BenchOptions, preset: str, batch: int) -> dict[str, Any]:
-    """Arguments for ``batch`` generations from made-up prompts. All ``max_new_tokens`` are
-    computed.
+    """Arguments of ``generate_batch`` for ``batch`` random prompts.
+
+    The requests ignore end tokens, so they all generate ``max_new_tokens`` tokens.
     """
     half = max(1, min(CANVAS, bundle.max_canvas_length) // 2)
     given = half if options.prompt_tokens is None else options.prompt_tokens
@@ -331,9 +340,9 @@ def _request(bundle: Bundle, options: BenchOptions, preset: str, batch: int) -> 
 
 
 def _read_prompts(bundle: Bundle, data: Path, count: int) -> list[list[int]]:
-    """Read the prompts of a file of calibration data as token ids. Completions may be missing.
+    """Read the token ids of prompts from a file of calibration data.
 
-    Raises CalibrationError, RequestError.
+    The prompts need no completions. Raises CalibrationError or RequestError.
     """
     samples = read_samples(
         data,
@@ -358,9 +367,9 @@ def _time_requests(
     prompts: Sequence[Sequence[int]],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Run each prompt as one request, after a first request that is not counted.
+    """Run each prompt as a request, one at a time, and return latencies in ms and rates.
 
-    Returns latencies in ms, and rates.
+    The first prompt also runs once before, for warm-up. That run is not counted.
     """
     new = bundle.max_new_tokens if options.new_tokens is None else options.new_tokens
     progress.start("requests", 1 + len(prompts))
@@ -403,11 +412,13 @@ def _median(
 def side_by_side(
     paths: Sequence[Path], options: BenchOptions, progress: Progress | None = None
 ) -> list[dict[str, Any]]:
-    """Measure generations of several bundles of one denoiser in turns, so that other load affects
-    all alike.
+    """Measure how fast several bundles of one denoiser generate text.
 
-    All bundles are open at the same time. They all run the first bundle's default preset, unless
-    ``options`` names one. For each bundle, the result is that of ``bench`` for a generation, with
+    The bundles take turns, so that other load on the machine affects all of them alike. All bundles
+    are open at the same time. They all run the default preset of the first bundle, unless
+    ``options`` names a preset.
+
+    Returns, for each bundle, the values that ``bench`` returns as ``generation``, together with
     ``ms_per_pass`` and its quartiles. Raises the errors of ``bench``.
     """
     progress = progress or Silent()
@@ -442,9 +453,9 @@ def side_by_side(
 
 
 def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) -> dict[str, Any]:
-    """The peak memory of the process, compared with the data that it must hold.
+    """Compare the peak memory of the process with the size of weights and cache.
 
-    The ratio is for CPUs only, because a GPU holds the weights and the cache itself.
+    On a GPU, the ratio is ``None``, because the weights and the cache are in the GPU's memory.
     """
     graph = manifest["loop"]["graph"]["file"]
     weights = sum(
@@ -462,17 +473,17 @@ def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) 
 
 
 def peak_rss_bytes() -> int:
-    """The largest resident set that the process has had, including memory-mapped files."""
+    """The peak of the process's resident memory in bytes, including memory-mapped files."""
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.is_file() else []:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    # Less exact: it may include the resident set of the parent process.
+    # This number is less exact. It may include the memory of the parent process.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _machine(threads: int, is_on_cpu: bool) -> tuple[roofline.Machine | None, str | None]:
-    """The rates of the machine, or the reason why they are missing."""
+    """Measure the rates of the machine. If that is impossible, return the reason instead."""
     if not is_on_cpu:
         return (
             None,
@@ -490,12 +501,15 @@ def _machine(threads: int, is_on_cpu: bool) -> tuple[roofline.Machine | None, st
 
 
 def _work(manifest: dict[str, Any], size: PassSize, batch: int = 1) -> roofline.Work:
-    """The work of a pass on a CPU. Formats that a CPU only simulates are counted as full precision."""
+    """Count the work of a pass on a CPU.
+
+    If a CPU has no arithmetic for a format, its layers are counted in full precision.
+    """
     layers = manifest["precision"].get("layers", {})
     real = {layer: name for layer, name in layers.items() if not FORMATS[name].is_simulated_on_cpu}
     cache_dtype, network = manifest["loop"]["graph"]["cache_dtype"], network_of(manifest)
-    # In a bundle for CPUs, parts that are not quantised are in fp32, whatever the type of the
-    # cache. In graphs for GPUs they have the type of the cache.
+    # In quantised bundles for CPUs, the parts that are not quantised are in fp32. In bundles for
+    # GPUs, they have the same type as the cache.
     is_for_cpu = manifest["targets"] == ["cpu"]
     element_bytes = (
         PRECISIONS.get(manifest["precision"]["name"], 4)

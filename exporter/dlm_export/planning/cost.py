@@ -1,8 +1,8 @@
-"""Fits a linear model of the cost of passes to the measurements of ``bench``.
+"""Fits a linear model of the time of a pass to the measurements of ``bench``.
 
-The scheduler uses the model to decide when to admit a request. The four figures of the model are
-not properties of the machine. They are the figures, none of them negative, that minimise the
-relative error over the measured passes. The errors that remain are reported too.
+The scheduler uses the model to decide when to admit a request. The model has four coefficients,
+which are not negative. They minimise the relative error over the measured passes, and have no other
+meaning. The errors that remain are reported too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dlm_runtime import PassCost, RequestError
 
 
 def loads(passes: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """The regressors of the passes that ``bench`` measured, fp64 ``[N, 4]``.
+    """Return the four inputs of the model for each of N measured passes, fp64 ``[N, 4]``.
 
-    They are 1, the number of tokens, the number of scored rows, and the number of pairs of a token
-    and a token that it sees.
+    They are the number 1, the number of tokens, the number of rows of logits, and the number of
+    attention scores (pairs of a token and a token that it sees).
     """
     sizes = [[one[name] for name in ("batch", "tokens", "cached", "rows")] for one in passes]
     batch, tokens, cached, rows = np.array(sizes, np.float64).T
@@ -33,7 +33,7 @@ def loads(passes: Sequence[Mapping[str, Any]]) -> np.ndarray:
 
 
 def check_telling(passes: Sequence[Mapping[str, Any]]) -> None:
-    """Raises RequestError if the passes are too similar to determine the four figures."""
+    """Raises RequestError if the passes are too similar to determine the four coefficients."""
     computed = loads(passes)
     if np.linalg.matrix_rank(computed / computed.max(0)) < len(fields(PassCost)):
         raise RequestError(
@@ -43,15 +43,15 @@ def check_telling(passes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def fit_cost(passes: Sequence[Mapping[str, Any]]) -> tuple[PassCost, list[float]]:
-    """Find the cost with the smallest relative error.
+    """Find the coefficients with the smallest relative error.
 
-    Also returns the error of each pass: its predicted time divided by its measured time (``ms``),
-    minus 1.
+    Also returns the relative error of each pass: its predicted time divided by its measured time
+    (``ms``), minus 1.
     """
     wanted = loads(passes) / np.array([one["ms"] for one in passes])[:, None]
     best, least = np.zeros(len(fields(PassCost))), np.inf
-    # The figures must not be negative. Fit every subset of them with the others at 0, and keep the
-    # best fit that has no negative figure.
+    # The coefficients must not be negative. So fit every subset of them, with all others set to 0.
+    # Use the best of those fits that have no negative coefficient.
     for count in range(1, len(best) + 1):
         for chosen in map(list, combinations(range(len(best)), count)):
             found = np.linalg.lstsq(wanted[:, chosen], np.ones(len(passes)), rcond=None)[0]
@@ -63,7 +63,7 @@ def fit_cost(passes: Sequence[Mapping[str, Any]]) -> tuple[PassCost, list[float]
 
 
 def cost_of(passes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The result of ``fit_cost`` as plain values for ``bench --json``."""
+    """Fit the cost of passes, and return the result for ``bench --json``."""
     cost, errors = fit_cost(passes)
     distances = [abs(error) for error in errors]
     return asdict(cost) | {

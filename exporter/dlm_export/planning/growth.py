@@ -1,5 +1,5 @@
-"""Computes how the time and cost of a token grow with the canvas, the batch, and the denoiser's
-size.
+"""Computes how the time per token grows with the canvas length, the batch size, and the number of
+parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GROWTH_CANVASES = tuple(1 << power for power in range(8, 16))
 
 @dataclass(frozen=True)
 class Point:
-    """The time and cost of a token in one precision."""
+    """The time and cost per token in one precision."""
 
     precision: str
     ms_per_token: float
@@ -29,10 +29,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Growth:
-    """The time and cost of a token along one axis, which is the canvas, the batch or the size.
+    """How the time and cost per token depend on one variable.
 
-    ``lines`` has one point per value for each target. A point is ``None`` if no precision fits or
-    its time is unknown.
+    ``axis`` is the variable: "canvas", "batch" or "size". For each target, ``lines`` has one point
+    per element of ``values``. A point is ``None`` if no precision fits into the target's memory, or
+    if its time is unknown.
     """
 
     axis: str
@@ -48,12 +49,15 @@ def growth_of(
     names: Sequence[str] | None,
     measured: Measured | None,
 ) -> list[Growth]:
-    """Compute how the time and cost of a token grow with the canvas and batch of ``shape``.
+    """Compute how the time per token grows with the canvas length and the batch size.
 
-    Also computes the growth with the number of parameters, for denoisers with the proportions of
-    LLaDA. The first block length and the first of ``tokens_per_pass`` are used. Each point is the
-    fastest precision that fits. If the times of some precisions are calibrated, the others are not
-    considered, because a theoretical limit would always beat a measurement.
+    This is computed for the denoiser ``shape``. The growth with the number of parameters is computed
+    for denoisers with the proportions of LLaDA. Only the first of ``block_lengths`` and the first of
+    ``tokens_per_pass`` are used.
+
+    Each point has the fastest precision that fits into memory. If some precisions are corrected by
+    measurements, all others are ignored. Their times are theoretical limits, and would always be
+    shorter.
     """
     request = replace(request, tokens_per_pass=request.tokens_per_pass[:1])
     longest = shape.max_canvas_length or GROWTH_CANVASES[-1]

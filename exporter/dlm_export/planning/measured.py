@@ -1,4 +1,4 @@
-"""Reads the results of ``dlm-export bench`` on this machine, which are used to correct predictions."""
+"""Reads the results of ``dlm-export bench``, and uses them to correct predictions."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _Kind = TypeVar("_Kind", int, float, str, "list[Any]", "dict[str, Any]")
 
 
 class MeasuredError(DlmError):
-    """Raised if a file is not output of ``dlm-export bench --json``."""
+    """Raised if a file was not written by ``dlm-export bench --json``."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True)
 class MeasuredPass:
-    """A pass timed by ``dlm-export bench``, and the shortest time that the roofline allows."""
+    """The measured time of a pass, and the shortest possible time by the roofline model."""
 
     made: PassSize
     ms: float
@@ -38,12 +38,12 @@ class MeasuredPass:
 
 
 def interpolated_ratio(passes: Sequence[MeasuredPass], asked: PassSize) -> float:
-    """Return the measured time of a pass divided by its limit.
+    """Return by which factor a pass takes longer than its shortest possible time.
 
-    If this pass was not measured, the ratio is interpolated from the measured passes.
-
-    Logarithms of the ratios are averaged, weighted by the inverse squared distance (Shepard 1968)
-    between logarithms of T, S + T and R + 1. The result never leaves the measured range.
+    If a pass of this size was not measured, the factor is interpolated from the measured passes. The
+    logarithms of their factors are averaged, with weights that decrease with the squared distance
+    (Shepard 1968). The distance is that between the logarithms of T, S + T and R + 1, for T tokens,
+    S cached tokens and R rows of logits. So the result is always between two measured factors.
     """
 
     def place(made: PassSize) -> tuple[float, ...]:
@@ -63,9 +63,7 @@ def interpolated_ratio(passes: Sequence[MeasuredPass], asked: PassSize) -> float
 
 @dataclass(frozen=True)
 class MeasuredGeneration:
-    """A whole request that ``dlm-export bench`` timed. ``changes`` are the fields of the preset
-    that were changed.
-    """
+    """A whole request that was measured. ``changes`` has the changed fields of the preset."""
 
     preset: str
     changes: dict[str, Any]
@@ -77,9 +75,9 @@ class MeasuredGeneration:
 
 @dataclass(frozen=True)
 class Measured:
-    """Results of ``dlm-export bench`` for one bundle on this machine.
+    """The results of ``dlm-export bench`` for one bundle.
 
-    ``parameters`` is the number of the denoiser's parameters.
+    ``parameters`` is the number of parameters of the denoiser.
     """
 
     file: str
@@ -91,9 +89,9 @@ class Measured:
     generation: MeasuredGeneration
 
     def leave_one_out(self) -> list[float]:
-        """Predict the time of each pass from the other passes. Returns the relative errors.
+        """Predict the time of each pass from all other passes, and return the relative errors.
 
-        The list is empty if there is only one pass.
+        Returns an empty list if only one pass was measured.
         """
         return [
             interpolated_ratio([other for other in self.passes if other is not each], each.made)
@@ -105,9 +103,9 @@ class Measured:
 
 
 def read_measured(path: Path) -> Measured:
-    """Read output of ``dlm-export bench --json`` from a file.
+    """Read a file that ``dlm-export bench --json`` has written.
 
-    Raises MeasuredError that names what is missing.
+    Raises MeasuredError, whose message names the value that is missing.
     """
     value = read_object(
         path, _MOST_BYTES, MeasuredError, " Write it with `dlm-export bench BUNDLE --json`."
@@ -132,7 +130,7 @@ def read_measured(path: Path) -> Measured:
         return found
 
     def positive(*keys: str | int) -> float:
-        # A time or rate of zero would cause a division by zero.
+        # A time or a rate of zero would later cause a division by zero.
         return max(get(float, *keys), sys.float_info.min)
 
     machine = Machine(*(positive("roofline", each.name) for each in fields(Machine)))

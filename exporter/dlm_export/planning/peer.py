@@ -1,10 +1,9 @@
-"""Compares a bundle with an autoregressive model, to decide whether diffusion is worth it on a
-device.
+"""Compares the speed of a bundle with that of an autoregressive model on the same device.
 
-An autoregressive model makes one token per pass. A pass of a denoiser takes longer, but commits
-several tokens. The denoiser is faster if it commits more tokens per pass than the model makes in
-the time of that pass. The denoiser's passes include reading the prompt. The model's time per token
-does not.
+An autoregressive model makes one token per pass. A pass of a denoiser takes longer, but it commits
+several tokens. The denoiser is faster if it commits more tokens in a pass than the autoregressive
+model makes in the same time. The time of the denoiser includes reading the prompt. The time of the
+autoregressive model does not.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from typing import Any
 def compare_with_peer(
     token_ms: float, generation: Mapping[str, Any], requests: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Compare with an autoregressive model that takes ``token_ms`` per token.
+    """Compare a bundle with an autoregressive model that takes ``token_ms`` per token.
 
-    ``generation`` and ``requests`` are results of ``bench``. The time of a pass is taken from the
-    requests, or from the generation if there are no requests. The generation has made-up tokens,
-    which do not show how many tokens a pass commits. Without requests, ``tokens_per_pass`` and
-    ``speedup`` are therefore ``None``.
+    ``generation`` and ``requests`` are results of ``bench``. If there are ``requests``, the time of
+    a pass and the number of tokens per pass are taken from them.
+
+    Otherwise, the time of a pass is taken from ``generation``. Its prompts are random, so it does
+    not show how many tokens a pass commits. ``tokens_per_pass`` and ``speedup`` are then ``None``.
     """
     measured = generation if requests is None else requests
     break_even = measured["ms_per_pass"] / token_ms
@@ -37,7 +37,7 @@ def compare_with_peer(
 
 
 def verdict(peer: Mapping[str, Any]) -> str:
-    """The result of ``compare_with_peer`` in words."""
+    """Describe the result of ``compare_with_peer`` in a sentence."""
     condition = (
         f"faster than an autoregressive model of {peer['token_ms']:.4g} ms a token from "
         f"{peer['break_even_tokens_per_pass']:.2f} tokens a pass on"

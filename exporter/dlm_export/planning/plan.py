@@ -1,6 +1,6 @@
-"""Predicts every denoiser on every target in every precision, before anything is built.
+"""Predicts the speed, memory and cost of denoisers on many targets and in many precisions.
 
-For bundles, torch is not needed.
+The denoisers need not be built for these targets. For bundles, torch is not needed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ class PlanError(DlmError):
 class Plan:
     """A complete plan.
 
-    - ``left_out``: for each target, the precisions that it does not run, with the reason.
-    - ``growth``: the growth of the first denoiser.
-    - ``cache_bytes_per_token``: for each denoiser and each cache type on a CPU, the bytes of one
-      token's keys and values.
+    - ``cache_bytes_per_token``: for each denoiser, maps the cache types of CPUs to the bytes that
+      the keys and values of one token take.
+    - ``left_out``: for each target, maps the precisions that it cannot run to the reason.
+    - ``growth``: how the time per token of the first denoiser grows.
+    - ``calibration``: the result of ``calibrate``, or ``None`` without measurements.
     """
 
     request: Request
@@ -52,18 +53,18 @@ class Plan:
     calibration: Mapping[str, Any] | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for ``--json``."""
+        """Return the plan as values for ``--json``."""
         return asdict(self) | {"predictions": [each.as_dict() for each in self.predictions]}
 
 
 def calibrate(
     measured: Measured, shapes: Sequence[Shape], predictions: Sequence[Prediction]
 ) -> dict[str, Any]:
-    """Summarise measurements and how well they predict, as plain values.
+    """Summarise measurements, and how well they predict other times.
 
-    ``leave_one_out_errors`` are the errors when each pass is predicted from the others.
-    ``generation`` has the measured and predicted tokens/s of the request, if one of ``shapes`` is
-    the denoiser that was measured.
+    ``leave_one_out_errors`` has the relative error for each pass if its time is predicted from all
+    other passes. If one of ``shapes`` is the measured denoiser, ``generation`` has the measured and
+    the predicted tokens/s of the measured request.
     """
     ratios = [each.ratio for each in measured.passes]
     asked = measured.generation
@@ -127,16 +128,16 @@ def _predict_generation(measured: Measured, shape: Shape) -> float | None:
         )
         for made, count in passes.items()
     ]
-    # The passes are not divided evenly among blocks. The average time of a pass is therefore
-    # multiplied by the real number of passes.
+    # In the real generation, some blocks take more passes than others. So predict the average time
+    # of a pass, and multiply it by the real number of passes.
     mean_ms = math.fsum(count * (ms or 0.0) for ms, count in times) / passes.total()
     return 1e3 * asked.new_tokens / (mean_ms * asked.nfe)
 
 
 def find_targets(text: str) -> list[Target]:
-    """Find targets by names separated by commas. The name ``all`` means all targets.
+    """Find the targets with the given names, which are separated by commas.
 
-    Raises TargetError, PlanError.
+    The name ``all`` means all targets. Raises TargetError or PlanError.
     """
     names = [part.strip() for part in text.split(",") if part.strip()]
     if not names:
@@ -157,10 +158,11 @@ def make_plan(
     names: Sequence[str] | None = None,
     measured: Measured | None = None,
 ) -> Plan:
-    """Predict every denoiser on every target, in all block lengths and in the precisions ``names``.
+    """Predict every denoiser on every target, with all block lengths and in several precisions.
 
-    With ``None``, all precisions are predicted. Raises PlanError if the canvas is longer than a
-    denoiser allows, or if no target supports a precision. Raises RecipeError.
+    ``names`` has the names of the precisions. ``None`` means all precisions that a target supports.
+    Raises PlanError if the canvas is longer than a denoiser allows, or if no target supports a
+    precision. Raises RecipeError if there is no such recipe.
     """
     for shape in shapes:
         if shape.max_canvas_length is not None and request.canvas > shape.max_canvas_length:
@@ -190,7 +192,7 @@ def make_plan(
         if all(name in reasons for reasons in left_out.values()):
             recipe_for(
                 targets[:1], name
-            )  # raises an error that lists the choices, except for simulated precisions
+            )  # raises an error that lists the choices, unless a CPU can simulate the precision
             raise PlanError(
                 f"precision {name} on {targets[0].name}: {left_out[targets[0].name][name]}; choose another"
             )

@@ -1,4 +1,4 @@
-"""Plots a plan: the time or cost of a token over canvas, batch and size."""
+"""Plots the time or cost per token over canvas length, batch size and number of parameters."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ PLOT_SUFFIXES = (".png", ".svg")
 
 
 def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, title: str) -> None:
-    """Plot ``plan.Growth`` (as plain values) to a PNG or SVG file, with one panel for each axis.
+    """Plot ``growth`` to a PNG or SVG file. Each of its variables has one panel.
 
-    ``quantity`` is the field of the points that is drawn. Each target has one line. Missing points
-    are skipped, and so are targets without points.
+    ``growth`` has values of ``Growth`` as dictionaries. ``quantity`` is the field of each point to
+    draw. Each target has one line. Missing points and targets without any point are skipped.
     """
     import matplotlib.style
     from matplotlib import colormaps
     from matplotlib.figure import Figure as Canvas
 
-    # A plot has no style sheet, so the placeholders of colours are replaced by greys.
+    # A plot has no style sheet, so replace the placeholder colours by shades of grey.
     greys = {INK: "#222222", MUTED: "#666666", RULE: "#dddddd"}
     style = {
         key: greys.get(value, value) if isinstance(value, str) else value
@@ -68,8 +68,9 @@ def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, 
 
 
 def claimed_plot(path: Path, *, force: bool) -> AbstractContextManager[Path]:
-    """Claim ``path`` for ``save_plot``; see ``outputs.claimed``. Raises PlanError if its suffix is
-    wrong.
+    """Prepare to write a plot to ``path``; see ``outputs.claimed``.
+
+    Raises PlanError if ``path`` does not end with one of ``PLOT_SUFFIXES``.
     """
     if path.suffix not in PLOT_SUFFIXES:
         raise PlanError(f"--plot {path}: the name must end in {' or '.join(PLOT_SUFFIXES)}")
@@ -77,10 +78,10 @@ def claimed_plot(path: Path, *, force: bool) -> AbstractContextManager[Path]:
 
 
 def save_plot(path: Path, plan: Plan) -> None:
-    """Plot the growth of a plan to the path that ``claimed_plot`` gave.
+    """Plot the growth of a plan to a path that ``claimed_plot`` returned.
 
-    If every target has a price, the plot shows the cost per million tokens, otherwise milliseconds
-    per token. Raises PlanError if there is nothing to draw, and OSError.
+    If every target has a price, the plot shows the cost per million tokens. Otherwise, it shows
+    milliseconds per token. Raises PlanError if there is no point to draw, and OSError.
     """
     growth = [asdict(each) for each in plan.growth if each.values]
     if not any(any(points) for each in growth for points in each["lines"].values()):

@@ -1,10 +1,13 @@
-"""Predicts one denoiser on one target: milliseconds per pass, tokens/s, memory and cost.
+"""Predicts the speed, memory and cost of one denoiser on one target.
 
-Every time is the limit of the roofline model (Williams, Waterman and Patterson, CACM 52(4), 2009).
-It is the larger of two times: bytes divided by bandwidth, and multiply-adds divided by the rate of
-their number format. ``roofline`` counts the work, and ``targets`` has the figures of devices. Real
-times are longer. Figures without a source are left out, not guessed. For the CPU, ``dlm-export
-bench`` measures the figures. It also measures how much longer real passes take than the limit.
+All times are lower limits by the roofline model (Williams, Waterman and Patterson, CACM 52(4),
+2009). One limit is the time to read all weights and the cache at the memory bandwidth. Another limit
+is the time of all multiply-adds at the rates of their number formats. The larger limit is used. Real
+times are longer.
+
+``roofline`` counts the bytes and the multiply-adds. ``targets`` has the bandwidth and the rates of
+devices. If no source gives a figure, the times that need it are unknown. For the CPU, ``dlm-export
+bench`` measures these figures. It also measures how much longer real passes take than the limit.
 """
 
 from __future__ import annotations
@@ -44,9 +47,10 @@ def generation_passes(
     has_cache: bool = True,
     visible_block: int | None = None,
 ) -> Counter[PassSize]:
-    """The passes of a generation that commits ``tokens_per_pass`` (at least 1) per pass.
+    """Count the passes of a generation by size, if each pass commits ``tokens_per_pass`` tokens.
 
-    Their total is the NFE. Only the masked positions of a block are scored. There are three cases:
+    ``tokens_per_pass`` must be at least 1. Logits are computed only for the masked positions of a
+    block. There are three cases:
 
     - With the dual cache, the first pass of each block computes the whole canvas, and it also
       commits. Further passes compute only the block, and the other positions are cached.
@@ -79,7 +83,7 @@ def generation_passes(
 
 @dataclass(frozen=True)
 class Request:
-    """The request to plan for. ``prices`` has the price per hour of each target, in any currency."""
+    """The request to plan for. ``prices`` maps targets to prices per hour, in any currency."""
 
     prompt_tokens: int = 128
     new_tokens: int = 128
@@ -95,10 +99,13 @@ class Request:
 
 @dataclass(frozen=True)
 class PassTime:
-    """The shortest time of a pass in ms, as limited by bytes and as limited by arithmetic.
+    """The predicted time of a pass in ms.
 
-    A time is ``None`` if a figure of the target is unknown. ``ratio`` is the real time divided by
-    the limit. It is 1 without measurements.
+    - ``bytes_ms``: the time to read all bytes.
+    - ``arithmetic_ms``: the time of all multiply-adds.
+    - ``ratio``: the real time divided by the larger of these two. It is 1 without measurements.
+
+    A time is ``None`` if the bandwidth or a rate of the target is unknown.
     """
 
     made: PassSize
@@ -114,7 +121,7 @@ class PassTime:
 
     @property
     def bound(self) -> str | None:
-        """Which of the two is the limit: "bytes" or "arithmetic"."""
+        """The longer of the two times: "bytes" or "arithmetic"."""
         if self.bytes_ms is None or self.arithmetic_ms is None:
             return None
         return "bytes" if self.bytes_ms >= self.arithmetic_ms else "arithmetic"
@@ -131,9 +138,9 @@ class PassTime:
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of a generation that commits ``tokens_per_pass``.
+    """The predicted speed of a generation whose passes commit ``tokens_per_pass`` tokens each.
 
-    ``cost_per_million_tokens`` is ``None`` if no price is known.
+    ``cost_per_million_tokens`` is ``None`` if the target has no price.
     """
 
     tokens_per_pass: float
@@ -148,10 +155,11 @@ class Prediction:
     """The prediction for one denoiser on one target, in one precision and with one block length.
 
     - ``file_bytes``: size of the weights on disk.
-    - ``fits``: whether the memory suffices; ``None`` if the target's memory is unknown.
-    - ``missing``: names of figures that are unknown, so that times are unknown too.
-    - ``block_pass``: a pass over a block that scores all of its rows.
-    - ``speeds``: empty if times are unknown, or if the memory is known not to suffice.
+    - ``fits``: true if the target has enough memory; ``None`` if its memory is unknown.
+    - ``missing``: names of the target's unknown figures. If there are any, times are unknown.
+    - ``full_pass``: a pass over the whole canvas.
+    - ``block_pass``: a pass over one block that computes the logits of all its positions.
+    - ``speeds``: empty if times are unknown, or if ``fits`` is false.
     """
 
     denoiser: str
@@ -173,17 +181,19 @@ class Prediction:
         return asdict(self) | passes
 
 
-# for each arithmetic, the key in the rates of a GPU
+# Maps each kind of arithmetic to its key in ``Target.rates``.
 NUMBERS = {FULL: "fp16", **{name: name for name in NUMBER_FORMATS}}
 
 
 def rates_of(target: Target, measured: Measured | None = None) -> Rates:
-    """The rates of a target per second. Unknown rates are left out, and an unknown bandwidth is
-    NaN.
+    """Return the memory bandwidth and the rates of multiply-adds of a target, per second.
 
-    On GPUs, tensor cores do all multiplications. Full precision, including attention, has the rate
-    of fp16, and NVIDIA gives the same rate for bf16. A multiply-add is two of the operations that
-    vendors count. For the CPU, the measured rates are used.
+    Unknown rates are missing in the result. An unknown bandwidth is NaN. For the CPU, the measured
+    rates are returned.
+
+    On GPUs, tensor cores do all multiplications. Everything that is not quantised, including
+    attention, has the rate of fp16. NVIDIA gives the same rate for bf16. Vendors count a
+    multiply-add as two operations.
     """
     if target.sm is None:
         return Rates(math.nan, {}) if measured is None else measured.rates
@@ -196,7 +206,7 @@ def rates_of(target: Target, measured: Measured | None = None) -> Rates:
 
 
 def missing_figures(target: Target, rates: Rates, work: Work) -> tuple[str, ...]:
-    """The names of the figures that would be needed to know the time of ``work``."""
+    """List the unknown figures of a target that are needed to predict the time of ``work``."""
     lacking = [
         NUMBERS[arithmetic] for arithmetic in work.by_arithmetic() if arithmetic not in rates.macs
     ]
@@ -217,12 +227,12 @@ def _kinds(shape: Shape, precision: Precision) -> tuple[MatrixKind, ...]:
 
 
 def _table_bytes(shape: Shape, precision: Precision) -> int:
-    """Bytes per element of an embedding table that is not quantised."""
+    """How many bytes each element of an unquantised embedding table takes."""
     return min(precision.element_bytes, shape.table_bytes)
 
 
 def stored_bytes(shape: Shape, precision: Precision) -> int:
-    """Bytes of the weights. A table that is tied to the head is counted once."""
+    """Size of all weights in bytes. If head and embedding share a table, it is counted once."""
     return weights_bytes(
         shape.network,
         _kinds(shape, precision),
@@ -247,9 +257,7 @@ def _work(shape: Shape, precision: Precision, made: PassSize, batch: int) -> Wor
 
 
 def pass_time(work: Work, rates: Rates, made: PassSize, ratio: float = 1.0) -> PassTime:
-    """The shortest times of ``work``, limited by bytes and by arithmetic, at the rates of
-    ``rates_of``.
-    """
+    """Predict the time of a pass from its ``work`` and from the rates of a target."""
     kinds = work.by_arithmetic()
     free = dict.fromkeys(kinds, math.inf)
     bytes_ms = (
@@ -266,15 +274,16 @@ def pass_time(work: Work, rates: Rates, made: PassSize, ratio: float = 1.0) -> P
 def memory_bytes(
     shape: Shape, precision: Precision, target: Target, canvas: int, block_length: int, batch: int
 ) -> int:
-    """The memory of the process or the GPU: weights, and for each canvas of the batch a cache and
-    passes.
+    """Estimate how many bytes of memory a denoiser needs on a target.
 
-    The formula is that of ``estimate``. On a GPU, the context and kernels are added. With elements
-    of 4 bytes, the cache and activations are twice as large as in an engine.
+    This is the size of the weights and, for each canvas of the batch, of a cache and of the
+    intermediate results of a pass. The formula is that of ``estimate``, which assumes elements of 2
+    bytes. With elements of 4 bytes, the cache and the intermediate results are twice as large. On a
+    GPU, the CUDA context and the kernels are added.
     """
     weights = stored_bytes(shape, precision)
     found = estimate(shape.network, weights, Limits(canvas, block_length))
-    # Logits are in fp32 on every target.
+    # The size of logits does not depend on ``element_bytes``, because they are always in fp32.
     logits = estimate(shape.network, weights, Limits(0, block_length)).passes
     rows = batch * (precision.element_bytes // 2 * (found.cache + found.passes - logits) + logits)
     total: int = weights + rows
@@ -289,10 +298,10 @@ def predict(
     block_length: int,
     measured: Measured | None = None,
 ) -> Prediction:
-    """Predict one denoiser on one target.
+    """Predict the speed, memory and cost of one denoiser on one target.
 
-    ``measured`` is used for the CPU only: its rates always, its ratios if the precision is the one
-    that was measured.
+    ``measured`` is used for the CPU only. Its rates apply to all precisions. Its ratios of real
+    times to limits apply only to the precision that was measured.
     """
     measured = measured if target.sm is None else None
     rates = rates_of(target, measured)
@@ -332,7 +341,7 @@ def predict(
         ms = math.fsum(count * (time_of(made).ms or 0.0) for made, count in passes.items())
         per_token = ms / (request.batch * request.new_tokens)
         price = request.prices.get(target.name)
-        # Milliseconds per token are 1e6 / 1e3 / 3600 hours per million tokens.
+        # One millisecond per token is 1e6 / 1e3 / 3600 hours per million tokens.
         cost = None if price is None else price * per_token / 3.6
         speeds.append(Speed(per_pass, passes.total(), per_token, 1e3 / per_token, cost))
     return Prediction(

@@ -1,13 +1,17 @@
 """Counts the work of a pass, and computes the shortest time in which a machine can do it.
 
-This is the roofline model (doi:10.1145/1498765.1498785). Only work that no implementation can avoid
-is counted: reading every weight once, reading every cached row once, writing every new row once,
-and the multiply-adds of matrix products. Activations are not counted, because they may stay in a
-processor's cache. Norms, rotations, softmax and the choice of tokens are not counted either. Real
-times therefore always exceed ``limit_s``.
+This is the roofline model (doi:10.1145/1498765.1498785). It counts the work that every
+implementation has to do:
 
-The rates of a CPU are measured with ONNX Runtime (``measure``). Its products are the fastest that a
-bundle can reach, and it uses the engine's threads.
+- read every weight once,
+- read the cached keys and values of every token once, and write those of every new token,
+- compute the multiply-adds of all matrix products.
+
+Activations are not counted, because they may stay in a processor's cache. Norms, rotations, softmax
+and the choice of tokens are not counted either. So real times are always longer than ``limit_s``.
+
+``measure`` measures the rates of a CPU with ONNX Runtime. No bundle computes matrix products faster
+than ONNX Runtime, and both use the same threads.
 """
 
 from __future__ import annotations
@@ -23,17 +27,18 @@ from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_export.graph import CACHE_DTYPES
 from dlm_export.network.spec import CACHE_ROWS, HEAD, NetworkSpec
 
-FULL = "full"  # arithmetic in the precision of the unquantised denoiser: fp32, fp16 or bf16
+FULL = "full"  # arithmetic of everything that is not quantised: fp32, fp16 or bf16
 
 
 @dataclass(frozen=True)
 class Work:
     """The work of one pass.
 
-    ``macs`` has the number of multiply-adds by keys ``part.arithmetic``. The part is ``layers``,
-    ``attention`` or ``head``. The arithmetic is the format of the operands: ``full``, ``int8``,
-    ``fp8`` or ``nvfp4``. ``cache_bytes`` is the size of the cached rows that are read and of the
-    new rows that are written.
+    - ``weight_bytes``: bytes of the weights to read.
+    - ``cache_bytes``: bytes of the keys and values to read and to write.
+    - ``macs``: numbers of multiply-adds. A key such as ``head.int8`` has two parts. The first is
+      ``layers``, ``attention`` or ``head``. The second is the format of the operands: ``full``,
+      ``int8``, ``fp8`` or ``nvfp4``.
     """
 
     weight_bytes: int
@@ -41,7 +46,7 @@ class Work:
     macs: Mapping[str, int]
 
     def by_arithmetic(self) -> dict[str, int]:
-        """Multiply-adds by arithmetic, summed over the parts of the pass."""
+        """Maps each format of operands to its number of multiply-adds."""
         out: Counter[str] = Counter()
         for kind, count in self.macs.items():
             out[kind.rpartition(".")[2]] += count
@@ -50,9 +55,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of a machine per second: bytes read from memory, and multiply-adds by arithmetic.
+    """The rates of a machine per second: bytes read from memory, and multiply-adds.
 
-    A multiply-add is two of the operations that vendors count.
+    ``macs`` has a rate for each format of operands. Vendors count a multiply-add as two operations.
     """
 
     read_bytes: float
@@ -71,22 +76,22 @@ def work_of(
     table_bytes: int | None = None,
     cache_dtype: str | None = None,
 ) -> Work:
-    """The work of a pass over ``batch`` canvases.
+    """Count the work of a pass over ``batch`` canvases.
 
-    Scales are counted as fp32. Of the experts, the number that tokens reach on average is counted,
-    assuming that all experts are equally likely.
+    Scales are counted as fp32. A pass does not read all experts. The average number of experts that
+    the tokens reach is counted, assuming that all experts are equally likely.
 
     Args:
         network: The denoiser's description.
-        layers: The format of each quantised layer, a key of ``FORMATS``. Other layers are in full
-            precision.
-        tokens: Tokens of the pass, per canvas.
-        cached: Cached tokens, per canvas.
-        rows: Scored rows, per canvas.
+        layers: Maps each quantised layer to its format, a key of ``FORMATS``. Other layers are in
+            full precision.
+        tokens: Tokens that the pass computes, per canvas.
+        cached: Tokens whose keys and values are in the cache, per canvas.
+        rows: Rows of logits that the pass computes, per canvas.
         batch: Number of canvases.
-        element_bytes: Bytes of an element that is not quantised, 4 or 2. This is also the default
-            for the table and the cache.
-        table_bytes: Bytes of an element of the embedding table.
+        element_bytes: Bytes of each element that is not quantised, 4 or 2. This is also the default
+            for the embedding table and the cache.
+        table_bytes: Bytes of each element of the embedding table.
         cache_dtype: Type of the cache, as the manifest names it.
     """
     kinds = kinds_of(network, layers, element_bytes, table_bytes)
@@ -104,7 +109,7 @@ def work_of(
 
 
 def cache_bytes_by_type(network: NetworkSpec) -> dict[str, int]:
-    """The bytes of one token's keys and values, for each cache type of ``--cache-dtype``."""
+    """Maps each cache type to the bytes that the keys and values of one token take."""
     return {
         name: network.cache_bytes(*CACHE_ROWS[CACHE_DTYPES[name]])
         for name in ("fp32", "fp16", "int8")
@@ -113,10 +118,11 @@ def cache_bytes_by_type(network: NetworkSpec) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class MatrixKind:
-    """``number`` matrices of equal cost. Each consists of ``experts`` experts; a plain matrix is
-    one expert.
+    """A group of ``number`` matrices with the same cost.
 
-    Each expert has ``expert_bytes`` and processes a ``share`` of the rows.
+    Each matrix has a part for each of ``experts`` experts. A layer without experts counts as one
+    expert. The part of an expert has ``expert_bytes`` bytes and ``expert_macs`` elements. It is
+    multiplied with a share of all tokens (``share``).
     """
 
     number: int
@@ -134,9 +140,10 @@ def kinds_of(
     element_bytes: int,
     table_bytes: int | None = None,
 ) -> tuple[MatrixKind, ...]:
-    """The matrices of a network in the formats of ``layers``, grouped by cost.
+    """Group the matrices of a network by their cost in the formats of ``layers``.
 
-    Each element of a tied head that is not quantised takes ``table_bytes`` bytes.
+    If the head shares an unquantised embedding table, each of its elements has ``table_bytes``
+    bytes.
     """
     table_bytes = table_bytes or element_bytes
     found: Counter[tuple[str, str, int, float, int, int]] = Counter()
@@ -168,7 +175,7 @@ def count_work(
     table_bytes: int | None = None,
     cache_dtype: str | None = None,
 ) -> Work:
-    """The same as ``work_of``, for matrices that are grouped already."""
+    """Like ``work_of``, but takes matrices that ``kinds_of`` has grouped."""
     rows_looked_up = batch * tokens * _table_bytes(network, kinds, table_bytes or element_bytes)
     weight_bytes = element_bytes * network.vector_elements + rows_looked_up // network.vocab_size
     macs: Counter[str] = Counter()
@@ -181,8 +188,8 @@ def count_work(
         macs[f"{kind.part}.{kind.arithmetic}"] += (
             kind.number * round(scored * kind.experts * kind.share) * kind.expert_macs
         )
-    # Attention multiplies queries by keys, and then weights by values. Every token sees the cached
-    # tokens and the tokens of the pass.
+    # Attention has two products: of queries and keys, and of attention weights and values. Every
+    # token sees all cached tokens and all tokens of the pass.
     features = sum(layer.attention.heads * layer.attention.head_size for layer in network.layers)
     macs[f"attention.{FULL}"] = batch * 2 * features * tokens * (cached + tokens)
     row = (element_bytes, 0) if cache_dtype is None else CACHE_ROWS[cache_dtype]
@@ -198,7 +205,7 @@ def _matrix_bytes(chosen: LayerFormat, inputs: int, outputs: int, element_bytes:
 
 
 def _table_bytes(network: NetworkSpec, kinds: tuple[MatrixKind, ...], element_bytes: int) -> int:
-    """Bytes of the embedding table. If the head is tied, the head's matrix is the table."""
+    """Size of the embedding table in bytes. A tied head uses the table as its matrix."""
     if network.tied_head:
         return sum(kind.expert_bytes for kind in kinds if kind.part == HEAD)
     return element_bytes * network.vocab_size * network.hidden_size
@@ -210,9 +217,10 @@ def weights_bytes(
     element_bytes: int,
     table_bytes: int | None = None,
 ) -> int:
-    """Bytes of all weights, including the embedding and scales. ``kinds`` are from ``kinds_of``.
+    """Size of all weights in bytes, including the embedding table and scales.
 
-    A table that is tied to the head is counted once, in the format of the head.
+    ``kinds`` is the result of ``kinds_of``. If head and embedding share a table, it is counted once,
+    in the format of the head.
     """
     matrices = sum(kind.number * kind.experts * kind.expert_bytes for kind in kinds)
     table = _table_bytes(network, kinds, table_bytes or element_bytes)
@@ -220,19 +228,20 @@ def weights_bytes(
 
 
 def file_bytes(network: NetworkSpec, weights: int, element_bytes: int) -> int:
-    """Bytes of a bundle's data file without padding: weights, rotary tables, and the bias of the
-    mask token.
+    """Size of a bundle's weight file in bytes, without padding.
+
+    The file has the weights, the rotary tables, and a bias for each token of the vocabulary.
     """
     rotary = network.max_canvas_length * sum(table.size for table in network.rotary_tables())
     return weights + element_bytes * rotary + 4 * network.vocab_size
 
 
 def limit_s(work: Work, rates: Rates) -> float:
-    """The shortest time for ``work`` in seconds.
+    """Compute the shortest possible time for ``work`` in seconds.
 
-    This is the larger of the time to read all bytes and the time of all multiply-adds, because
-    reading and arithmetic can overlap. Different kinds of arithmetic use the same units of the
-    processor, so their times are added up. Raises KeyError if the rate of an arithmetic is unknown.
+    Reading and arithmetic can overlap. So the result is the larger of the time to read all bytes and
+    the time of all multiply-adds. Multiply-adds of different formats use the same units of the
+    processor, so their times are added. Raises KeyError if the rate of a format is unknown.
     """
     reading = (work.weight_bytes + work.cache_bytes) / rates.read_bytes
     multiplying = sum(
@@ -245,17 +254,18 @@ def limit_s(work: Work, rates: Rates) -> float:
 
 # ---- This machine ----
 
-_READ_BYTES = 256 << 20  # smallest array for measuring the rate of reads
-# The products measured are [rows, 2048] by [2048, 2048]. These are large enough for full speed, and
-# small enough for a processor's cache.
+_READ_BYTES = 256 << 20  # bytes of the smallest array for measuring the memory bandwidth
+# Matrix products [rows, 2048] x [2048, 2048] are measured. They are large enough for full speed,
+# and small enough for a processor's cache.
 _ROWS, _SQUARE = 512, 2048
-_FEW_ROWS = 32  # rows of a pass over a block
+_FEW_ROWS = 32  # number of rows in a pass over one block
 
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine's rates per second. int8 is measured with 512 rows and with 32 rows, fp32 with
-    512.
+    """The measured rates of this machine.
+
+    They were measured with matrices of 512 rows, except ``int8_macs_per_s_32_rows``.
     """
 
     read_bytes_per_s: float
@@ -264,25 +274,27 @@ class Machine:
     fp32_macs_per_s: float
 
     def rates(self) -> Rates:
-        """The rates for ``limit_s``: the faster of the two int8 rates, and the fp32 rate for full
-        precision.
+        """Convert to the form that ``limit_s`` takes. The faster of the two int8 rates is used.
 
-        Full precision includes fp16, because the CPU kernels of ONNX Runtime convert fp16 to fp32
-        on processors that cannot multiply fp16.
+        Everything that is not quantised has the rate of fp32. This includes fp16, because ONNX
+        Runtime converts fp16 to fp32 on processors that cannot multiply fp16.
         """
         int8 = max(self.int8_macs_per_s, self.int8_macs_per_s_32_rows)
         return Rates(self.read_bytes_per_s, {"int8": int8, FULL: self.fp32_macs_per_s})
 
 
 def measure(threads: int, rounds: int = 9) -> Machine:
-    """Measure this machine with ONNX Runtime on ``threads`` threads; 0 means all cores.
+    """Measure the rates of this machine with ONNX Runtime on ``threads`` threads.
 
-    Each rate is the median of ``rounds`` runs, where the kinds of measurement take turns. The rate
-    of reads is that of ReduceSum over the rows of an array of at least 256 MiB and at least four
-    times the last-level cache. Unlike a numpy loop, this operator reads every byte once, is limited
-    by memory, and uses the engine's threads. In products, the right operand is constant like a
-    weight, so ONNX Runtime packs it once. The int8 rate is that of MatMulInteger of uint8 by int8.
-    Raises ModuleNotFoundError without onnx.
+    0 threads means all cores. Each rate is the median of ``rounds`` runs. The measurements of
+    different rates take turns. Raises ModuleNotFoundError if onnx is not installed.
+
+    The memory bandwidth is measured with the operator ReduceSum, which reads a large array once.
+    The array has at least 256 MiB, and at least four times the size of the last-level cache. So the
+    speed is limited by memory.
+
+    The int8 rate is measured with MatMulInteger of uint8 and int8. In all matrix products, the right
+    operand is a constant, like a weight. So ONNX Runtime packs it only once.
     """
     import numpy as np
     import onnxruntime
@@ -306,7 +318,7 @@ def measure(threads: int, rounds: int = 9) -> Machine:
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = threads, 4
-        # Sessions take turns, so the threads of an idle session must not spin.
+        # The sessions take turns. The threads of a waiting session must not use the processor.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         session = onnxruntime.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -316,7 +328,7 @@ def measure(threads: int, rounds: int = 9) -> Machine:
     rng = np.random.default_rng(0)
     codes = rng.integers(-127, 128, (_SQUARE, _SQUARE), np.int8)
     inputs = rng.integers(0, 256, (_ROWS, _SQUARE), np.uint8)
-    # There are more rows than threads, and each row is long.
+    # Use more rows than threads, so that all threads read.
     large = np.ones((256, _read_bytes() // 1024), np.float32)
     weights = codes.astype(np.float32)
     probes = {
@@ -337,8 +349,8 @@ def measure(threads: int, rounds: int = 9) -> Machine:
     seconds: dict[str, list[float]] = {name: [] for name in probes}
     for number in range(rounds + 1):
         for name, (run, _) in probes.items():
-            # The first run is not timed, because the previous measurement has removed this one's
-            # operands from the processor's cache.
+            # Run once without timing. The previous measurement has removed the operands of this one
+            # from the processor's cache.
             run()
             began = time.perf_counter()
             run()
@@ -349,9 +361,9 @@ def measure(threads: int, rounds: int = 9) -> Machine:
 
 
 def _read_bytes() -> int:
-    """The size of the array for measuring the rate of reads.
+    """Size in bytes of the array with which the memory bandwidth is measured.
 
-    It is four times the last-level caches, but at most a quarter of the free memory.
+    It is four times the size of the last-level caches, but at most a quarter of the free memory.
     """
     from dlm_export.memory import available_memory_bytes
 
@@ -361,8 +373,8 @@ def _read_bytes() -> int:
 
 
 def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Total size of all caches of the highest level that Linux reports. 0 if it is unknown."""
-    found: dict[tuple[int, str], int] = {}  # a cache is listed by every core that shares it
+    """Total size in bytes of all caches of the highest level; 0 if Linux does not report it."""
+    found: dict[tuple[int, str], int] = {}  # (cache level, cores that share the cache) -> bytes
     for index in folder.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
             level, shared, size = (

@@ -1,4 +1,4 @@
-"""The inputs of a plan: the sizes of a denoiser, and the precisions in which a target can run it."""
+"""Determines the size of a denoiser, and the precisions in which a target can run it."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ class ShapeError(DlmError):
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """A denoiser to plan for. ``max_canvas_length`` ``None`` means that its canvas has no limit.
+    """A denoiser to plan for.
 
-    - ``presets``: the fields of each preset's ``Policy``, by the preset's name.
-    - ``precision``, ``layers``: for a quantised bundle, its precision and the format of each layer.
-      ``layers`` is ``None`` for checkpoints and for bundles that are not quantised.
-    - ``table_bytes``: bytes per element of the released embedding table. fp32 graphs keep its type.
+    - ``max_canvas_length``: ``None`` means that the canvas may have any length.
+    - ``presets``: maps each preset to the fields of its ``Policy``.
+    - ``precision``: the precision of a bundle. ``None`` for a checkpoint.
+    - ``layers``: maps each layer of a quantised bundle to its format. ``None`` for checkpoints and
+      unquantised bundles.
+    - ``table_bytes``: bytes of each element of the embedding table in the checkpoint. fp32 graphs
+      store the table in the same type.
     """
 
     name: str
@@ -54,12 +57,12 @@ class Shape:
 
 
 def scaled_shape(size: str) -> Shape:
-    """The shape of LLaDA-8B, scaled to another number of parameters, such as 8B, 0.5B or 134M.
+    """Scale LLaDA-8B to another number of parameters, such as 8B, 0.5B or 134M.
 
-    The result has n layers and n heads of 128 features, where LLaDA-8B has n = 32. The hidden size
-    is d = 128 n, the MLP has 3 d features, and the vocabulary stays at 126464. There are 13 n d**2
-    parameters in layers, and 2 * 126464 d in the embedding and the head. n is chosen so that the
-    total is as near as possible to ``size``. Raises ShapeError.
+    The result has n layers, and n heads of 128 features in each of them; LLaDA-8B has n = 32. The
+    hidden size is d = 128 n. The MLP has 3 d features. The vocabulary stays at 126464 tokens. So the
+    layers have 13 n d**2 parameters, and the embedding and the head have 2 * 126464 d. The function
+    chooses n so that the total is as near as possible to ``size``. Raises ShapeError.
     """
     unit = {"M": 1e6, "B": 1e9}.get(size[-1:].upper())
     try:
@@ -108,10 +111,10 @@ def _published(network: NetworkSpec) -> dict[str, dict[str, Any]]:
 
 
 def read_shape(path: Path, read_checkpoint: Callable[[Path], tuple[NetworkSpec, int]]) -> Shape:
-    """The shape of the denoiser in a bundle or a checkpoint. Raises DlmError.
+    """Read the size of the denoiser in a bundle or a checkpoint. Raises DlmError.
 
-    A checkpoint is read by ``read_checkpoint``, which needs torch. It returns the network and
-    ``Shape.table_bytes``.
+    For a checkpoint, ``read_checkpoint`` is called, which needs torch. It must return the network
+    and ``Shape.table_bytes``.
     """
     if not (path / "manifest.json").is_file():
         network, table_bytes = read_checkpoint(path)
@@ -138,11 +141,11 @@ def read_shape(path: Path, read_checkpoint: Callable[[Path], tuple[NetworkSpec, 
 
 @dataclass(frozen=True)
 class Precision:
-    """A precision of one denoiser.
+    """A precision in which a target can run a denoiser.
 
-    ``layers`` has the path and the format of each quantised layer. ``element_bytes`` is the size of
-    the elements of everything else, including the cache. ``same_as`` are other precisions with the
-    same figures.
+    ``layers`` has pairs of a quantised layer's path and its format. ``element_bytes`` is the number
+    of bytes of each element of everything else, including the cache. ``same_as`` has the names of
+    other precisions that give this denoiser the same formats.
     """
 
     name: str
@@ -152,9 +155,9 @@ class Precision:
 
 
 def _held_table(name: str, target: Target) -> str:
-    """The format that the table of a tied head gets if the format ``name`` is requested.
+    """The format that a shared embedding table gets if the format ``name`` is requested.
 
-    On a GPU this is always full precision.
+    On a GPU, the table is never quantised.
     """
     if target.sm is not None:
         return HIGH
@@ -164,9 +167,11 @@ def _held_table(name: str, target: Target) -> str:
 def precisions_of(
     shape: Shape, target: Target, names: Sequence[str] | None = None
 ) -> tuple[list[Precision], dict[str, str]]:
-    """The precisions among ``names`` that the target supports, and the reasons against the others.
+    """Find the precisions in which a target can run a denoiser.
 
-    With ``None``, all precisions are considered, including that of a quantised bundle.
+    ``names`` has the names of precisions to consider. ``None`` means all precisions, including that
+    of a quantised bundle. Returns the precisions that the target supports. Also returns a mapping
+    from the names of all others to the reason why it does not support them.
     """
     found: dict[tuple[Any, ...], Precision] = {}
     left_out: dict[str, str] = {}

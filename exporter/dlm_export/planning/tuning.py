@@ -1,6 +1,4 @@
-"""``--tune``: measures layers in each format on this machine. ``--precision auto`` then uses the
-times.
-"""
+"""Measures how long layers take in each format on this machine, for ``--precision auto --tune``."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ if TYPE_CHECKING:
     import onnxruntime
 
 ROUNDS = 7
-# Total size of the weights that are multiplied in turns. They exceed the processor's cache, so that
-# each is read from memory, as in a pass.
+# A measurement multiplies several copies of a weight in turn. Their total size is between these two
+# numbers of bytes. It exceeds the processor's cache, so weights are read from memory, as in a pass.
 _LEAST_BYTES = 64 << 20
 _MOST_BYTES = 512 << 20
 Shape = tuple[int, int]
@@ -38,10 +36,10 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Tuning:
-    """The times of layers on ``processor`` in a pass of ``rows`` rows.
+    """How long layers take on ``processor`` in a pass of ``rows`` tokens.
 
-    ``seconds`` has the time of one product, by the shape ``(inputs, outputs)`` and the format.
-    ``shapes`` has the number of products of each shape in a pass.
+    ``seconds`` has the time of one matrix product, by the matrix's shape ``(inputs, outputs)`` and
+    its format. ``shapes`` has the number of products of each shape in a pass.
     """
 
     rows: int
@@ -50,15 +48,16 @@ class Tuning:
     seconds: Mapping[Shape, Mapping[str, float]]
 
     def cost(self, layer: LinearSpec, format: str) -> float:
-        """Seconds per pass for one layer. For a stack of experts, seconds for the experts that the
-        pass reaches.
+        """How many seconds a layer takes in one pass.
+
+        For a layer with experts, only those that the pass reaches are counted.
         """
         return _reached(layer, self.rows) * self.seconds[layer.inputs, layer.outputs][format]
 
     def totals(self) -> dict[str, float]:
-        """Seconds per pass for all layers, by format.
+        """Maps each format to the time of all layers in one pass, in seconds.
 
-        Layers that do not suit a format are counted in full precision.
+        If a layer's shape does not suit the format, its time in full precision is added.
         """
         names = dict.fromkeys(name for each in self.seconds.values() for name in each)
         return {
@@ -70,7 +69,7 @@ class Tuning:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Milliseconds by shape and format, and the totals, for the manifest."""
+        """Return all times in milliseconds, for the manifest."""
         milliseconds = {
             f"{inputs}x{outputs}": {name: seconds * 1e3 for name, seconds in found.items()}
             for (inputs, outputs), found in self.seconds.items()
@@ -85,15 +84,17 @@ class Tuning:
 
 
 def _reached(layer: LinearSpec, rows: int) -> float:
-    """How many matrices of a layer ``rows`` rows reach on average, if all experts are equally
-    likely.
+    """How many matrices of a layer are multiplied on average in a pass of ``rows`` tokens.
+
+    All experts are assumed to be equally likely. A layer without experts has one matrix.
     """
     return layer.count * (1 - (1 - layer.share) ** rows)
 
 
 def shapes_of(layers: Iterable[LinearSpec], rows: int) -> dict[Shape, int]:
-    """The shapes of the layers, and the number of products of each shape in a pass of ``rows``
-    rows.
+    """Maps each shape of a layer's matrix to the number of its products in a pass.
+
+    The pass has ``rows`` tokens.
     """
     found: Counter[Shape] = Counter()
     for layer in layers:
@@ -109,13 +110,14 @@ def measure(
     *,
     table: ir.DataType = ir.DataType.FLOAT,
 ) -> Tuning:
-    """Time a product of ``rows`` rows for each shape of ``layers``, in every format and in full
-    precision.
+    """Time a matrix product of ``rows`` rows for each shape of ``layers``, in each format.
 
-    The formats take turns. The measurement uses all cores, the runtime's settings of ONNX Runtime,
-    and the kernels of ``$DLM_KERNELS``. ``table`` is the type of a tied head's table when it is not
-    quantised. ``on_done`` is called after each shape. Raises RequestError for a format without
+    Full precision is measured too. The measurements of different formats take turns. They use all
+    cores, and the same settings of ONNX Runtime as the native runtime. ``$DLM_KERNELS`` selects the
     kernels.
+
+    ``table`` is the type of an unquantised embedding table that the head shares. ``on_done`` is
+    called after each shape. Raises RequestError if a format has no kernels.
     """
     formats, layers = list(formats), list(layers)
     for name in formats:
@@ -136,9 +138,10 @@ def measure(
 def _time(
     shape: Shape, formats: list[str], rows: int, count: int, table: ir.DataType | None
 ) -> dict[str, float]:
-    """Median seconds of one product, by format.
+    """Return the median time of one matrix product in seconds, for each format.
 
-    ``table`` is the type of a tied head's table, or ``None`` for other layers.
+    ``table`` is the type of the embedding table if the layer is a head that shares it. Otherwise,
+    it is ``None``.
     """
     x = np.random.default_rng(0).standard_normal((rows, shape[0]), np.float32)
     runs = {}
@@ -160,7 +163,7 @@ def _time(
 def _session(
     shape: Shape, format: str, copies: int, table: ir.DataType | None = None
 ) -> onnxruntime.InferenceSession:
-    """A graph with ``copies`` products of the same input, each with a weight of its own."""
+    """Create a graph with ``copies`` products of the same input, each with another weight."""
     chosen, (inputs, outputs) = FORMATS[format], shape
     rng = np.random.default_rng(1)
     x = ir.Value(name="x", shape=ir.Shape(["rows", inputs]), type=ir.TensorType(ir.DataType.FLOAT))
@@ -198,7 +201,7 @@ def _session(
 def _weight(
     rng: np.random.Generator, format: str, shape: Shape, table: ir.DataType | None
 ) -> list[tuple[str, np.ndarray]]:
-    """A random weight as a graph stores it: a matrix, a table of rows, or panels and scales."""
+    """Create a random weight in the form in which a graph stores it for this format."""
     (inputs, outputs), group_size = shape, FORMATS[format].group_size
     if format == HIGH and table is not None:
         rows = rng.standard_normal((outputs, inputs), np.float32)

@@ -1,1 +1,1 @@
-"""Accuracy: measures what a quantised bundle loses against its source, and checks budgets."""
+"""Measures how much accuracy a quantised bundle loses, and checks the loss against budgets."""

@@ -1,15 +1,16 @@
-"""Collects the evidence for a judgement sample by sample, so that judging can stop early.
+"""Compares two denoisers sample by sample, so that judging can stop after any sample.
 
-The canvases of the frontier come from the loop of one side. There are two ways:
+The denoiser to judge is called the candidate, and the other denoiser the reference. Part of the
+comparison needs the canvases of a decoding run. These canvases can come from either denoiser:
 
-- From the reference's loop: both sides run freely on every sample. The reference needs all of its
-  passes for that.
-- From the candidate's loop: the candidate runs freely, and the reference only predicts on the
-  canvases of that run.
+- From the reference: both denoisers generate text for every sample. This is slow, because the
+  reference has to make all passes of its own runs.
+- From the candidate: only the candidate generates text. The reference predicts what it would commit
+  on each canvas of the candidate's run.
 
-In the second case, the reference may be a ``Seer``, which must know its canvases in advance. It
-receives all canvases of a round at once, and follows the runs of the candidate. If it would commit
-the same at every pass of a run, then by induction its own run would be the same.
+In the second case, the reference may be a ``Seer``, which is read layer by layer and needs to know
+all canvases in advance. So it receives the canvases of several samples at once. If it would commit
+the same tokens as the candidate at every pass, then its own run would be equal to the candidate's.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer, check_comparable
 from dlm_runtime import Policy
 
-DECIDING_SAMPLES = 8  # with fewer samples, a bootstrap interval is too narrow
+DECIDING_SAMPLES = 8  # with fewer samples, bootstrap intervals would be too narrow
 
 Side = Literal["reference", "candidate"]
 
 
 class Evidence:
-    """Compares a candidate with its reference on more and more samples of ``pool``.
+    """Compares a candidate with a reference. Each call of ``add`` takes more samples of ``pool``.
 
-    These two denoisers are the sides. ``states_of`` is the side whose loop provides the canvases of
-    the frontier. ``free`` is the reference as a side that can run its own loop. If it is ``None``,
-    the reference only predicts.
+    ``states_of`` says which denoiser provides the canvases of decoding runs. ``free`` is the
+    reference in a form that can generate text. If ``free`` is ``None``, the reference only predicts
+    tokens on the candidate's canvases.
     """
 
     def __init__(
@@ -57,12 +58,12 @@ class Evidence:
         free: Predictor | None = None,
         free_runs: int | None = None,
     ) -> None:
-        """Check the sides and the samples. Raises JudgeError.
+        """Check that the denoisers can be compared on these samples. Raises JudgeError.
 
-        ``decode`` turns generated ids into text, up to the end token; it returns ``None`` if there
-        is no tokenizer. ``noise_floor`` is the reference in the type in which it is stored, which
-        is judged with the same masks. ``free`` makes at most ``free_runs`` runs; ``None`` means no
-        limit.
+        ``decode`` converts generated ids to text, up to the first end token. It returns ``None`` if
+        there is no tokenizer. ``noise_floor`` is the reference in the precision in which its
+        weights are stored. It is judged like the candidate. ``free`` generates text for at most
+        ``free_runs`` samples; ``None`` means no limit.
         """
         if not pool:
             raise JudgeError("no samples to judge with: give held-out data")
@@ -86,15 +87,15 @@ class Evidence:
         self._run_samples: list[Sample] = []
         self._prompts: list[str | None] = []
         self._runs: tuple[list[Run | None], list[Run]] = ([], [])
-        self._nfe: list[float] = []  # passes of the reference, counted or estimated
-        # one entry per followed run: whether the reference's own run would be the same
+        self._nfe: list[float] = []  # passes of the reference for each run, counted or estimated
+        # For each run of the candidate: true if the reference's own run would be equal to it.
         self._equal: list[bool] = []
         self.judged = self._freely = 0
 
     def add(self, count: int, on_done: Callable[[], None] = lambda: None) -> None:
         """Judge the next ``count`` samples. Raises JudgeError.
 
-        ``on_done`` is called once per sample and once per run.
+        ``on_done`` is called once per sample, and once per decoding run.
         """
         taken = list(enumerate(self.pool))[self.judged : self.judged + count]
         block_length, policy = self._policy.block_length, self._policy
@@ -121,8 +122,8 @@ class Evidence:
                 for number, sample in taken
             ]
         else:
-            # A loop that commits one token per pass takes many passes. Limit the runs so that they
-            # cost no more passes than the masked canvases.
+            # A loop that commits one token per pass needs many passes. So the number of runs is
+            # limited: together, they may have no more passes than there are masked canvases.
             least = max(1, (self._free_runs or 0) - self._freely)
             passes = len(canvases)
             runs = meet_within(
@@ -151,7 +152,10 @@ class Evidence:
             on_done()
 
     def _add_run(self, walk: int, run: Met) -> None:
-        """Add a run. ``walk`` is its index among the runs that the reference followed."""
+        """Compare both denoisers on the canvases of ``run``.
+
+        ``walk`` is the index of this run among the runs that the reference has computed.
+        """
         reference, policy, sample = self._reference, self._policy, self.pool[run.number]
         for state in run.deciding:
             theirs = predict_commitment(reference, state, policy, reference.scores)
@@ -192,7 +196,7 @@ class Evidence:
         self._nfe.append(nfe)
 
     def judgement(self) -> Judgement:
-        """Return the judgement from the samples so far."""
+        """Summarise the comparison of all samples so far."""
         ours, *rest = [Masked.join(parts) for parts in self._masked]
         count, seed = self.judged, self.seed
         floor = metrics.summarise(rest[0].rows, rest[0].sample, count, seed) if rest else None
@@ -234,9 +238,10 @@ class Evidence:
         )
 
     def is_decided(self, judgement: Judgement, budgets: Budgets) -> bool:
-        """True if the 95% interval of each budgeted figure excludes the budget's limit.
+        """True if more samples would hardly change which budgets are met.
 
-        More samples would then hardly change the verdict. False if there are no budgets.
+        This is the case if the 95% interval of each figure with a budget does not contain the
+        budget's limit. Always false if there are no budgets.
         """
         if self.judged < DECIDING_SAMPLES:
             return False
@@ -264,7 +269,7 @@ class Evidence:
 
 
 def _text_bytes(samples: Sequence[Sample], decode: Decode) -> int:
-    """Return the size of the scored text in UTF-8 bytes, or 0 if some text cannot be decoded."""
+    """Return the size in UTF-8 bytes of the text to predict, or 0 if there is no tokenizer."""
     texts = [
         decode(sample.tokens.tolist()) if sample.answer is None else sample.answer
         for sample in samples

@@ -1,4 +1,4 @@
-"""Reads the accuracy.json of a bundle, and writes accuracy.json and report.html for a judgement."""
+"""Reads and writes files with the results of judging: accuracy.json and report.html."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from dlm_runtime.errors import BundleError
 from dlm_runtime.files import read_object
 from dlm_runtime.manifest import MANIFEST_FILE
 
-_MOST_BYTES = 12 << 20  # limit of accuracy.json; four hundred times the size of the demo's
+_MOST_BYTES = 12 << 20  # largest accuracy.json; the demo's file is 400 times smaller
 
 
 def recorded(bundle: Path) -> dict[str, Any]:
-    """Read the accuracy.json of a bundle; empty if there is none. Raises BundleError."""
+    """Read the accuracy.json of a bundle; {} if there is no such file. Raises BundleError."""
     path = bundle / ACCURACY_FILE
     return read_object(path, _MOST_BYTES, BundleError) if path.exists() else {}
 
 
 @contextmanager
 def claimed_files(folder: Path, *, force: bool) -> Iterator[tuple[Path, Path]]:
-    """Claim accuracy.json and report.html in ``folder``, for ``write_files``. See
-    ``outputs.claimed``.
+    """Prepare to write accuracy.json and report.html in ``folder``, and yield two paths.
 
-    Raises TakenError if the folder is a bundle, because a bundle's own files must not change.
-    Raises ReportError if matplotlib is missing.
+    The paths are for ``write_files``. When the block succeeds, the files are moved into ``folder``.
+
+    Raises TakenError if ``folder`` is a bundle, because the files of a bundle must not change.
+    Raises ReportError if matplotlib is missing. Also raises the errors of ``outputs.claimed``.
     """
     if (folder / MANIFEST_FILE).exists():
         raise TakenError(
@@ -51,7 +52,10 @@ def claimed_files(folder: Path, *, force: bool) -> Iterator[tuple[Path, Path]]:
 
 
 def write_files(paths: tuple[Path, Path], bundle: Path, judgement: Judgement) -> None:
-    """Write accuracy.json and report.html of a judgement, with the records of the build."""
+    """Write accuracy.json and report.html for a new judgement of ``bundle``.
+
+    Entries in the bundle's own accuracy.json, apart from its judgement, are copied.
+    """
     manifest = read_manifest(bundle, check_hashes=False)
     accuracy = recorded(bundle) | {"judgement": judgement.as_dict()}
     paths[0].write_text(json.dumps(accuracy, indent=1, allow_nan=False) + "\n")

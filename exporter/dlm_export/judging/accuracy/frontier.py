@@ -1,6 +1,6 @@
-"""Follows a loop pass by pass, and predicts what each side would commit at every pass.
+"""Compares what two denoisers would commit at each pass of a decoding run.
 
-The positions that a pass may commit are the frontier.
+The positions that a pass may commit are called the frontier.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from dlm_export.network.turns import Canvas, Step, Turn, Walk, choose_in, turns
 from dlm_runtime import Policy
 
 Scores = Callable[[Turn, np.ndarray, Policy], np.ndarray]
-"""The type of ``Scorer.scores``."""
+"""The type of the method ``Scorer.scores``, which computes the confidence of positions."""
 
 
 @dataclass(frozen=True, eq=False)
 class FrontierState:
-    """A canvas before one pass of a loop, int64 ``[L]``, and what the loop may commit there
-    (``turn``).
+    """The state of a decoding loop before one of its passes.
 
-    ``mask_ratio`` is the share of undecided positions, counted from the first position that the
-    prompt leaves open.
+    ``canvas`` has the token ids, int64 ``[L]``. ``turn`` says which positions the pass may commit.
+    ``mask_ratio`` is the share of undecided positions among those to generate.
     """
 
     canvas: np.ndarray
@@ -47,9 +46,9 @@ class FrontierState:
 def frontier_states(
     canvases: Sequence[Canvas], policy: Policy, looped: Looped
 ) -> Iterator[FrontierState]:
-    """Yield the canvas and the turn of every pass of a loop, in order.
+    """Yield the state before each pass of a decoding loop, in order.
 
-    ``canvases`` are the canvases that the passes saw.
+    ``canvases`` has the canvas before each of these passes.
     """
     if not canvases:
         return
@@ -64,10 +63,10 @@ def frontier_states(
 def predict_commitment(
     predictor: Scorer, state: FrontierState, policy: Policy, scores: Scores
 ) -> Commitment:
-    """Predict what a denoiser would commit here, from a full pass without a cache.
+    """Predict which tokens a denoiser would commit in ``state``, from a full pass without a cache.
 
-    ``scores`` is the function of one side, and is used for both sides. Otherwise thresholds would
-    compare values that are computed differently.
+    Pass the same function ``scores`` for both denoisers that are compared. Otherwise, the threshold
+    would be compared with confidences that are computed in different ways.
     """
     logits = finite_logits(predictor, state.canvas, state.turn.positions)
     guess = logits.argmax(-1)
@@ -78,7 +77,10 @@ def predict_commitment(
 
 @dataclass(frozen=True, eq=False)
 class Met:
-    """The run of one side: prompt, canvas of each pass, finished canvas, and the loop's turns."""
+    """A decoding run: the prompt, the canvas before each pass, and the finished canvas.
+
+    ``number`` is the index of the sample, and ``room`` the number of tokens to generate.
+    """
 
     number: int
     prompt: list[int]
@@ -98,16 +100,16 @@ class Met:
 
     @property
     def views(self) -> list[View]:
-        """The canvases and positions to predict at the frontier of this run."""
+        """For each pass that can commit: its canvas and the positions that it may commit."""
         return [(state.canvas, state.turn.positions) for state in self.deciding]
 
     @property
     def deciding(self) -> list[FrontierState]:
-        """The states of passes that predict something. Other passes only fill a cache."""
+        """The states of passes that can commit. All other passes only fill a cache."""
         return [state for state in self.states if len(state.turn.positions)]
 
     def walk(self, shift: int) -> Walk:
-        """Return the passes of this run in a form that a ``Seer`` can repeat."""
+        """Return the passes of this run, in the form that ``Seer.see`` takes."""
         return [
             Step(state.canvas, state.turn.span, rows_of(state.turn.positions, shift))
             for state in self.states
@@ -122,7 +124,7 @@ def meet(
     max_new_tokens: int,
     limit: int,
 ) -> Met:
-    """Run the loop of one side on the prompt of a sample.
+    """Generate text after the prompt of a sample, and record every canvas.
 
     Raises JudgeError if the prompt fills the canvas.
     """
@@ -143,9 +145,10 @@ def meet_within(
     passes: int,
     least: int = 1,
 ) -> list[Met]:
-    """Run the loop on one sample after another, within a limit on the total number of passes.
+    """Generate text for one sample after another, with at most about ``passes`` passes in total.
 
-    Stops before a run that would probably exceed ``passes``, but makes at least ``least`` runs.
+    Stops before a run that would probably exceed ``passes``. Makes at least ``least`` runs in any
+    case.
     """
     runs: list[Met] = []
     for number, sample in samples:
@@ -157,12 +160,12 @@ def meet_within(
 
 @dataclass(frozen=True)
 class Followed:
-    """A run of one side, as another side predicts it pass by pass.
+    """Tells how the run of one denoiser would differ if another denoiser made it.
 
-    ``is_equal`` is true if the other side would have committed the same at every pass. By
-    induction, its own run would then be the same. ``nfe`` is the number of passes that its own run
-    would need. If the sides differ, it is estimated from how many positions the other side commits
-    per pass.
+    ``is_equal`` is true if the other denoiser would have committed the same tokens at every pass. Its
+    own run would then be equal. ``nfe`` is the number of passes that its own run would need. If
+    ``is_equal`` is false, ``nfe`` is an estimate. It follows from the number of positions that the
+    other denoiser would commit in each pass.
     """
 
     is_equal: bool
@@ -170,7 +173,11 @@ class Followed:
 
 
 def follow(seer: Seer, walk: int, run: Met, policy: Policy) -> Followed:
-    """Predict what a side commits at each pass of a run, using the rows that it cached itself."""
+    """Predict what ``seer`` would commit at each pass of another denoiser's run.
+
+    ``seer`` has already computed these passes with its own cache. ``walk`` is the index of the run
+    among the runs that were passed to ``seer.see``.
+    """
     is_equal, nfe = True, 0.0
     for step, (state, before, after) in enumerate(
         zip(run.states, run.canvases, run.canvases[1:], strict=False)

@@ -1,4 +1,4 @@
-"""Compares the predictions of denoisers at randomly masked positions of held-out text."""
+"""Compares what denoisers predict at randomly masked positions of held-out text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from dlm_export.judging.sides.side import JudgeError, Scorer, View, finite_logit
 
 @dataclass(frozen=True, eq=False)
 class Masked:
-    """Compared rows. For each row: its sample, the index of its mask ratio, and its weight.
+    """The comparison of two denoisers at masked positions, with one row per position.
 
-    The likelihood of a text is bounded by a weighted sum over rows; ``weight`` is used there.
+    ``sample`` and ``ratio`` have the index of each row's sample and of its mask ratio. ``weight``
+    has a factor per row. The sum of all losses times these factors is an upper bound of the text's
+    negative log-likelihood.
     """
 
     rows: metrics.Rows
@@ -27,7 +29,7 @@ class Masked:
 
     @classmethod
     def join(cls, parts: Sequence[Masked]) -> Masked:
-        """Return the rows of all ``parts`` in one object."""
+        """Join the rows of all ``parts``."""
         columns = [
             np.concatenate([getattr(part, name) for part in parts])
             for name in ("sample", "ratio", "weight")
@@ -37,10 +39,9 @@ class Masked:
 
 @dataclass(frozen=True, eq=False)
 class MaskedCanvas:
-    """A sample that is masked at one of ``MASK_RATIOS``.
+    """A sample after masking, with the masked positions to predict and their true tokens.
 
-    ``positions`` are scored, and ``truth`` has their true tokens. ``weight`` is the weight of each
-    of these rows in the bound of the likelihood.
+    ``ratio`` is the index of the mask ratio in ``MASK_RATIOS``. ``Masked`` explains ``weight``.
     """
 
     sample: int
@@ -56,10 +57,11 @@ class MaskedCanvas:
 
 
 def scored_span(sample: Sample, shift: int, eos_token_ids: Sequence[int]) -> tuple[int, int]:
-    """Return the first position that may be masked, and the end of the scored positions.
+    """Return the range of positions whose predictions are compared, like the arguments of range().
 
-    The scored positions of a completion end after its first end token. A shifted denoiser has no
-    row that predicts position 0, so that position is never masked.
+    If the sample has a prompt, the range begins after the prompt, and includes the completion up to
+    the first end token. A denoiser with ``shift`` 1 cannot predict position 0, so the range then
+    begins at position 1 or later.
     """
     start = max(sample.prompt_length, shift)
     if sample.answer is None:
@@ -72,10 +74,12 @@ def masked_canvases(
 ) -> Iterator[MaskedCanvas]:
     """Mask a sample once at each of ``MASK_RATIOS``, on canvases of at most ``limit`` tokens.
 
-    A completion is padded with end tokens to whole blocks, as in training and in decoding.
-    Positions after its first end token are masked too, but not scored. A ratio that masks no scored
-    position is skipped. Masks depend only on the sample's ``number`` and on the seed. Raises
-    JudgeError.
+    As in training and in decoding, a completion is padded with end tokens to whole blocks. Positions
+    after its first end token are masked too, but their predictions are not compared. A mask ratio is
+    skipped if it masks no position that is compared.
+
+    The same ``number`` of the sample and the same seed give the same masks. Raises JudgeError if
+    nothing can be compared.
     """
     start, end = scored_span(sample, side.shift, side.eos_token_ids)
     if start >= end:

@@ -1,12 +1,13 @@
-"""Measures what rounding keys and values in a cache costs: torch with and without a rounded cache.
+"""Measures how much accuracy is lost if the cache stores rounded keys and values.
 
-The masked loss of a bundle does not include this cost, because a full pass reads no cache. Here, a
-full pass over a canvas fills a cache. The masked positions of the canvas are then predicted block
-by block. With ``dual``, these passes read all other rows from the cache. With ``prefix``, and with
-``block`` in block-causal networks, they read the rows before the block.
+Other measurements do not include this loss, because they use full passes, which read no cache. Here,
+a full pass over a canvas first fills a cache. Then the masked positions of the canvas are predicted
+block by block, with one pass per block. The kind of cache says which keys and values such a pass
+reads from the cache. For ``dual``, these are the keys and values of all positions outside the block.
+For ``prefix``, and for ``block`` in block-causal networks, they are those before the block.
 
-Both sides see the same canvases, so only rounding makes a difference. Parity checks that a bundle
-rounds its rows as torch does.
+Torch predicts every canvas twice, with and without a rounded cache. The two predictions differ only
+because of the rounding. The parity check makes sure that the bundle rounds as torch does.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ from dlm_runtime import Bundle, Policy
 
 
 class CachedPredictor(SweptPredictor):
-    """A torch ``Seer`` that predicts with a cache. The cache is filled from the same canvas."""
+    """A torch denoiser that predicts with a cache, which it fills from the same canvas."""
 
     def __init__(self, layered: Layered, cache_dtype: str, policy: Policy) -> None:
-        """``policy`` gives the rows to cache (``cache``) and the length of a block."""
+        """``policy`` determines the kind of cache and the block length."""
         super().__init__(layered, f"{policy.cache} cache in {cache_dtype}", cache_dtype=cache_dtype)
         self._policy = policy
         self._passes: dict[
             tuple[bytes, bytes], tuple[int, int]
-        ] = {}  # view -> the number of its walk, and the number of steps in it
+        ] = {}  # canvas and rows -> index of the list of passes, and its length
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
-        """See ``Seer``. ``walks`` must be empty."""
+        """Implements ``Seer.see``. ``walks`` must be empty."""
         assert not walks
         wanted = {
             view_key(canvas, rows): (canvas, rows)
@@ -61,13 +62,15 @@ class CachedPredictor(SweptPredictor):
         super().see([], made)
 
     def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """See ``Scorer``. Only for views that were passed to ``see``."""
+        """Implements ``Scorer.logits``. The canvas and rows must have been passed to ``see``."""
         walk, steps = self._passes[view_key(canvas, rows)]
         return np.concatenate([self.walked(walk, step) for step in range(1, steps)])
 
     def _walk(self, canvas: np.ndarray, rows: np.ndarray) -> Walk:
-        """Return one pass that fills the cache, and then one pass per block that has some of
-        ``rows``.
+        """Plan the passes over a canvas.
+
+        The first pass fills the cache. After it, each block that contains some of ``rows`` has one
+        pass.
         """
         length, size = len(canvas), block_length_of(self._policy, self.visible_block) or len(canvas)
         origin = int(rows[0]) if self.visible_block is None else 0
@@ -81,7 +84,7 @@ class CachedPredictor(SweptPredictor):
 
 
 def caches_of(network: NetworkSpec) -> Sequence[str]:
-    """Return the kinds of cache that the loop of this network supports. All of them are judged."""
+    """Return the kinds of cache that the decoding loop can use with this network."""
     return FULL_CACHES if network.visible_block is None else ("block",)
 
 
@@ -95,11 +98,14 @@ def judge_cache(
     on_done: Callable[[], None],
     workplace: Workplace,
 ) -> dict[str, Any]:
-    """Measure the cost of a cache of this type, for accuracy.json.
+    """Measure the loss from storing the cache as ``cache_dtype``, for accuracy.json.
 
-    ``bundle`` runs the loop that provides the canvases of the frontier. The result has an entry for
-    each kind in ``caches_of``. Its ``masked`` is like ``overall`` of a judgement, and its
-    ``frontier`` like ``frontier``. ``on_done`` is called once per sample and kind. Raises DlmError.
+    The result has an entry for each kind of cache in ``caches_of``. In an entry, ``masked`` has the
+    loss at randomly masked positions, like ``Judgement.overall``. ``frontier`` has the loss at
+    positions that a decoding run may commit, like ``Judgement.frontier``. ``bundle`` makes these
+    runs.
+
+    ``on_done`` is called once per sample and kind of cache. Raises DlmError.
     """
     network, found = source.network, {}
     reference = shown_source(source, "fp32", torch.float32, workplace)

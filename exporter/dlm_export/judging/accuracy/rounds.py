@@ -10,25 +10,25 @@ from typing import Literal
 from dlm_export.judging.accuracy.evidence import Evidence
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 
-MOST_JUDGED = 32  # the most samples to judge, unless the user asks for more
-LEAST_SECONDS = 4.0  # lower bound of the time limit, for builds whose other stages are short
-PILOT_SAMPLES = 4  # the number of samples to judge first, in order to measure the time of a sample
-LARGE_PILOT = 1  # the same number for denoisers whose passes take seconds
+MOST_JUDGED = 32  # largest number of samples to judge, unless the user asks for more
+LEAST_SECONDS = 4.0  # shortest time limit in seconds, for builds whose other stages are short
+PILOT_SAMPLES = 4  # judge this many samples first, to measure how long a sample takes
+LARGE_PILOT = 1  # samples to judge first if the denoiser is large, so that a pass takes seconds
 
 EffortName = Literal["default", "full", "none"]
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How thoroughly to judge.
+    """How thoroughly to compare a candidate with its reference. ``name`` is one of:
 
-    - ``default`` judges on the canvases of the candidate's loop. It uses as many samples as fit
-      into ``seconds``, at most 32, and stops earlier if every budget is decided.
-    - ``full`` lets the loops of both sides run freely on every sample, without a time limit.
-    - ``none`` does not judge.
+    - ``default``: only the candidate generates text. As many samples as fit into ``seconds`` are
+      judged, at most 32. Judging stops earlier if it is clear which budgets are met.
+    - ``full``: both denoisers generate text for every sample, without a time limit.
+    - ``none``: nothing is judged.
 
-    If ``judged`` is set, exactly this number of samples is judged. ``free_runs`` is for
-    ``default``: it is the number of prompts on which the reference runs freely too.
+    If ``judged`` is set, exactly this number of samples is judged. ``free_runs`` applies to
+    ``default`` only. It is the number of samples for which the reference generates text too.
     """
 
     name: EffortName = "default"
@@ -38,20 +38,23 @@ class Effort:
 
     @property
     def is_exact(self) -> bool:
-        """True if the number of samples is known in advance."""
+        """True if the number of samples does not depend on the time that judging takes."""
         return self.judged is not None or self.name == "full"
 
     @property
     def most(self) -> int:
-        """Largest number of samples."""
+        """The largest number of samples that may be judged."""
         return self.judged or MOST_JUDGED
 
     def lasting(self, seconds: float) -> Effort:
-        """Return this effort with another time limit, which is at least ``LEAST_SECONDS``."""
+        """Return this effort with a time limit of ``seconds``, but at least ``LEAST_SECONDS``."""
         return replace(self, seconds=max(LEAST_SECONDS, seconds))
 
     def beside(self, seconds: float) -> Effort:
-        """Return this effort with half the time that the other stages of a build took."""
+        """Return this effort for a build whose other stages took ``seconds``.
+
+        Its time limit is half of that.
+        """
         return self.lasting(seconds / 2)
 
 
@@ -62,19 +65,20 @@ def judge_in_rounds(
     pilot: int,
     on_done: Callable[[], None] = lambda: None,
 ) -> Judgement:
-    """Judge one sample after another, until the effort is reached.
+    """Judge as many samples as ``effort`` demands.
 
-    The default effort starts with ``pilot`` samples, and then takes as many as fit into its time.
-    If there are budgets, each round at most doubles the number of samples, and judging ends when
-    all budgets are decided.
+    The default effort first judges ``pilot`` samples, to measure how long a sample takes. It then
+    judges as many samples as fit into its time limit. If there are budgets, it does this in rounds.
+    Each round at most doubles the number of judged samples. Judging stops when more samples would
+    hardly change which budgets are met.
 
     ``Judgement.effort`` records why judging stopped:
 
-    - ``asked``: the requested number of samples is reached.
+    - ``asked``: the requested number of samples was judged.
     - ``all``: there are no more samples.
-    - ``most``: the default maximum is reached.
-    - ``decided``: every budget is decided.
-    - ``time``: the time is used up.
+    - ``most``: the default maximum was judged.
+    - ``decided``: more samples would hardly change which budgets are met.
+    - ``time``: the time limit was reached.
 
     Raises JudgeError.
     """

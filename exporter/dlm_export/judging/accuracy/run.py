@@ -1,6 +1,7 @@
-"""Judges a bundle against its source in torch, or one bundle against another.
+"""Measures the accuracy of a bundle, compared with its source in torch or with another bundle.
 
-Comparing two bundles needs no torch. Functions that need it therefore import it themselves.
+The comparison of two bundles must work without torch. So the functions that need torch import it
+themselves.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ if TYPE_CHECKING:
     from dlm_export.workplace import Workplace
 
 
-VERIFY_SECONDS = 60.0  # time limit of the default effort outside of a build
+VERIFY_SECONDS = 60.0  # time limit of the default effort in seconds, outside of builds
 
 
 @dataclass(frozen=True)
 class JudgingOptions:
-    """How to judge a finished bundle: data, effort, budgets, and how to open the bundle."""
+    """Options for judging a finished bundle. ``opening`` says how to open the bundle."""
 
     data: CalibrationOptions = field(default_factory=CalibrationOptions)
     effort: Effort = field(default_factory=lambda: Effort(seconds=VERIFY_SECONDS))
@@ -60,12 +61,13 @@ def judge_source(
     on_done: Callable[[], None],
     workplace: Workplace | None = None,
 ) -> Judgement:
-    """Judge a bundle against its source, which runs in torch in fp32.
+    """Compare the accuracy of a bundle with that of its source, which runs in torch in fp32.
 
-    The source is also judged in bf16 if it is small. The result is the noise floor.
+    If the source is small, it is judged in bf16 too. The difference to fp32 is the noise floor.
 
-    The source is loaded as a whole if the effort lets it run freely. Otherwise it is read one layer
-    at a time, within ``workplace``. ``None`` means the CPU and all of its memory.
+    With the effort "full", the whole source is loaded into memory, because it generates text. With
+    other efforts, its layers are read one at a time, with the resources of ``workplace``. If
+    ``workplace`` is ``None``, the CPU and all of its memory are used.
     """
     import torch
 
@@ -135,9 +137,9 @@ def judge_bundle(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
-    """Judge a finished bundle against its source, on data that was not used for calibration.
+    """Compare the accuracy of a finished bundle with that of its source.
 
-    Raises DlmError.
+    The data for the comparison is different from the calibration data. Raises DlmError.
     """
     with options.opening.open(folder) as bundle:
         samples = _samples(source.network, source.path, bundle, options, progress, warn)
@@ -154,8 +156,9 @@ def compare_bundles(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
-    """Judge one bundle against another. Raises DlmError, and JudgeError if they are not
-    comparable.
+    """Compare the accuracy of two bundles of the same denoiser.
+
+    Raises JudgeError if their denoisers differ, and other kinds of DlmError.
     """
     with (
         options.opening.open(reference) as first,
@@ -183,8 +186,9 @@ def _samples(
     progress: Progress,
     warn: Callable[[str], None],
 ) -> list[Sample]:
-    """Load the samples to judge on, warn about weaknesses of the data, and start the progress
-    stage.
+    """Load the samples to judge on, and start the stage of ``progress``.
+
+    Calls ``warn`` if the data has weaknesses, for example too few samples.
     """
     data = load_data(network, folder, bundle.tokenizer, options.data, is_calibrating=False)
     for doubt in data.doubts(option="--data"):
@@ -201,7 +205,10 @@ def _check_one_source(
     second: Mapping[str, Any],
     warn: Callable[[str], None],
 ) -> None:
-    """Raises JudgeError if the networks differ. Warns if the files config.json differ."""
+    """Raises JudgeError if two bundles have different networks.
+
+    Calls ``warn`` if they were built from different config.json files.
+    """
     found = network_of(second).difference(network_of(first), but=("max_canvas_length",))
     if found is not None:
         raise JudgeError(
@@ -220,9 +227,9 @@ def _title(folder: Path, bundle: dlm_runtime.Bundle) -> str:
 
 
 def _known_layers(folder: Path) -> dict[str, Any]:
-    """Return the losses of single layers that the build of the bundle measured, if it did.
+    """Return the loss of each layer, as far as the build of the bundle measured it.
 
-    The keys are ``layers`` and ``layers_method``.
+    The result has the fields ``layers`` and ``layers_method`` of a ``Judgement``.
     """
     judgement = recorded(folder).get("judgement")
     layers: Any = []
@@ -249,5 +256,5 @@ def _known_layers(folder: Path) -> dict[str, Any]:
 
 
 def judge_units(samples: Sequence[Sample]) -> int:
-    """Return the largest number of times that ``judge_source`` calls ``on_done``."""
+    """Return how often ``judge_source`` calls ``on_done`` at most."""
     return 2 * len(samples)

@@ -1,11 +1,12 @@
-"""The judgement of a candidate denoiser against a reference. The two are called the sides.
+"""Defines the judgement of a candidate denoiser, and checks it against accuracy budgets.
 
-It has three parts:
+A judgement compares the candidate with a reference denoiser in three ways:
 
-- Masked positions: both sides predict the same randomly masked positions of held-out text
-  (``masked``).
-- Frontier: what each side would commit under the policy, on every canvas of a loop's run.
-- Runs: both loops start from the same prompts. Their finished texts and numbers of passes are
+- Masked positions: both denoisers predict the tokens at the same randomly masked positions of
+  held-out text (see ``masked``).
+- Frontier: both denoisers predict which tokens they would commit in the passes of the same decoding
+  run (see ``frontier``).
+- Runs: both denoisers generate text for the same prompts. The texts and the numbers of passes are
   compared.
 
 ``evidence`` collects the data. Confidence intervals are paired bootstraps over samples.
@@ -24,23 +25,25 @@ from dlm_calibration.samples import Sample
 from dlm_export.judging.sides.side import JudgeError
 from dlm_runtime.errors import DlmError, ExitCode
 
-WORST_LAYERS = 3  # the number of layers that an error names when a budget is missed
+WORST_LAYERS = 3  # an error about a missed budget names this many layers
 
 
 class AccuracyError(DlmError):
-    """A candidate misses an accuracy budget."""
+    """Raised if a candidate does not meet an accuracy budget."""
 
     exit_code = ExitCode.MISSED
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """Limits that a candidate must meet. ``None`` means no limit.
+    """Limits for the accuracy of a candidate. ``None`` means no limit.
 
-    ``max_ce_increase`` limits the increase of cross-entropy over all mask ratios. It is relative:
-    0.01 is one per cent. ``min_top1`` is the smallest share of positions where both sides have the
-    same best token. ``max_nfe_ratio`` limits the number of passes, divided by that of the
-    reference. ``min_task`` is the smallest share of right answers of the candidate.
+    - ``max_ce_increase``: largest relative increase of cross-entropy over all mask ratios; 0.01
+      means 1%.
+    - ``min_top1``: smallest share of masked positions where candidate and reference predict the
+      same token.
+    - ``max_nfe_ratio``: largest ratio of the candidate's passes to the reference's passes.
+    - ``min_task``: smallest share of prompts to which the candidate gives the right answer.
     """
 
     max_ce_increase: float | None = None
@@ -49,7 +52,10 @@ class Budgets:
     min_task: float | None = None
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Raises JudgeError if this data cannot judge one of the limits. Call it before judging."""
+        """Raises JudgeError if a limit needs answers, but ``samples`` do not have any.
+
+        Call this before judging.
+        """
         if self.min_task is not None and all(sample.answer is None for sample in samples):
             raise JudgeError(
                 "a smallest task score is set, but the data has no answers: give prompts with completions"
@@ -58,17 +64,15 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a candidate loses against its reference, in the sections of accuracy.json.
+    """How much accuracy a candidate loses. The fields are the sections of accuracy.json.
 
-    ``effort`` records how many samples were judged, and whose canvases the frontier uses: see
-    ``evidence`` and ``rounds``.
-
-    Other modules add two fields with ``dataclasses.replace``. ``layers`` has entries ``{"layer",
-    "format", "kl", "frontier_kl"}``, and ``layers_method`` says how they were measured, ``fisher``
-    or ``exact``. ``threshold`` is ``Refit.as_dict``.
-
-    ``speed`` is ``BundlePredictor.speed``. It belongs to one run on one machine, so it appears in
-    the report but not in accuracy.json.
+    - ``effort``: why judging stopped (see ``rounds``), and which denoiser provided the canvases of
+      decoding runs (see ``evidence``).
+    - ``layers``: an entry ``{"layer", "format", "kl", "frontier_kl"}`` per quantised layer.
+    - ``layers_method``: how these entries were measured, ``fisher`` or ``exact``.
+    - ``threshold``: the result of ``Refit.as_dict``.
+    - ``speed``: the result of ``BundlePredictor.speed``. Speed depends on the machine, so this
+      field is shown in the report, but not stored in accuracy.json.
     """
 
     reference: str
@@ -88,9 +92,9 @@ class Judgement:
     speed: dict[str, Any] | None = None
 
     def with_budgets(self, budgets: Budgets) -> Judgement:
-        """Return a judgement with the results for these limits.
+        """Compare the figures with ``budgets``, and return a judgement that includes the results.
 
-        Raises JudgeError if the data cannot judge one of them.
+        Raises JudgeError if a limit needs answers, but the data does not have any.
         """
         task = self.free_running["task"]
         if budgets.min_task is not None and task is None:
@@ -107,8 +111,8 @@ class Judgement:
         for name, value in values.items():
             limit = getattr(budgets, name)
             if limit is not None:
-                # There is no value if the reference's loss is zero and the candidate's is not.
-                # Every limit is then missed.
+                # If the reference's loss is zero and the candidate's is not, the increase is
+                # infinite, and ``value`` is None. Every limit is then exceeded.
                 passed = value is not None and (
                     value <= limit if name.startswith("max") else value >= limit
                 )
@@ -122,7 +126,7 @@ class Judgement:
 
     @property
     def misses(self) -> list[str]:
-        """One sentence per missed limit, followed by the worst mask ratio and the worst layers."""
+        """Describe each missed limit, and then the worst mask ratio and the worst layers."""
         words = {
             "max_ce_increase": "masked cross-entropy rises by {value:.2%}, the limit is {limit:.2%}",
             "min_top1": "top-1 agreement is {value:.2%}, the minimum is {limit:.2%}",
@@ -138,8 +142,8 @@ class Judgement:
         ]
         told = [row for row in self.buckets if metrics.is_told_from_zero(row)]
         if missed and told:
-            # Compare in nats. If few positions are masked, the loss is close to zero and its
-            # relative change is noise.
+            # Compare differences, not ratios. At a low mask ratio, the loss is close to zero, and
+            # its relative increase is mostly noise.
             worst = max(told, key=lambda row: row["candidate_ce"] - row["reference_ce"])
             rise = worst["candidate_ce"] - worst["reference_ce"]
             found.append(
@@ -157,7 +161,7 @@ class Judgement:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for accuracy.json and ``--json``."""
+        """Return values that JSON can hold, for accuracy.json and ``--json``."""
         return {
             name: getattr(self, name) for name in self.__dataclass_fields__ if name != "speed"
         } | {
@@ -167,9 +171,9 @@ class Judgement:
 
 
 def check_budgets(judgement: Judgement, where: str) -> None:
-    """Raises AccuracyError if a budget is missed.
+    """Raises AccuracyError if the candidate misses a budget.
 
-    The error names the missed budgets, the worst mask ratio and the worst layers.
+    The message also names the worst mask ratio and the worst layers.
     """
     if judgement.passed:
         return

@@ -1,6 +1,7 @@
-"""Parity: checks that an unquantised bundle, or each layer of a quantised one, computes correctly.
+"""Checks parity: does a bundle compute the same numbers as its checkpoint?
 
-- ``against_torch`` compares a bundle with our own denoiser in torch.
-- ``by_layer`` does so layer by layer.
-- ``against_golden`` compares a bundle with logits that ``capture`` recorded from the released code.
+- ``against_torch`` compares an unquantised bundle with dlm-export's own denoiser in torch.
+- ``by_layer`` compares each layer of a quantised bundle with torch.
+- ``against_golden`` compares a bundle with logits that ``capture`` recorded. These logits come from
+  the code that was released with the checkpoint.
 """

@@ -1,4 +1,4 @@
-"""Compares a bundle with a golden file. This needs neither torch nor the checkpoint."""
+"""Compares the logits of a bundle with those in a golden file, without torch or the checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def check(
     opening: Opening = ON_CPU,
     progress: Progress | None = None,
 ) -> Parity:
-    """Compare an unquantised bundle with the golden file that was read from ``path``.
+    """Compare the logits of an unquantised bundle with those in a golden file.
+
+    ``path`` is the path of the golden file, for error messages.
 
     Raises GoldenError if the bundle and the file belong to different checkpoints, or if the bundle
     is quantised.

@@ -1,7 +1,7 @@
-"""Compares a bundle with our torch denoiser: logits at each mask ratio, and complete canvases.
+"""Compares the logits and the generated text of a bundle with those of our denoiser in torch.
 
-Torch runs first. Only the sampled rows and the finished canvases are kept, and the denoiser is
-freed before the bundle is opened. Memory therefore never holds two models.
+Torch runs first, and its results are stored. The torch denoiser is then freed, and the bundle is
+opened. So memory never holds both.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from dlm_export.workplace import Workplace
 from dlm_runtime import Bundle, Policy
 from dlm_runtime.errors import RequestError
 
-PROMPT_COUNT, NEW_TOKENS = 2, 16  # used in the check at the end of a build
+PROMPT_COUNT, NEW_TOKENS = 2, 16  # number of prompts in the check at the end of a build
 
 
 @dataclass(frozen=True)
 class Case:
-    """A loop to compare: one prompt under one policy."""
+    """A decoding run to compare: one prompt, generated with one policy."""
 
     name: str
     tokens: list[int]
@@ -49,8 +49,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Expected:
-    """The results of torch: logits of the rows of each canvas, and the finished canvas of each
-    case.
+    """The results of torch.
+
+    ``logits`` has the logits of some rows of each canvas. ``finished`` has the generated canvas of
+    each case.
     """
 
     canvases: list[Canvas]
@@ -72,19 +74,20 @@ def check_parity(
     opening: Opening = ON_CPU,
     progress: Progress | None = None,
 ) -> Parity:
-    """Compare a bundle with its source in torch.
+    """Compare the logits and the generated text of a bundle with those of its source in torch.
 
     Args:
         folder: The bundle.
-        source: The checkpoint that it was built from.
-        presets: The policies to run, by name.
-        precision: A key of ``TOLERANCES``.
-        cache_dtype: The manifest's value. Torch rounds cached rows in the same way.
-        prompts: Token ids; ``None`` uses random prompts.
-        max_new_tokens: Tokens to generate after each prompt.
+        source: The source that the bundle was built from.
+        presets: Maps names to the policies to generate with.
+        precision: The precision of the bundle, a key of ``TOLERANCES``.
+        cache_dtype: Type of cached keys and values, as in the manifest. Torch rounds its cache in
+            the same way.
+        prompts: The token ids of each prompt; ``None`` uses random prompts.
+        max_new_tokens: How many tokens to generate after each prompt.
         seed: Seed of random prompts and canvases.
         opening: How to open the bundle.
-        progress: Advanced ``parity_units`` times.
+        progress: Advances ``parity_units`` times.
 
     Raises:
         DlmError: The bundle or its source cannot be run.
@@ -116,11 +119,12 @@ def by_layers(
     on_done: Callable[[], None],
     workplace: Workplace | None = None,
 ) -> Parity:
-    """Check an unquantised bundle with experts layer by layer, after its whole passes differed.
+    """Compare the layers of an unquantised bundle with experts, if its whole passes differ.
 
-    If two experts suit a token equally well, the bundle and torch may choose different ones. Their
-    results then differ although neither is wrong. See ``check_layers``. The figures of whole passes
-    in ``parity`` are kept, for display.
+    The bundle and torch may choose different experts for a token that two experts suit equally
+    well. Whole passes then differ, although both are right. So the layers are compared one by one
+    with ``check_layers``. The result also has the figures of whole passes from ``parity``, for
+    display.
     """
     network, graph = source.network, manifest["loop"]["graph"]
     traced = trace.trace_pass(network, parity.precision, is_plain=manifest["opset"] == PLAIN_OPSET)
@@ -146,7 +150,7 @@ def by_layers(
 def parity_units(
     presets: dict[str, Policy], network: NetworkSpec, prompts: int = PROMPT_COUNT
 ) -> int:
-    """Return how often ``check_parity`` advances its progress."""
+    """Return by how many units ``check_parity`` advances its progress."""
     return 2 * (
         len(MASK_RATIOS) + len(make_cases(presets, [[0]] * prompts, 1, network.visible_block))
     )
@@ -158,11 +162,12 @@ def make_cases(
     max_new_tokens: int,
     visible_block: int | None = None,
 ) -> list[Case]:
-    """List the loops to compare: each prompt under each policy, with two blocks per generation.
+    """List the decoding runs to compare: each prompt with each policy.
 
-    The policies are the presets and, if present, the preset fast-dllm with each kind of cache. For
-    a block-causal network they are the presets with and without their caches. The block length is
-    then the network's own.
+    The policies are the presets and some variants of them. For block-causal networks, each preset
+    with a cache is also run without it. For other networks, variants of the preset fast-dllm are
+    added, with other kinds of cache and another commit rule. For other networks, the block length is
+    also reduced, so that each run has at least two blocks.
     """
     policies = dict(bundle_presets)
     if visible_block is not None:
@@ -197,10 +202,9 @@ def expect(
     on_done: Callable[[], None],
     cache_dtype: str = "float32",
 ) -> Expected:
-    """Run torch: on every prompt followed by random ids, at each mask ratio, and the loop of each
-    case.
+    """Compute the results of torch: the logits on random canvases, and the text of each case.
 
-    ``on_done`` is called once per mask ratio and once per case.
+    ``on_done`` is called once per mask ratio, and once per case.
     """
     expected = Expected(make_canvases(denoiser.network, prompts, seed), [], cases, [])
     for number, canvas in enumerate(expected.canvases, start=1):
@@ -233,9 +237,9 @@ def compare(
     on_done: Callable[[], None],
     cache_dtype: str = "float32",
 ) -> Parity:
-    """Run the bundle on the same canvases and cases, and compare.
+    """Compute the same results with the bundle, and compare them with ``expected``.
 
-    ``on_done`` is called as often as in ``expect``.
+    ``on_done`` is called as often as by ``expect``.
     """
     graph = compare_logits(bundle, expected.canvases, expected.logits, on_done)
     loop: dict[str, LoopRow] = {}

@@ -1,18 +1,23 @@
-"""Checks a graph layer by layer: the graph and torch compute each layer from the same input.
+"""Compares each layer of a graph with torch, and gives both the same input.
 
-This is needed because of rounding. A value near the boundary between two codes may get either code,
-and all later layers amplify the difference. Whole passes of two correct implementations may
-therefore differ a lot.
+In a quantised network, whole passes of two correct implementations may differ a lot. The reason is
+rounding: a value near the boundary between two codes may get either code, and all later layers
+amplify the difference.
 
-The graph runs part by part, and returns the input and output of every quantised layer. Torch runs
-the same blocks next to it. At each layer, the two inputs are compared first; this checks the
-operators since the previous layer. Torch then takes over the graph's input. Next, the two outputs
-are compared; this checks the layer. Torch then takes over the graph's output. In this way the whole
-graph is checked, by induction, and differences do not add up. Memory holds one part of the graph at
-a time.
+So the layers are compared one by one. The graph runs part by part, and returns the input and output
+of every quantised layer. Torch computes the same layers. For each layer:
 
-Torch also computes the same canvases on its own. The difference of the final logits is reported,
-but has no limit.
+1. The input in torch is compared with the input in the graph. This checks the operators since the
+   previous layer.
+2. Torch replaces its input by that of the graph, and computes the layer.
+3. The two outputs are compared. This checks the layer.
+4. Torch replaces its output by that of the graph.
+
+In this way the whole graph is checked, and differences do not add up. Memory holds one part of the
+graph at a time.
+
+Torch also computes whole passes without replacing any value. The difference of the final logits is
+reported, but no tolerance applies to it.
 """
 
 from __future__ import annotations
@@ -54,8 +59,8 @@ from dlm_export.quantising import calibrate
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
-# An input whose relative distance to a boundary between codes is below this may get either code. It
-# equals a few rounding errors of fp32.
+# An input whose relative distance to the boundary between two codes is smaller than this may get
+# either code. The number is a few times the relative rounding error of fp32.
 _BOUNDARY = 2.0**-20
 _STEEPEST_SILU = 1.1
 
@@ -66,9 +71,10 @@ def units(network: NetworkSpec) -> int:
 
 
 def largest_bytes(network: NetworkSpec) -> int:
-    """Return the peak memory of ``check_layers`` in bytes.
+    """Return how many bytes of memory ``check_layers`` needs.
 
-    It is twice the largest part in fp32, because quantising a part makes a copy.
+    The largest part of the network is in memory twice in fp32, because quantising a part makes a
+    copy.
     """
     sizes: dict[str, int] = defaultdict(int)
     for name, shape in network.parameters().items():
@@ -90,17 +96,17 @@ def check_layers(
     seed: int = 0,
     workplace: Workplace | None = None,
 ) -> Parity:
-    """Compare the graph of a bundle with torch on random canvases, one per mask ratio.
+    """Compare each layer of a bundle with torch, on one random canvas per mask ratio.
 
     Args:
         folder: The bundle.
         network: The denoiser's description.
-        done: The quantised numbers that the graph was made from.
+        done: The quantised weights and ranges that the graph was made from.
         base: The precision of everything that is not quantised.
-        taps: The graph's values that are the inputs and outputs of layers.
-        cache_dtype: The manifest's value.
-        is_simulated: The manifest's value.
-        on_done: Called ``units`` times, once per part.
+        taps: Maps each layer to its input and output in the graph.
+        cache_dtype: The value in the manifest.
+        is_simulated: The value in the manifest.
+        on_done: Called after each part of the graph, ``units`` times in total.
         seed: Seed of the random canvases.
         workplace: Memory and device to use.
 
@@ -136,12 +142,14 @@ def check_layers(
 
 
 class _Beside:
-    """Runs torch next to a graph, in two ways.
+    """Computes the same canvases as a graph in torch, and compares every layer.
 
-    ``equal`` continues with the graph's values after each layer, and ``alone`` with its own.
-    ``rows`` has one result per quantised layer. If the head is not quantised, there is also a
-    result for the logits. After the last part, ``found`` has the logits ``[R, V]`` of the graph,
-    and ``expected`` those of ``alone``.
+    Torch makes two passes at the same time. In ``equal``, the graph's values replace those of torch
+    before and after each layer. In ``alone``, no value is replaced.
+
+    ``rows`` has one result per quantised layer, and one for the logits if the head is not
+    quantised. After the last part of the graph, ``found`` has the logits of the graph, and
+    ``expected`` those of ``alone``. Both are ``[R, V]`` per canvas, for R rows and V tokens.
     """
 
     def __init__(
@@ -165,8 +173,11 @@ class _Beside:
         self._now: dict[str, np.ndarray] = {}
 
     def run(self, part: Part, shown: Sequence[Values]) -> None:
-        """Run torch's side of a part. ``shown`` has the graph's values, one mapping per batch."""
-        # The part that computes a value and the part that reads it both show the value.
+        """Compute one part of the graph in torch, and compare its layers.
+
+        ``shown`` has the values that the graph computed in this part, one mapping per batch.
+        """
+        # If one part computes a value and a later part reads it, ``shown`` has the value for both.
         values = [
             {name.removeprefix(SHOWN): value for name, value in each.items()} for each in shown
         ]
@@ -186,7 +197,7 @@ class _Beside:
             if not isinstance(module, RoutedMLPs):
                 continue
             module.is_dense = f"{path}.gate" in self.taps
-            if not module.is_dense:  # a single node of the graph has all three stacks
+            if not module.is_dense:  # in the graph, a single operator computes all experts
                 layers = [layer for layer in layers if not layer.startswith(f"{path}.")]
             router = modules[f"{path.removesuffix('.experts')}.router"]
             assert isinstance(router, Router)
@@ -196,8 +207,8 @@ class _Beside:
             module.register_forward_hook(functools.partial(self._after_experts, path, shown))
         for layer in layers:
             if self.done.formats[layer] != HIGH:
-                # With prepend, this hook runs before the one of ``simulate``, which quantises the
-                # input.
+                # ``simulate`` has added a hook that quantises the input. ``prepend`` lets this hook
+                # run first, so that it gets the unquantised input.
                 modules[layer].register_forward_pre_hook(
                     functools.partial(self._before, layer, shown), prepend=True
                 )
@@ -229,10 +240,10 @@ class _Beside:
     def _before_experts(
         self, path: str, router: Router, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Compare the routing of both sides by score.
+        """Check that the graph chose experts as good as those that torch would choose.
 
-        The chosen experts need not be the same, because either of two equally good ones may be
-        chosen.
+        The experts themselves may differ. If two experts suit a token equally well, either choice
+        is correct. So their scores are compared.
         """
         values, routes = self._shown_now(shown), self.taps[f"{path}{ROUTES}"]
         self._note_input(path, inputs[0].cpu().numpy(), values[self.taps[path].input])
@@ -265,7 +276,7 @@ class _Beside:
         return torch.from_numpy(theirs).to(output.device)
 
     def _format_of(self, layer: str) -> str:
-        """Return the format of a layer, or of the experts of a mixture."""
+        """Return the format of a layer. ``layer`` may also be a mixture of experts."""
         return self.done.formats.get(layer, self.done.formats.get(f"{layer}.gate", HIGH))
 
     def _shown_now(self, shown: Sequence[Values]) -> Values:
@@ -333,9 +344,9 @@ def read_rounded(
     dtype: torch.dtype | None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Read a tensor like ``Layered.read``.
+    """Read a tensor like ``Layered.read``, but with the rounding of a quantised embedding table.
 
-    If the embedding table is quantised, its rows are returned as the graph dequantises them.
+    The rows of the table have the values that the graph computes from the quantised table.
     """
     if name != EMBEDDING:
         return read(name, dtype, rows)
@@ -348,10 +359,10 @@ def read_rounded(
 def _project(
     done: Quantisation, x: np.ndarray, others: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compute a quantised head, a few columns of the matrix at a time.
+    """Compute the logits of a quantised head, for two sets of R hidden states ``[R, hidden]``.
 
-    Returns its outputs ``[R, V]`` for ``x`` ``[R, hidden]``, how much these may differ
-    (``_slack``), and its outputs for ``others``.
+    Returns the logits ``[R, V]`` for ``x``, how much each of them may differ (see ``_slack``), and
+    the logits for ``others``. The matrix is processed a few columns at a time, to save memory.
     """
     stored = done.weight("head")
     seen, others_seen = (calibrate.as_seen(done, "head", each) for each in (x, others))
@@ -369,9 +380,10 @@ def _project(
 
 
 def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 0.0) -> float:
-    """Return the worst difference beyond ``slack``, divided by the range of the values.
+    """Return the largest difference of two arrays, divided by the range of ``theirs``.
 
-    Returns infinity if a value is NaN.
+    Each difference is first reduced by ``slack``, the amount that is allowed. Returns infinity if a
+    value is NaN.
     """
     worst = float(np.maximum(np.abs(ours - theirs) - slack, 0).max())
     return (
@@ -382,7 +394,10 @@ def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 
 
 
 def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Return how much each output may differ because inputs near a boundary may get either code."""
+    """Return by how much each output of a layer may differ because of rounding.
+
+    Inputs near the boundary between two codes may get either code.
+    """
     apart = _apart(done, layer, x)
     return (
         np.zeros((*x.shape[:-1], weight.shape[1]), np.float32)
@@ -394,9 +409,10 @@ def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) ->
 def _experts_slack(
     done: Quantisation, path: str, module: RoutedMLPs, x: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """Return how much each output ``[.., hidden]`` of a mixture may differ, like ``_slack``.
+    """Return by how much each output of a mixture of experts may differ because of rounding.
 
-    The input of gate and up is quantised, and so is the input of down. Both may get either code.
+    In contrast to ``_slack``, two inputs are quantised here: that of gate and up, and that of down.
+    The result has the shape ``[.., hidden]``.
     """
     gate, down, tokens = f"{path}.gate", f"{path}.down", x.flatten(0, -2)
     room = torch.zeros_like(tokens)
@@ -409,7 +425,7 @@ def _experts_slack(
         gated, wide = module.gate(mine, expert), module.up(mine, expert)
         hidden = torch.nn.functional.silu(gated) * wide * share
         apart = _apart(done, gate, mine.cpu().numpy())
-        # Adding in another order can change a sum by this share of the largest value.
+        # A sum in another order can differ by this much.
         moved = hidden.abs().amax(-1, keepdim=True) * _BOUNDARY
         if apart is not None:
             by_gate, by_up = (
@@ -432,11 +448,13 @@ def _experts_slack(
 
 
 def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
-    """Return the distance between the two codes that each input may get.
+    """Find the inputs that may get either of two codes, and return the distance of these codes.
 
-    Returns ``None`` if no input is close to a boundary. To find the codes, inputs are changed by a
-    few rounding errors in two ways. First all inputs change except the largest of each row, which
-    keeps the range of the row. Then all inputs change.
+    The distance is 0 for all other inputs. Returns ``None`` if there are no such inputs.
+
+    To find these inputs, all inputs are made a little larger and a little smaller, and then
+    quantised. This is done twice. The first time, the largest input of each row is not changed, so
+    that the range of the row stays the same.
     """
     chosen = FORMATS[done.formats[layer]]
     if chosen.activations is None:
@@ -454,6 +472,6 @@ def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
     apart = np.zeros_like(x)
     for step in (inner, np.full_like(x, _BOUNDARY)):
         apart = np.maximum(apart, np.abs(rounded(x * (1 + step)) - rounded(x * (1 - step))))
-    # A different range changes all values slightly. Count only a change to another code.
+    # If the range differs slightly, all values differ slightly. Do not count that as another code.
     apart[apart <= 4 * _BOUNDARY * np.abs(x)] = 0
     return apart if apart.any() else None

@@ -1,4 +1,4 @@
-"""Creates canvases for parity checks: prompts followed by random ids, partly masked."""
+"""Creates canvases for parity checks, from prompts and partly masked random ids."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ if TYPE_CHECKING:
     from dlm_runtime.text.tokenizer import Tokenizer
 
 
-PROMPT_LENGTH = 12  # tokens of a random prompt
-TAIL_LENGTH = 48  # random tokens after a prompt
+PROMPT_LENGTH = 12  # number of tokens in a random prompt
+TAIL_LENGTH = 48  # number of random tokens after a prompt
 PROMPTS_LIMIT_BYTES = 16 << 20
-# rows that are compared per canvas; one row of 126,464 fp32 logits takes 0.5 MB
+# On each canvas, this many rows of logits are compared. For 126,464 tokens, a row takes 0.5 MB.
 ROWS_PER_CANVAS = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Canvas:
-    """A canvas to compare: ids int64 ``[L]``, its mask ratio, and the rows ``[R]`` to compare."""
+    """A canvas to compare.
+
+    ``tokens`` has L token ids, int64 ``[L]``. ``rows`` has the numbers of the rows whose logits are
+    compared.
+    """
 
     mask_ratio: float
     tokens: np.ndarray
@@ -37,7 +41,7 @@ class Canvas:
 def random_prompts(network: NetworkSpec, count: int, seed: int) -> list[list[int]]:
     """Create random prompts without special tokens.
 
-    A prompt has ``PROMPT_LENGTH`` tokens, but at most half of a canvas.
+    Each prompt has ``PROMPT_LENGTH`` tokens, or fewer if that is more than half of a canvas.
     """
     c, rng = network, np.random.default_rng(seed)
     length = max(1, min(PROMPT_LENGTH, c.max_canvas_length // 2))
@@ -48,10 +52,10 @@ def random_prompts(network: NetworkSpec, count: int, seed: int) -> list[list[int
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer | None, count: int) -> list[list[int]]:
-    """Read the first ``count`` lines of a text file that are not empty, as ids. Raises
-    RequestError.
+    """Read prompts from a text file, one per line, and convert them to token ids.
 
-    Special tokens in the text are encoded as such, as in the released code.
+    Returns at most ``count`` prompts; empty lines are skipped. Text that looks like a special token
+    becomes that token, as in the released code. Raises RequestError.
     """
     if tokenizer is None:
         raise RequestError(f"{path}: there is no tokenizer for text; omit --prompts")
@@ -68,10 +72,10 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, count: int) -> list[li
 def make_canvases(
     network: NetworkSpec, prompts: Sequence[Sequence[int]], seed: int
 ) -> list[Canvas]:
-    """Create the canvases of a parity check: each prompt with random ids after it, at each mask
-    ratio.
+    """Create the canvases of a parity check: one per prompt and mask ratio.
 
-    The mask ratios are ``MASK_RATIOS``. The prompt itself is not masked.
+    A canvas has a prompt, and random ids after it. A share of these ids, one of ``MASK_RATIOS``, is
+    masked.
     """
     c, rng = network, np.random.default_rng(seed)
     canvases = []

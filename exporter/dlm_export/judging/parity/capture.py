@@ -1,11 +1,11 @@
-"""Records logits of a checkpoint's own class, or of a transformers class, on the canvases of
-parity.
+"""Records the logits that a checkpoint's released code computes, to compare a bundle with them.
 
-If a checkpoint has no class that runs, capture can use a transformers class with the same layers,
-the *trunk*, and supply our attention mask to it.
+The released code is a Python class in the checkpoint's folder, or a class of this name in the
+package transformers. If there is no such class, another class of transformers with the same layers
+can be used. This class is called the trunk. Its attention mask is replaced by that of dlm-export.
 
-This is the only module that imports transformers. It runs in the environment that the released code
-needs. It reads the checkpoint's folder with our family for it, and needs neither onnx nor a bundle.
+This is the only module that imports transformers. Released code may need old versions of packages,
+so this module does not import onnx and does not need a bundle.
 """
 
 from __future__ import annotations
@@ -41,14 +41,13 @@ from dlm_runtime.errors import DlmError, ExitCode
 from dlm_runtime.files import read_text
 from dlm_runtime.text.tokenizer import Tokenizer
 
-# Dream's code needs 4.46.2, and LLaDA's runs up to 4.57.1.
+# Dream's code needs version 4.46.2. LLaDA's code runs with versions up to 4.57.1.
 PACKAGE, OLDEST = "transformers", (4, 46)
 INSTALL = "pip install 'dlm-export[capture]'"
-# Entries of auto_map to try if none of them has the architecture's own class. Those whose classes
-# return logits come first.
+# Keys of auto_map that may name the class to run. Classes that return logits come first.
 AUTO_CLASSES = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
-# Entries of config.json that must not be passed to the trunk. They name other classes, or say how
-# weights are stored.
+# Keys of config.json that must not be passed to the trunk. They name other classes, or the type in
+# which weights are stored.
 _NOT_THE_TRUNKS = (
     "architectures",
     "auto_map",
@@ -57,18 +56,18 @@ _NOT_THE_TRUNKS = (
     "torch_dtype",
     "dtype",
 )
-_LISTED = 4  # tensor names that an error lists
-CODE_LIMIT_BYTES = 4 << 20  # of one Python file
+_LISTED = 4  # an error message lists at most this many tensors
+CODE_LIMIT_BYTES = 4 << 20  # largest size of a Python file in bytes
 
 
 class CaptureError(DlmError):
-    """The released code is missing or not trusted, or cannot be run from where it is."""
+    """Raised if the released code is missing, outside the checkpoint's folder, or not trusted."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class ReleasedCodeError(CaptureError):
-    """The released code does not run here, or gives unusable results; another version may work."""
+    """Raised if the released code fails or gives unusable results with these package versions."""
 
     exit_code = ExitCode.COULD_NOT
 
@@ -77,9 +76,11 @@ class ReleasedCodeError(CaptureError):
 class CaptureOptions:
     """Options of a capture.
 
-    ``trust_remote_code`` allows to run the checkpoint's own Python files. ``trunk`` instead uses
-    the transformers class with the same layers and our attention mask. ``prompts`` is a text file;
-    if it is ``None``, prompts are random ids. ``count`` is the number of prompts per mask ratio.
+    - ``trust_remote_code``: allows running Python files in the checkpoint's folder.
+    - ``trunk``: runs a transformers class with the same layers instead, with our attention mask.
+    - ``prompts``: text file with one prompt per line. ``None`` uses random token ids.
+    - ``count``: number of prompts per mask ratio.
+    - ``seed``: seed of random prompts and canvases.
     """
 
     trust_remote_code: bool = False
@@ -91,8 +92,9 @@ class CaptureOptions:
 
 @dataclass(frozen=True)
 class Choice:
-    """The class to run. It is defined in the first of ``files``, or in transformers if there are
-    none.
+    """The class to run. It is defined in the first of ``files``.
+
+    If ``files`` is empty, the class belongs to transformers.
     """
 
     kind: str
@@ -110,9 +112,9 @@ def capture(
 
     Args:
         path: The checkpoint's folder.
-        options: What to run.
-        overrides: Values that config.json lacks.
-        progress: Receives three stages.
+        options: What to run, and on which prompts.
+        overrides: Values that are missing in config.json.
+        progress: Is notified of the three stages.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
@@ -133,7 +135,7 @@ def capture(
     choice = choose(checkpoint, family, options)
     canvases = make_canvases(network, _prompts(checkpoint, network, options), options.seed)
     progress.start("load released code", 1)
-    # Released code may print. Standard output is for results, so send its output to stderr.
+    # Standard output is for results. If the released code prints anything, send that to stderr.
     with contextlib.redirect_stdout(sys.stderr):
         released = _Released(checkpoint, choice, network)
         progress.start("capture logits", len(canvases))
@@ -146,8 +148,8 @@ def capture(
     provenance = Provenance(
         kind=choice.kind,
         class_name=type(released.model).__name__,
-        # transformers loads the files of a checkpoint as a package whose name is a hash. The file
-        # name is more useful.
+        # If the class comes from the checkpoint, transformers gives its module a name that is a
+        # hash. Record the name of the Python file instead.
         module=type(released.model).__module__
         if choice.kind != golden.RELEASED
         else choice.files[0],
@@ -168,7 +170,7 @@ def capture(
 
 
 def _sight(network: NetworkSpec) -> str:
-    """Describe which positions a denoiser sees."""
+    """Describe in words which positions the attention mask makes visible."""
     block = network.visible_block
     return (
         "every position visible"
@@ -178,7 +180,7 @@ def _sight(network: NetworkSpec) -> str:
 
 
 def _printable(name: str) -> str:
-    """Make the name of a file printable, as a golden file requires."""
+    """Replace unprintable characters in a file name, because golden files must not have any."""
     kept = "".join(letter if letter.isprintable() else "?" for letter in name)
     return kept[: golden.TEXT_LIMIT] or "?"
 
@@ -204,12 +206,14 @@ def _versions() -> dict[str, str]:
 
 
 def choose(checkpoint: Checkpoint, family: Family, options: CaptureOptions) -> Choice:
-    """Choose the class to run.
+    """Choose the class to run. The first of these that exists is used:
 
-    This is the checkpoint's own class or, if it has no code, the class of this name in
-    transformers. If transformers has no such class either, it is the transformers class with the
-    same layers (the trunk). Raises CaptureError if there is none, or if the user does not trust the
-    checkpoint's code.
+    1. The class in the checkpoint's folder.
+    2. The class of the same name in transformers.
+    3. The class in transformers with the same layers (the trunk).
+
+    With ``options.trunk``, the trunk is always used. Raises CaptureError if there is no such class,
+    or if the class is in the checkpoint's folder and the user does not trust it.
     """
     config = checkpoint.config
     architecture = config.get("architectures")[0]
@@ -243,7 +247,10 @@ def choose(checkpoint: Checkpoint, family: Family, options: CaptureOptions) -> C
 
 
 def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
-    """Return the class that auto_map names for the architecture, with every file that it runs."""
+    """Find the class that auto_map names for ``architecture``, and all files that it needs.
+
+    Returns ``None`` if auto_map names no class.
+    """
     auto_map = checkpoint.config.get("auto_map")
     if not isinstance(auto_map, dict):
         return None
@@ -266,7 +273,10 @@ def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
 
 
 def _files_run(folder: Path, module: str) -> tuple[str, ...]:
-    """Return the file of a module and all files in the folder that it imports, directly or not."""
+    """Return the file of a module, and all files in the folder that it imports.
+
+    Files that are imported by other files are included.
+    """
     names = [f"{module}.py"]
     for name in names:  # the list grows during the loop
         path = folder / name
@@ -313,10 +323,10 @@ def _transformers() -> Any:
 
 
 class _Released:
-    """The chosen class with the checkpoint's weights, in fp32 and evaluation mode."""
+    """An instance of the chosen class with the checkpoint's weights, ready to compute in fp32."""
 
     def __init__(self, checkpoint: Checkpoint, choice: Choice, network: NetworkSpec) -> None:
-        """Load the class. Raises ReleasedCodeError if that fails in any way."""
+        """Load the class and the weights. Raises ReleasedCodeError if that fails in any way."""
         self.checkpoint, self.choice = checkpoint, choice
         self.vocab_size, self.visible_block = network.vocab_size, network.visible_block
         transformers = _transformers()
@@ -329,8 +339,8 @@ class _Released:
         }
         try:
             if choice.kind == golden.RELEASED:
-                # Do not use transformers' auto classes. They remember a class per config, so a
-                # second checkpoint could get the class of the first.
+                # Do not use the auto classes of transformers. They cache classes, so a second
+                # checkpoint with a similar config would get the class of the first.
                 entry = f"{choice.files[0].removesuffix('.py')}.{choice.name}"
                 factory = transformers.dynamic_module_utils.get_class_from_dynamic_module(
                     entry, str(checkpoint.path)
@@ -344,7 +354,7 @@ class _Released:
                 }
                 settings["config"] = factory.config_class.from_dict(kept)
                 settings["attn_implementation"] = (
-                    "eager"  # adds the mask unchanged, in every version of transformers
+                    "eager"  # applies the mask unchanged in every version of transformers
                 )
             self.model, loading = factory.from_pretrained(str(checkpoint.path), **settings)
         except Exception as err:  # third-party code may raise any exception
@@ -367,9 +377,7 @@ class _Released:
         )
 
     def _check_weights(self, loading: dict[str, Any]) -> None:
-        """Raises ReleasedCodeError if the class left weights random, or ignored some of the
-        checkpoint.
-        """
+        """Raises ReleasedCodeError if the class and the checkpoint have different tensors."""
         kinds = {
             "missing_keys": "expects",
             "unexpected_keys": "does not know",
@@ -390,11 +398,15 @@ class _Released:
 
     @torch.no_grad()
     def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Return raw logits fp32 ``[L, V]`` of one canvas ``[L]``. Raises ReleasedCodeError."""
+        """Compute the raw logits of a canvas of L token ids: fp32 ``[L, V]`` for V tokens.
+
+        Raises ReleasedCodeError.
+        """
         length = len(tokens)
         arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in self.takes else {}
         if self.choice.kind == golden.TRUNK:
-            # This mask is added to the scores. By default the class would hide all later positions.
+            # The class adds this mask to its attention scores. By default, the class would hide all
+            # later positions.
             blocks = torch.arange(length) // (self.visible_block or length)
             is_hidden = blocks > blocks.unsqueeze(1)
             arguments["attention_mask"] = torch.zeros(1, 1, length, length).masked_fill(
@@ -417,13 +429,13 @@ class _Released:
         return logits
 
     def check_visibility(self, tokens: np.ndarray) -> None:
-        """Check that the first position of a canvas ``[L]`` sees its block, and nothing after it.
+        """Check that the class lets position 0 see its own block, but no later block.
 
-        Changes one token at a time, and looks whether the logits of position 0 change. A token in
-        the block must have an effect: the last one of the block for a trunk, the second one for
-        other classes. The first token after the block must not. Raises ReleasedCodeError otherwise.
+        The test changes one token of the canvas at a time. A later token in the first block must
+        change the logits of position 0. The first token after the block must not change them.
+        Raises ReleasedCodeError if the test fails.
         """
-        # number of positions in the first block
+        # the number of positions in the first block
         seen = min(self.visible_block or len(tokens), len(tokens))
         place = seen - 1 if self.choice.kind == golden.TRUNK else min(1, seen - 1)
         which = f"{self.checkpoint.path}: {self.choice.name}"
@@ -440,7 +452,7 @@ class _Released:
             )
 
     def _is_seen(self, tokens: np.ndarray, place: int) -> bool:
-        """True if another token at ``place`` changes the logits of position 0."""
+        """True if the logits of position 0 change when the token at ``place`` changes."""
         changed = tokens.copy()
         changed[place] = (changed[place] + 1) % self.vocab_size
         return not np.array_equal(self.logits(tokens)[0], self.logits(changed)[0])

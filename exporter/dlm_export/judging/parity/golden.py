@@ -1,12 +1,14 @@
-"""Reads and writes golden files: logits that other code computed on the canvases of parity.
+"""Reads and writes golden files, which contain the logits of a checkpoint's released code.
 
-``capture`` records them in the environment of the released code. ``against_golden`` compares a
-bundle with them on any machine, without torch and without the checkpoint. A golden file also says
+``capture`` creates a golden file by running the released code. ``against_golden`` compares a bundle
+with the file on any machine, without torch and without the checkpoint. A golden file also says
 where its logits come from (``Provenance``).
 
-A golden file may come from an untrusted machine. It is therefore read without pickle, and its
-entries must be uncompressed, so that no array can be larger than the file. The file is an .npz with
-these arrays:
+A golden file may come from an untrusted machine, so it is read without pickle. Its entries must be
+uncompressed, so that no array can be larger than the file.
+
+The file is an .npz with the arrays below. It has N canvases. A canvas has L tokens, and R rows of
+logits for a vocabulary of V tokens.
 
 =================  ======================  ====================================================
 ``provenance``     uint8 ``[bytes]``       ``Provenance`` as JSON in UTF-8, with ``FORMAT``
@@ -38,9 +40,9 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 SUFFIX = ".npz"
 FORMAT = {"name": "dlm-export golden logits", "version": 1}
-LIMIT_BYTES = 32 << 30  # of the file; 1 GB holds 4,000 rows with a vocabulary of 65,536 tokens
+LIMIT_BYTES = 32 << 30  # largest golden file; 1 GB holds 4,000 rows for 65,536 tokens
 PROVENANCE_LIMIT_BYTES = 1 << 20
-TEXT_LIMIT = 300  # characters of a single text in the provenance
+TEXT_LIMIT = 300  # largest number of characters of a text in the provenance
 RELEASED, OWN, TRUNK = "released code", "transformers class", "transformers trunk"
 KINDS = (RELEASED, OWN, TRUNK)
 _ARRAYS = {
@@ -52,13 +54,11 @@ _ARRAYS = {
     "row_counts": (np.int64, 1),
     "logits": (np.float32, 2),
 }
-"""Element type and number of dimensions of each array."""
+"""Maps each array to its element type and its number of dimensions."""
 
 
 class GoldenError(DlmError):
-    """A golden file is missing or damaged, has another version, or belongs to another
-    checkpoint.
-    """
+    """Raised if a golden file is damaged, or does not match the version or the checkpoint."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -67,13 +67,14 @@ class GoldenError(DlmError):
 class Provenance:
     """Where the logits of a golden file come from.
 
-    ``kind`` is one of ``KINDS``: the checkpoint's own code, the transformers class of the same
-    architecture, or the transformers class with the same layers and our attention mask. ``module``
-    is the module with that class. ``attention`` describes which positions are visible.
-
-    ``code`` has the SHA-256 of each file of the checkpoint that was run, and ``weights`` that of
-    each file with weights. ``checkpoint`` is the name of the checkpoint's folder. ``prompts`` is
-    the name of the text file with prompts, or "random".
+    - ``kind``: the code that ran, as one of ``KINDS``. They mean the checkpoint's own code, the
+      transformers class of the same name, and a transformers class with the same layers.
+    - ``module``: the Python module of the class that ran.
+    - ``attention``: describes which positions are visible to each position.
+    - ``code``: SHA-256 of each Python file of the checkpoint that ran.
+    - ``weights``: SHA-256 of each weight file of the checkpoint.
+    - ``checkpoint``: name of the checkpoint's folder.
+    - ``prompts``: name of the text file with prompts, or "random".
     """
 
     kind: str
@@ -100,14 +101,15 @@ class Provenance:
         return f"{what}, transformers {self.versions.get('transformers')}, torch {self.versions.get('torch')})"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, as the file and ``--json`` show them."""
+        """Return values that JSON can hold, for the golden file and ``--json``."""
         return asdict(self)
 
 
 @dataclass(frozen=True, eq=False)
 class Golden:
-    """The contents of a golden file: canvases, the logits fp32 ``[R, V]`` of each, and their
-    provenance.
+    """The contents of a golden file: canvases, their logits, and the provenance of the logits.
+
+    Each canvas has logits fp32 ``[R, V]`` for R of its rows.
     """
 
     provenance: Provenance
@@ -124,7 +126,7 @@ class Golden:
 
     @property
     def max_length(self) -> int:
-        """Number of tokens on the longest canvas."""
+        """The number of tokens of the longest canvas."""
         return max(len(canvas.tokens) for canvas in self.canvases)
 
 
@@ -132,8 +134,9 @@ class Golden:
 
 
 def claimed(path: Path, *, force: bool) -> AbstractContextManager[Path]:
-    """Claim ``path`` for a golden file. Raises GoldenError if the name does not end with
-    ``SUFFIX``.
+    """Prepare to write a golden file to ``path``; see ``outputs.claimed``.
+
+    Raises GoldenError if the name of the file does not end with ``SUFFIX``.
     """
     if path.suffix != SUFFIX:
         raise GoldenError(f"{path}: the name must end in {SUFFIX}")
@@ -176,7 +179,7 @@ def load(path: Path) -> Golden:
         raise
     except (
         Exception
-        # zipfile, and Python's tokenizer for numpy headers, raise a dozen kinds of exceptions
+        # For damaged files, zipfile and numpy raise a dozen kinds of exceptions.
     ) as err:
         reason = " ".join(str(err).split())[:TEXT_LIMIT]
         raise GoldenError(
@@ -186,7 +189,7 @@ def load(path: Path) -> Golden:
 
 
 def _read_array(archive: zipfile.ZipFile, name: str, archive_bytes: int) -> np.ndarray:
-    """Read one array, after checking its size. Raises ValueError or KeyError."""
+    """Check the size of one array, and read it. Raises ValueError or KeyError."""
     kind, dimensions = _ARRAYS[name]
     info = archive.getinfo(f"{name}.npy")
     if info.compress_type != zipfile.ZIP_STORED:
@@ -204,7 +207,7 @@ def _read_array(archive: zipfile.ZipFile, name: str, archive_bytes: int) -> np.n
             raise ValueError(
                 f"{name} claims shape {list(shape)}, but has {info.file_size - file.tell()} bytes"
             )
-        # zipfile checks the CRC of an entry when the last byte is read.
+        # zipfile checks the CRC of an entry only when its last byte is read.
         return np.frombuffer(file.read(), kind).reshape(shape)
 
 
@@ -258,7 +261,10 @@ def _is_texts(value: Any) -> bool:
 
 
 def _canvases(arrays: Mapping[str, np.ndarray]) -> tuple[list[Canvas], list[np.ndarray]]:
-    """Split the arrays by canvas. Raises ValueError if sizes, ids, rows or logits are wrong."""
+    """Split the arrays of a golden file into canvases and their logits.
+
+    Raises ValueError if sizes, ids, rows or logits are invalid.
+    """
     ratios, lengths, counts, logits = (
         arrays[name] for name in ("mask_ratios", "lengths", "row_counts", "logits")
     )

@@ -1,7 +1,7 @@
-"""Runs the graph of a bundle part by part in ONNX Runtime, with the native runtime's kernels.
+"""Runs the graph of a bundle part by part, so that memory holds the weights of one part only.
 
-Only the weights of one part are in memory at a time. Values pass from part to part unchanged, so
-the results are the same as in a run of the whole graph.
+The parts run in ONNX Runtime, with the kernels of the native runtime. The outputs of a part are the
+inputs of later parts, so the results are the same as in a run of the whole graph.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     import onnxruntime
 
 Values = Mapping[str, np.ndarray]
-"""Values of a graph, by name."""
+"""Maps names of values in a graph to their arrays."""
 
 
-# numpy type for each element type. A type that numpy lacks has a type of the same size.
+# The numpy type that stores each element type. If numpy lacks a type, another type of the same size
+# is used.
 _BITS: dict[ir.DataType, type[np.generic]] = {
     ir.DataType.FLOAT: np.float32,
     ir.DataType.FLOAT16: np.uint16,
@@ -38,9 +39,10 @@ _BITS: dict[ir.DataType, type[np.generic]] = {
 def full_pass(
     network: NetworkSpec, cache_dtype: str, ids: np.ndarray, rows: np.ndarray
 ) -> dict[str, onnxruntime.OrtValue]:
-    """Return the inputs of a graph for a pass over whole canvases ``[B, L]``.
+    """Return the inputs of a graph for a pass without cache over a batch of whole canvases.
 
-    The pass scores ``rows`` ``[B, R]``.
+    ``ids`` ``[B, L]`` has B canvases of L tokens. ``rows`` ``[B, R]`` has the numbers of the R rows
+    per canvas whose logits the graph computes.
     """
     from onnxruntime import OrtValue
 
@@ -71,10 +73,11 @@ def run_parts(
     *,
     is_simulated: bool,
 ) -> Iterator[tuple[Part, list[Values]]]:
-    """Run all passes through one part of a graph after another.
+    """Run the parts of a graph in order, each for all ``passes``.
 
-    Yields each part with its outputs that are in ``wanted``, one mapping per pass. ``folder`` has
-    the data file of the graph. ``is_simulated`` is the value in the manifest. Raises PartError.
+    Yields each part, and a list with one mapping per pass. The mapping has those outputs of the part
+    that are in ``wanted``. ``folder`` contains the weight file of the graph. ``is_simulated`` is the
+    value in the manifest. Raises PartError.
     """
     held = [dict(given) for given in passes]
     for number, part in enumerate(parts):
@@ -106,8 +109,9 @@ def open_graph(
 ) -> onnxruntime.InferenceSession:
     """Open a graph, or a part of one, with the settings of the native runtime.
 
-    ``folder`` has the weights; it may be None for a graph without weights. ``is_packed`` lets ONNX
-    Runtime copy unquantised matrices into its own layout, which is faster for many passes.
+    ``folder`` contains the weight file; it may be ``None`` for a graph without weights.
+    ``is_packed`` lets ONNX Runtime copy unquantised matrices to its own layout. Copying takes time
+    and memory once, but each pass is then faster.
     """
     import onnxruntime
 

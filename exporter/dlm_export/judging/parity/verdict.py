@@ -1,9 +1,9 @@
 """Defines the tolerances and the results of parity checks.
 
-Parity is checked in two ways. ``against_torch`` compares a bundle with our own torch denoiser at
-the end of every build. If we read a checkpoint wrongly, both sides are wrong in the same way, so
-this check does not find the mistake. ``against_golden`` compares a bundle with logits of the
-released code, and does find it.
+Parity is checked in two ways. At the end of every build, ``against_torch`` compares the bundle with
+dlm-export's own torch denoiser. This check cannot find mistakes in reading the checkpoint, because
+the bundle and the torch denoiser would have the same mistake. ``against_golden`` can find them,
+because it compares a bundle with logits of the released code.
 
 This module does not import torch, so that boards without torch can check golden files.
 """
@@ -21,12 +21,12 @@ from dlm_runtime import Bundle
 from dlm_runtime.errors import DlmError, ExitCode
 
 OUR_DENOISER = "our torch denoiser"
-ROUTER = "fp32"  # the format shown for routers, which always compute in fp32
-LOGITS = "logits"  # the name of the table row for the final logits
+ROUTER = "fp32"  # shown as the format of routers, which always compute in fp32
+LOGITS = "logits"  # shown as the layer's name in the result for the final logits
 
 
 class ParityError(DlmError):
-    """The results of a bundle differ from the reference by more than the tolerance."""
+    """Raised if the results of a bundle differ from the reference by more than the tolerance."""
 
     exit_code = ExitCode.MISSED
 
@@ -43,19 +43,19 @@ class Tolerance:
     agreement: float
 
 
-# Torch computes in fp32. In fp32, the bundle adds the terms of a sum in another order. In fp16,
-# numbers have 11 significant bits in every layer, and tokens with nearly equal logits may be
-# swapped. In bf16, numbers have 8 significant bits, which is eight times coarser than fp16.
+# Torch computes in fp32. A bundle in fp32 differs from it only in the order of additions. A bundle
+# in fp16 rounds to 11 significant bits in every layer. So it may choose another token if two logits
+# are nearly equal. A bundle in bf16 rounds to 8 significant bits, which is eight times coarser.
 TOLERANCES = {
     "fp32": Tolerance(2e-4, 1.0),
     "fp16": Tolerance(2e-2, 0.8),
     "bf16": Tolerance(1.6e-1, 0.5),
 }
-# A key or value halfway between two codes of the cache may get either code. Tokens with nearly
-# equal logits may then be swapped.
+# If the cache is rounded, a key or value halfway between two codes may get either code. The bundle
+# may then choose another token than torch if two logits are nearly equal.
 ROUNDED_CACHE_AGREEMENT = 0.8
-# For one layer, or for the operators between two layers. The key is the precision of everything
-# that is not quantised.
+# Tolerances for a single layer, and for the operators between two layers. The key is the precision
+# of everything that is not quantised.
 PART_TOLERANCES = {
     "fp32": Tolerance(2e-5, 0.0),
     "fp16": Tolerance(5e-3, 0.0),
@@ -64,7 +64,7 @@ PART_TOLERANCES = {
 
 
 def tolerance_of(precision: str, cache_dtype: str) -> Tolerance:
-    """Return the tolerance of whole passes and canvases for a precision and a type of cache."""
+    """Return the tolerance for whole passes and for generated text."""
     found = TOLERANCES[precision]
     return (
         found
@@ -75,10 +75,11 @@ def tolerance_of(precision: str, cache_dtype: str) -> Tolerance:
 
 @dataclass(frozen=True)
 class GraphRow:
-    """Parity at one mask ratio.
+    """The comparison of logits at one mask ratio.
 
-    ``argmax_ties`` is the number of rows with different best tokens whose best two logits are
-    closer than twice the worst difference.
+    ``argmax_equal`` is the number of rows for which both denoisers predict the same token.
+    ``argmax_ties`` counts those other rows where rounding may be the reason. In these rows, the best
+    two logits are closer than twice the worst difference.
     """
 
     mask_ratio: float
@@ -92,7 +93,7 @@ class GraphRow:
 
 @dataclass(frozen=True)
 class LoopRow:
-    """Parity of one policy over its prompts."""
+    """The comparison of text that was generated with one policy."""
 
     name: str
     canvases: int
@@ -104,13 +105,17 @@ class LoopRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """Parity of one quantised layer, which both sides compute from the same input.
+    """The comparison of one quantised layer. The bundle and torch compute it from the same input.
 
-    Figures are the worst difference divided by the range of the values. ``input_relative`` compares
-    the layer's inputs, and so covers the operators since the previous layer. ``output_relative``
-    compares its outputs. It leaves out differences that can arise because an input lies between two
-    codes. It is ``None`` if the output is hidden inside a fused operator; the input of the next
-    layer then covers this layer too. The row ``LOGITS`` covers everything after the last layer.
+    Both figures are the worst difference, divided by the range of the values.
+
+    - ``input_relative`` compares the inputs of the layer, which checks the operators since the
+      previous layer.
+    - ``output_relative`` compares the outputs of the layer. Differences that are due to an input
+      halfway between two codes are subtracted. ``None`` if the layer is part of a fused operator,
+      so that its output cannot be read. The input of the next layer then checks this layer too.
+
+    The result named ``LOGITS`` checks everything after the last quantised layer.
     """
 
     layer: str
@@ -127,10 +132,9 @@ class LayerRow:
 class Parity:
     """The result of a parity check. ``reference`` describes what the bundle was compared with.
 
-    For a quantised bundle, each of ``layers`` must meet the tolerance. ``graph`` is then for
-    information only: it compares whole passes, in which a single different code affects all later
-    layers. For other bundles, ``layers`` is empty, and ``graph`` and ``loop`` must meet the
-    tolerance.
+    If single layers were compared, each of ``layers`` must meet the tolerance. ``graph``, which
+    compares whole passes, is then for information only, because a single different code affects all
+    later layers. If no layers were compared, ``graph`` and ``loop`` must meet the tolerance.
     """
 
     precision: str
@@ -142,7 +146,7 @@ class Parity:
 
     @property
     def misses(self) -> list[str]:
-        """One sentence per missed tolerance; empty if parity holds."""
+        """Describes each missed tolerance in a sentence. Empty if all tolerances are met."""
         if self.layers:
             return [miss for row in self.layers for miss in self._missed(row)]
         found = []
@@ -199,12 +203,12 @@ class Parity:
 
     @property
     def summary(self) -> str:
-        """The first two missed tolerances, and the number of others."""
+        """Describes the first two missed tolerances, and says how many others there are."""
         more = len(self.misses) - 2
         return "; ".join(self.misses[:2]) + (f"; and {more} more" if more > 0 else "")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for accuracy.json and ``--json``."""
+        """Return values that JSON can hold, for accuracy.json and ``--json``."""
         return asdict(self) | {"passed": not self.misses, "misses": self.misses}
 
 
@@ -214,9 +218,9 @@ def compare_logits(
     expected: Sequence[np.ndarray],
     on_done: Callable[[], None],
 ) -> list[GraphRow]:
-    """Run the bundle on canvases, and compare its rows with the expected logits fp32 ``[R, V]``.
+    """Compare the logits of a bundle with the expected logits, fp32 ``[R, V]`` per canvas.
 
-    Returns one result per mask ratio. ``on_done`` is called once per mask ratio.
+    Returns one result per mask ratio. ``on_done`` is called after each mask ratio.
     """
     found: list[np.ndarray] = []
     for number, canvas in enumerate(canvases, start=1):
@@ -229,8 +233,9 @@ def compare_logits(
 def graph_rows(
     canvases: Sequence[Canvas], found: Sequence[np.ndarray], expected: Sequence[np.ndarray]
 ) -> list[GraphRow]:
-    """Compare the logits fp32 ``[R, V]`` of two sides on every canvas. One result per mask
-    ratio.
+    """Compare two lists of logits, and return one result per mask ratio.
+
+    Each list has an array fp32 ``[R, V]`` per canvas, for R rows and V tokens.
     """
     by_ratio: dict[float, list[int]] = {}
     for number, canvas in enumerate(canvases):
@@ -263,6 +268,6 @@ def _graph_row(ratio: float, ours: np.ndarray, theirs: np.ndarray) -> GraphRow:
 
 
 def require_parity(parity: Parity, where: str) -> None:
-    """Raises ParityError that names every missed tolerance, if there is one."""
+    """Raises ParityError if a tolerance is missed. The message names every missed tolerance."""
     if parity.misses:
         raise ParityError(f"{where}: {parity.summary}")

@@ -1,5 +1,5 @@
-"""``--precision auto``: chooses a number format for each layer.
+"""Chooses a number format for each layer, for ``--precision auto``.
 
-``sensitivity`` measures what each layer loses in each format. ``search`` then finds the smallest or
-fastest choice of formats that keeps the loss within the budget.
+``sensitivity`` measures how much accuracy each layer loses in each format. ``search`` then finds the
+smallest or fastest combination of formats whose loss is within the budget.
 """

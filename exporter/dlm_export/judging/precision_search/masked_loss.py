@@ -1,4 +1,4 @@
-"""The loss that the search measures: the increase of cross-entropy at masked positions."""
+"""Measures how much quantisation increases the cross-entropy at masked positions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from dlm_runtime.policy import Policy
 
 
 class MaskedLoss:
-    """Measures by how much a candidate increases masked cross-entropy, relative to the source."""
+    """Compares candidates with a reference by their cross-entropy at masked positions."""
 
     def __init__(
         self, reference: Scorer, samples: Sequence[Sample], policy: Policy, seed: int
     ) -> None:
-        """Prepare the canvases. A reference that must know its canvases in advance gets
-        them here.
-        """
+        """Mask the samples. If the reference is a ``Seer``, its predictions are computed now."""
         limit = reference.max_canvas_length
         self._canvases = [
             seen
@@ -36,7 +34,10 @@ class MaskedLoss:
             side.see([seen.view for seen in self._canvases])
 
     def of(self, candidate: Scorer) -> float:
-        """Return the relative increase of a candidate, or infinity if the reference's loss is 0."""
+        """Return the relative increase of cross-entropy from the reference to ``candidate``.
+
+        Returns infinity if the reference's cross-entropy is 0 and the candidate's is not.
+        """
         self._show(candidate)
         (found,) = compare_masked(self._reference, [candidate], self._canvases)
         increase = summarise(found.rows, found.sample, self._samples, self._seed)["ce_increase"]

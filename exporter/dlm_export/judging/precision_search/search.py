@@ -1,10 +1,12 @@
-"""``--precision auto``: finds the smallest or fastest formats that keep the loss within a budget.
+"""Finds the smallest or fastest formats whose loss is within a budget, for ``--precision auto``.
 
-``sensitivity`` measures what each layer loses at the frontier in each format. ``trade_off`` then
-orders the changes from full precision to the cheapest formats. The cost is the size in bytes, or
-the time on this machine. A bisection along this order measures the actual loss, with the same
-random masks each time. Everything runs in torch on simulated values, so the target device is not
-needed.
+1. ``sensitivity`` measures how much accuracy each layer loses in each format.
+2. ``trade_off`` orders all changes of a layer's format, from full precision everywhere to the
+   cheapest format everywhere. The cost of a format is its size in bytes, or its measured time.
+3. A bisection finds how many of these changes the budget allows. It measures the actual loss of
+   each combination that it tries, always with the same random masks.
+
+Torch simulates all formats, so the target device is not needed.
 """
 
 from __future__ import annotations
@@ -44,18 +46,18 @@ from dlm_runtime.policy import Policy
 if TYPE_CHECKING:
     from dlm_export.planning.tuning import Tuning
 
-DEFAULT_BUDGET = 0.01  # relative increase of masked cross-entropy
-# the same solver as in the build, so that the search measures the numbers that the build writes
+DEFAULT_BUDGET = 0.01  # allowed relative increase of cross-entropy at masked positions
+# The build uses the same solver, so the search measures the weights that the build will write.
 SOLVER = "gptq"
-PROBES = 8  # measurements in a bisection; enough for 2**7 changes
+PROBES = 8  # largest number of measurements in the bisection; enough for 2**7 changes
 
 
 @dataclass(frozen=True)
 class AutoOptions:
     """Options of the search.
 
-    ``formats`` are the formats to choose from, besides full precision; ``None`` means those of the
-    target. ``tune`` minimises measured time instead of bytes.
+    ``formats`` lists the formats that a layer may get instead of full precision. ``None`` allows
+    those that the target recommends. ``tune`` minimises the measured time instead of the size.
     """
 
     formats: tuple[str, ...] | None = None
@@ -64,11 +66,14 @@ class AutoOptions:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One choice of formats on the trade-off curve.
+    """One combination of formats that the search considered.
 
-    ``ce_increase`` is relative, and ``None`` if it was not measured. ``seconds`` is the time that
-    the layers take in a pass, and ``None`` if formats were not timed. ``formats`` has the number of
-    layers in each format.
+    - ``weight_bytes``: size of all layers.
+    - ``seconds``: time that all layers take in one pass. ``None`` if no times were measured.
+    - ``predicted_kl``: sum of the losses of the single layers.
+    - ``ce_increase``: measured relative increase of cross-entropy. ``None`` if the bisection
+      skipped this combination.
+    - ``formats``: how many layers have each format.
     """
 
     weight_bytes: int
@@ -84,14 +89,17 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Found:
-    """The recipe that was found, and the curve from which it was chosen."""
+    """The recipe that the search chose, and all combinations of formats that it considered."""
 
     recipe: Recipe
     curve: list[CurvePoint]
 
 
 def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, ...]:
-    """Return the formats to try. Raises RecipeError for formats that a target does not support."""
+    """Return the formats that the search may choose.
+
+    Raises RecipeError if ``options`` has a format that a target does not support.
+    """
     shared = [name for name in targets[0].auto if all(name in target.formats for target in targets)]
     for target in targets:
         for name in options.formats or ():
@@ -103,17 +111,18 @@ def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, .
 
 
 def searched(network: NetworkSpec) -> dict[str, tuple[LinearSpec, ...]]:
-    """Return the units that ``search`` chooses a format for: path -> layers.
+    """Group the layers whose formats are chosen. All layers of a group get the same format.
 
-    All experts of a layer are one unit. The table of a tied head is a unit too. A head that is not
-    tied keeps full precision.
+    The three expert matrices of a block form one group. All other groups have one layer. The head is
+    included only if it shares its matrix with the embedding table; other heads stay in full
+    precision. Returns a mapping from the path of each group to its layers.
     """
     units = network.units()
     return {path: layers for path, layers in units.items() if path != HEAD or network.tied_head}
 
 
 def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
-    """Return the largest number of times that ``search`` calls ``on_done``."""
+    """Return how often ``search`` calls ``on_done`` at most."""
     layers = len(formats) * len(searched(network))
     return (
         len(formats) * (len(network.layers) + 1)
@@ -123,8 +132,9 @@ def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
 
 
 def _bytes(table_bytes: int, layer: LinearSpec, format: str) -> int:
-    """Return the bytes of a layer. ``table_bytes`` is the size of an element of a tied table in
-    full precision.
+    """Return the size of a layer in bytes.
+
+    ``table_bytes`` is the size in bytes of each element of an unquantised embedding table.
     """
     if layer.is_tied and format == HIGH:
         return table_bytes * layer.inputs * layer.outputs
@@ -134,14 +144,14 @@ def _bytes(table_bytes: int, layer: LinearSpec, format: str) -> int:
 def _by_layer(
     units: Mapping[str, Sequence[LinearSpec]], formats: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the format of each layer, from the format of its unit."""
+    """Convert the format of each group of layers to a format for each layer."""
     return {layer.path: name for unit, name in formats.items() for layer in units[unit]}
 
 
 class _RoundedHead(Head):
-    """A tied head with its table in a quantised format.
+    """A head that multiplies by the embedding table, where the table is quantised.
 
-    Features are rounded as the format rounds activations.
+    The input of the head is rounded as the format demands.
     """
 
     def __init__(self, head: Head, done: Quantisation) -> None:
@@ -155,7 +165,7 @@ class _RoundedHead(Head):
 
 
 class _Assigned(Layered):
-    """A source whose layers compute with the quantised values of the chosen formats."""
+    """A source whose layers simulate the chosen formats."""
 
     def __init__(
         self,
@@ -164,8 +174,8 @@ class _Assigned(Layered):
         formats: Mapping[str, str],
         device: torch.device,
     ) -> None:
-        """``ready`` has the quantised numbers of all layers in each format, and ``formats`` the
-        format of each layer.
+        """``ready`` maps each format to all layers quantised to it. ``formats`` maps each layer to
+        its format.
         """
         super().__init__(
             functools.partial(weights.tensor, source.parameters), source.network, device=device
@@ -208,27 +218,28 @@ def search(
     workplace: Workplace | None = None,
     fewest_tokens: int = FEWEST_TOKENS,
 ) -> Found:
-    """Find the cheapest formats for which masked cross-entropy rises by at most ``budget``.
+    """Find the cheapest formats with which cross-entropy rises by at most ``budget``.
 
-    The same arguments always give the same result.
+    The cross-entropy is measured at randomly masked positions. The same arguments always give the
+    same result.
 
     Args:
         source: The checkpoint to quantise.
         states: Calibration states.
-        samples: Samples to measure the loss on.
-        formats: Formats to choose from. A layer skips those that do not fit its shape.
-        policy: Policy whose blocks the masked canvases use.
-        budget: Largest relative increase; ``None`` uses ``DEFAULT_BUDGET``.
+        samples: Samples on which cross-entropy is measured.
+        formats: Formats to choose from. A layer never gets a format that does not fit its shape.
+        policy: Policy that determines the block length.
+        budget: Largest relative increase of cross-entropy. ``None`` uses ``DEFAULT_BUDGET``.
         seed: Seed of the random masks.
         on_done: Called at most ``units`` times.
-        exact: Measure the loss of each layer instead of estimating it.
-        on_gpu: Apply the shape rules of GPUs, which are stricter.
-        tuning: Measured times. If present, time is minimised instead of bytes.
+        exact: Measure the loss of each single layer, instead of estimating it.
+        on_gpu: Apply the rules of GPUs for the shapes of layers, which are stricter.
+        tuning: Measured times of layers. If given, the time is minimised instead of the size.
         workplace: Memory and device to use.
         fewest_tokens: See ``calibrate``.
 
     Raises:
-        AccuracyError: Even the first change exceeds the budget.
+        AccuracyError: The loss exceeds the budget even if one layer is quantised.
     """
     budget, place = DEFAULT_BUDGET if budget is None else budget, workplace or Workplace()
     layers = searched(source.network)
@@ -288,7 +299,7 @@ def search(
         return increase
 
     measured: dict[int, float] = {}
-    low, high = 0, len(path) - 1  # ``low`` always meets the budget; it starts at full precision
+    low, high = 0, len(path) - 1  # path[low] always meets the budget; path[0] is full precision
     measured[high] = measure(path[high])
     if measured[high] <= budget:
         low = high

@@ -1,17 +1,21 @@
-"""Measures what each layer loses if only this layer is quantised.
+"""Measures how much the predictions change if a single layer is quantised.
 
-The loss is the mean KL divergence of the predictions, over all masked positions and over those that
-are about to commit. All experts of a layer count as one layer, because they have the same format.
+The loss of a layer is the mean KL divergence between the predictions with and without quantisation.
+It is measured twice: over all masked positions, and over those that are about to commit (the
+frontier). All experts of a block count as one layer, because they have the same format.
 
-There are two methods. The exact method runs the whole denoiser once per layer. The estimate covers
-all layers with one forward and one backward sweep, one layer at a time. To second order, the KL of
-a layer is half the mean of ``(g . e)**2``. Here ``e`` is the change of the layer's output that
-quantisation causes, for the unquantised input. ``g`` is a random gradient at this output. It is
-backpropagated from the predictions, where its covariance is their Fisher information (as in K-FAC,
-arXiv:1503.05671).
+There are two methods. For each layer, the exact method quantises this layer and runs the whole
+denoiser. The other method estimates the losses of all layers together. It needs one forward and one
+backward pass, and memory for one layer at a time.
 
-The table of a tied head loses twice: in the product of the head, and in the rows that are looked
-up.
+The estimate is a second-order approximation: the loss of a layer is half the mean of
+``(g . e)**2``. Here, ``e`` is the change of the layer's output that quantisation causes, for the
+unquantised input. ``g`` is a random gradient at this output. The random gradients are drawn at the
+predictions, with the Fisher information as their covariance. From there, they are backpropagated to
+the layer (as in K-FAC, arXiv:1503.05671).
+
+A tied head uses the embedding table. Quantising the table changes the product of the head, and also
+the rows that are looked up at the start of a pass. The two losses are added.
 """
 
 from __future__ import annotations
@@ -38,50 +42,52 @@ from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
 SWEPT_STATES = 16
-LARGE_SWEPT = 2  # for denoisers whose passes take seconds
-FRONTIER = 0.9  # a masked position is about to commit if a token has at least this probability
+LARGE_SWEPT = 2  # number of states for large denoisers, whose passes take seconds
+FRONTIER = 0.9  # a position is at the frontier if a token has at least this probability
 DRAWS = 4
-"""Number of random gradients for frontier positions, and as many for other masked positions.
-BENCHMARKS.md shows what more gradients would gain.
+"""Number of random gradients for frontier positions. Other masked positions get as many.
+BENCHMARKS.md shows how much more gradients would improve the estimate.
 """
 Losses = dict[str, tuple[float, float]]
-"""Layer or mixture of experts -> ``(kl, frontier_kl)`` in nats per position."""
+"""Maps each layer or mixture of experts to ``(kl, frontier_kl)``, in nats per position."""
 _Modules = dict[str, Linear | RoutedMLPs]
 
 
 def swept(states: Sequence[State], most: int = SWEPT_STATES) -> list[State]:
-    """Choose at most ``most`` states with masked positions, evenly spaced."""
+    """Choose at most ``most`` of the states that have masked positions, evenly spaced."""
     masked = [state for state in states if state.mask_ratio > 0]
     picked = np.linspace(0, len(masked) - 1, min(most, len(masked))).astype(int)
     return [masked[i] for i in dict.fromkeys(picked.tolist())]
 
 
 def predicting_rows(canvas: np.ndarray, network: NetworkSpec) -> Tensor:
-    """Return the rows ``[R]`` that predict the masked positions of a canvas."""
+    """Return the numbers of the rows whose logits predict the masked positions of a canvas."""
     return (
         torch.from_numpy(np.flatnonzero(canvas == network.mask_token_id)) - network.shift
     ).clamp(min=0)
 
 
 def log_probs(logits: Tensor, network: NetworkSpec) -> Tensor:
-    """Convert raw logits ``[R, V]`` to log-probabilities without the mask token.
+    """Convert raw logits ``[R, V]`` of R rows and V tokens to log-probabilities.
 
-    Modifies ``logits``.
+    The mask token gets probability 0. ``logits`` is modified.
     """
     logits[:, network.mask_token_id] = -torch.inf
     return logits.float().log_softmax(-1)
 
 
 def is_frontier(expected: Tensor) -> Tensor:
-    """True for positions ``[R]`` that are about to commit. The position with the surest token
-    always is.
+    """Tell which of R positions are about to commit, as bool ``[R]``.
+
+    These are the positions where a token has at least the probability ``FRONTIER``, and the position
+    with the most probable token.
     """
     best = expected.exp().max(-1).values
     return (best >= FRONTIER) | (best == best.max())
 
 
 def divergence(expected: Tensor, found: Tensor) -> Tensor:
-    """Return the KL divergence ``[R]`` of two tables of log-probabilities ``[R, V]``."""
+    """Return the KL divergence of each row of two tables of log-probabilities ``[R, V]``."""
     probs = expected.exp()
     return torch.where(probs > 0, probs * (expected - found), 0.0).sum(-1)
 
@@ -100,10 +106,12 @@ def estimate(
 ) -> list[Losses]:
     """Estimate the losses of all quantised layers, for each of ``choices``.
 
-    ``layered`` is the folded denoiser in fp32. Memory holds one block, its quantised form in each
-    of ``choices``, and the activations of the states before every layer. Activations beyond
-    ``memory_bytes`` are stored in a file in ``folder``. ``on_done`` is called twice per layer.
-    Raises MemoryLimitError.
+    ``layered`` must be in fp32. Its weights must include the scales of smoothing or AWQ, if there
+    are any. ``on_done`` is called twice per transformer block.
+
+    Memory holds one block, a quantised copy of this block for each of ``choices``, and the hidden
+    states before every block. Hidden states beyond ``memory_bytes`` are stored in a file in
+    ``folder``. Raises MemoryLimitError.
     """
     c, canvases = layered.network, [state.canvas for state in states]
     carried = Carried(layered, canvases, memory_bytes=memory_bytes, folder=folder)
@@ -125,7 +133,7 @@ def estimate(
         on_done()
     tables = _at_the_table(carried, gradients, choices)
     for losses, looked_up in zip(found, tables, strict=True):
-        if looked_up is not None:  # add the loss in the rows that are looked up
+        if looked_up is not None:  # add the loss from looking up rows of the quantised table
             at_frontier, elsewhere = (float(looked_up[part].sum()) / 2 for part in _PARTS)
             kl, frontier_kl = losses[HEAD]
             losses[HEAD] = (
@@ -135,20 +143,20 @@ def estimate(
     return found
 
 
-# Slices of the gradients: those for positions at the frontier, then those for all others.
+# The first half of the gradients is for positions at the frontier, the second half for all others.
 _PARTS = (slice(0, DRAWS), slice(DRAWS, 2 * DRAWS))
 
 
 def directions(probs: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield ``draws`` random gradients of logits ``[R, V]``.
+    """Yield ``draws`` random gradients at the logits ``[R, V]`` of R predictions over V tokens.
 
-    The mean of their summed outer products is the Fisher information. For a prediction p it is
-    ``diag(p) - p p^T``, which is the sum over tokens j of ``b_j b_j^T`` with ``b_j = sqrt(p_j) (e_j
-    - p)``.
+    The sum of their outer products has the Fisher information as its mean. For a prediction p, this
+    is ``diag(p) - p p^T``. It is equal to the sum of ``b_j b_j^T`` over all tokens j, where
+    ``b_j = sqrt(p_j) (e_j - p)``.
 
-    Each token belongs to one draw, with a random sign. Only the products of two tokens in the same
-    draw are therefore random. The usual method samples labels from p. It would need hundreds of
-    draws where p is sure.
+    Each token j is assigned to one of the gradients, and its ``b_j`` is added there with a random
+    sign. So only the products of two different tokens in the same gradient are random. The usual
+    method, which samples labels from p, would need hundreds of gradients where p is close to 0 or 1.
     """
     signs = torch.randint(0, 2, probs.shape, generator=generator) * 2 - 1
     draw = torch.randint(0, draws, probs.shape, generator=generator)
@@ -164,10 +172,10 @@ def _at_the_head(
     choices: Sequence[Quantisation],
     gradients: Tensor,
 ) -> tuple[list[int], list[Losses]]:
-    """Compute the gradients of the last layer's output, and the losses of the head.
+    """Compute the losses of the head, and store the gradients at the output of the last block.
 
-    Returns the number of frontier positions and of other positions, and the losses for each of
-    ``choices``.
+    Returns the number of frontier positions, and the number of other masked positions. Also returns
+    the losses of the head for each of ``choices``.
     """
     layered, c = carried.layered, carried.layered.network
     norm, head, generator = layered.final_norm(), layered.head(), torch.Generator().manual_seed(0)
@@ -208,10 +216,10 @@ def _at_the_head(
 def _through(
     i: int, carried: Carried, entered: Tensor, gradients: Tensor, choices: Sequence[Quantisation]
 ) -> list[dict[str, Tensor]]:
-    """Backpropagate the gradients through layer ``i``.
+    """Backpropagate the gradients through transformer block ``i``, and compute its losses.
 
-    Returns an entry for each of ``choices``. For each linear layer and mixture it has the sum of
-    ``(g . e)**2`` over the canvases, as ``[draws]``.
+    Returns a mapping for each of ``choices``. It maps each linear layer and mixture of experts to the
+    sum of ``(g . e)**2`` over all canvases, with one element per random gradient g.
     """
     layered, block = carried.layered, carried.layered.block(i)
     modules = named(i, block)
@@ -244,8 +252,8 @@ def _through(
                     square[path][number] += (
                         torch.linalg.vecdot(by_path[path].flatten(1), e).square().sum().cpu()
                     )
-            # This must come last. If the output of a layer is added to the result of the block, the
-            # layer shares the incoming gradient, which is overwritten here.
+            # This must come last, because it overwrites the incoming gradient. If the output of a
+            # layer is added to the result of the block, that layer's gradient is the same array.
             carried_back[batch.rows] = before.flatten(0, 1).cpu()
     return squares
 
@@ -253,10 +261,11 @@ def _through(
 def _at_the_table(
     carried: Carried, gradients: Tensor, choices: Sequence[Quantisation]
 ) -> list[Tensor | None]:
-    """Return the loss in looked-up rows of the embedding table.
+    """Compute the loss from looking up rows of a quantised embedding table.
 
-    For each of ``choices`` that quantises a tied table, it is the sum of ``(g . e)**2`` over the
-    canvases, as ``[draws]``. ``gradients`` must be the gradients of the first layer's input.
+    Returns, for each of ``choices``, the sum of ``(g . e)**2`` over all canvases, with one element
+    per random gradient g. ``None`` if the choice does not quantise a tied table. ``gradients`` must
+    be the gradients at the input of the first block.
     """
     found: list[Tensor | None] = []
     for done in choices:
@@ -277,15 +286,16 @@ def _at_the_table(
 
 
 def _changed(twin: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Return the change of a layer's output that quantisation causes, for the same inputs."""
+    """Return by how much quantisation changes the output of a layer, for the same inputs.
+
+    ``twin`` is the quantised layer.
+    """
     found: Tensor = twin(*(each.detach().cpu() for each in inputs)).to(output.device) - output
     return found
 
 
 def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -> _Modules:
-    """Return the layers and mixtures that a choice quantises, in their quantised form, on
-    the CPU.
-    """
+    """Create quantised copies of those layers and mixtures that ``done`` quantises, on the CPU."""
     twins: _Modules = {}
     inside: dict[str, nn.Module] = {}
     for path, module in modules.items():
@@ -311,7 +321,7 @@ def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -
 
 
 class Sweep:
-    """Measures losses by running the whole denoiser with some layers quantised."""
+    """The exact method: quantises some layers, and runs the whole denoiser."""
 
     def __init__(self, denoiser: Denoiser, states: Sequence[State]) -> None:
         self.denoiser, self.states = denoiser, swept(states)
@@ -339,14 +349,15 @@ class Sweep:
 
 
 def method(*, exact: bool) -> str:
-    """Return the name of the method in accuracy.json."""
+    """Return the name that accuracy.json uses for the method."""
     return "exact" if exact else "fisher"
 
 
 def units(network: NetworkSpec, layers: int, *, exact: bool) -> int:
-    """Return the largest number of times that ``losses`` calls ``on_done``.
+    """Return how often ``losses`` calls ``on_done`` at most.
 
-    ``layers`` is the number of quantised units in all choices together.
+    ``layers`` is the number of quantised layers of all choices together, where a mixture of experts
+    counts as one layer.
     """
     return layers if exact else 2 * len(network.layers)
 
@@ -361,15 +372,15 @@ def losses(
     exact: bool,
     workplace: Workplace | None = None,
 ) -> list[Losses]:
-    """Return the losses of the quantised layers in each of ``choices``.
+    """Measure the loss of each quantised layer, for each of ``choices``.
 
-    All choices must have the same ``parameters``.
+    All choices must have been made from the same ``parameters``.
     """
     place = workplace or Workplace()
     if not exact:
         layered = families.layered(parameters, network, device=place.device)
         most = place.activation_bytes
-        # for the states, the inputs of all layers, and the gradients
+        # Hidden states, inputs of all blocks, and gradients get a third of the memory each.
         shared = None if most is None else most // 3
         chosen = swept(
             states, LARGE_SWEPT if network.parameter_count() > calibrate.LARGE else SWEPT_STATES
@@ -389,7 +400,7 @@ def losses(
 def as_rows(
     found: Losses, network: NetworkSpec, formats: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Return losses as rows of accuracy.json and of the report, in the order of the pass."""
+    """Format losses for accuracy.json. The layers have the order in which a pass computes them."""
     return [
         {
             "layer": unit,

@@ -1,8 +1,8 @@
-"""Writes a page that compares bundles of one checkpoint: size, loss, answers and time.
+"""Writes an HTML page that compares the size, accuracy and speed of bundles of one checkpoint.
 
-Losses come from the accuracy.json of each build. They are compared only if the same denoiser was
-judged on the same data. The caller measures times in one run (``bench.side_by_side``). Torch is not
-needed.
+The accuracy figures come from the accuracy.json of each bundle. They are compared only if all
+bundles were judged on the same data, against the same denoiser. The caller measures the speed of
+all bundles in one run (``bench.side_by_side``). This module does not need torch.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 TEMPLATE = "comparison.html.jinja"
 SAME_LOSS = (
-    # relative difference of the reference's loss that the arithmetic of two machines may cause
+    # On two machines, the loss of the same reference may differ by this share of its value.
     1e-3
 )
 
 
 class ComparisonError(DlmError):
-    """These bundles cannot be compared on one page."""
+    """Raised if bundles cannot be compared with each other."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A bundle in the comparison. ``judgement`` comes from its accuracy.json; it may be
-    ``None``.
+    """A bundle in the comparison.
+
+    ``judgement`` comes from its accuracy.json. ``None`` if the bundle was not judged.
     """
 
     folder: Path
@@ -49,16 +50,16 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Size of all its files."""
+        """The total size of the bundle's files."""
         return sum(entry["bytes"] for entry in self.manifest["files"].values())
 
     @property
     def is_reference(self) -> bool:
-        """True if this bundle is in fp32. The builds compare with fp32, so it is the reference."""
+        """True if the bundle is in fp32, which is the reference for the accuracy of all builds."""
         return self.precision == "fp32"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return one row of the table, as plain values."""
+        """Return the bundle's row of the table, in values that JSON can hold."""
         j = self.judgement
         task = j["free_running"]["task"] if j else None
         return {
@@ -79,7 +80,10 @@ class Entry:
 
 
 def read_entries(folders: Sequence[Path]) -> list[Entry]:
-    """Open the bundles. Raises BundleError, or ComparisonError if two of them do not match."""
+    """Read the manifests and the accuracy figures of the bundles in ``folders``.
+
+    Raises BundleError. Raises ComparisonError if two bundles cannot be compared.
+    """
     if len(folders) < 2:
         raise ComparisonError(
             "a comparison needs two or more bundles of one checkpoint; a single bundle has report.html"
@@ -126,9 +130,9 @@ def _read(folder: Path) -> Entry:
 
 
 def _check_figures(entry: Entry) -> None:
-    """Check that a judgement has every value that the page needs.
+    """Check that the judgement has every value that the page needs.
 
-    Raises KeyError, TypeError, ValueError or AttributeError if one is missing or wrong.
+    Raises KeyError, TypeError, ValueError or AttributeError if a value is missing or wrong.
     """
     j, row = entry.judgement, entry.as_dict()
     assert j is not None
@@ -140,7 +144,7 @@ def _check_figures(entry: Entry) -> None:
     for name, value in (figures_of | {"reference_ce": j["overall"]["reference_ce"]}).items():
         pair = value if name.endswith("_interval") and value is not None else [value] * 2
         low, high = (0 if number is None else number for number in pair)
-        math.fsum((low, high))  # this raises an error unless both are numbers
+        math.fsum((low, high))  # raises an error if ``low`` or ``high`` is not a number
     if not all(isinstance(j[name], dict) for name in ("data", "policy", "effort")):
         raise TypeError("data, policy or effort is not an object")
 
@@ -170,7 +174,7 @@ def _check_judged_alike(entry: Entry, other: Entry) -> None:
                 "same --calib, --judge, --judged, --calib-preset and --seed."
             )
     if ours["data"]["samples"] != theirs["data"]["samples"]:
-        return  # One bundle used fewer of the same samples, so the losses of the reference differ.
+        return  # They were judged on different numbers of samples, so the reference's loss differs.
     losses = [judgement["overall"]["reference_ce"] for judgement in (ours, theirs)]
     if not math.isclose(*losses, rel_tol=SAME_LOSS):
         raise ComparisonError(
@@ -182,8 +186,9 @@ def _check_judged_alike(entry: Entry, other: Entry) -> None:
 def rows_of(
     entries: Sequence[Entry], speeds: Sequence[Mapping[str, Any]] | None
 ) -> list[dict[str, Any]]:
-    """Return the rows of the table, one per bundle. ``speed`` is the measured speed, or
-    ``None``.
+    """Return the rows of the table, one per bundle.
+
+    In each row, ``speed`` is the measured speed from ``speeds``, or ``None``.
     """
     return [
         entry.as_dict() | {"speed": speeds[i] if speeds else None}
@@ -197,10 +202,9 @@ def write_comparison(
     speeds: Sequence[Mapping[str, Any]] | None = None,
     machine: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the page.
+    """Write the page that compares ``entries``. Raises ReportError.
 
-    ``speeds`` come from ``bench.side_by_side``, one per bundle, and were measured on ``machine``.
-    Raises ReportError.
+    ``speeds`` is the result of ``bench.side_by_side`` for these bundles on ``machine``.
     """
 
     def make_context() -> dict[str, Any]:
@@ -237,7 +241,10 @@ def write_comparison(
 def _trade(
     title: str, quantity: str, entries: Sequence[Entry], at: Sequence[float]
 ) -> drawing.Figure | None:
-    """Draw the loss against a quantity. Returns ``None`` if fewer than two bundles have a loss."""
+    """Draw the increase of loss of each bundle over its size or its time per pass (``at``).
+
+    Returns ``None`` if the increase is known for fewer than two bundles.
+    """
     points: list[TradePoint] = []
     for entry, where in zip(entries, at, strict=True):
         row = entry.as_dict()

@@ -1,9 +1,9 @@
-"""Draws figures with matplotlib, as inline SVG with the colours, font and text size of the page.
+"""Draws figures with matplotlib, as SVG that can be embedded in an HTML page.
 
-matplotlib draws with placeholder colours. They are then replaced by variables of the style sheet,
-so that figures follow light and dark mode. Text stays text in the SVG; it is not converted to
-outlines. Every figure is ``WIDTH`` units wide. An aria-label has the numbers of the figure, for
-screen readers.
+A figure has the colours and the font of the page. matplotlib draws with placeholder colours, which
+are then replaced by variables of the style sheet. So figures follow light and dark mode. Text in a
+figure is stored as text, not as outlines. Every figure is ``WIDTH`` units wide. For screen readers,
+an aria-label contains the numbers that the figure shows.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from dlm_export.judging.report.numbers import finite, printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-# Width of every figure. It is about the width of a phone in pixels, so text of 9 units can be read
-# there.
+# Width of every figure. A phone is about as many pixels wide, so text of 9 units is legible there.
 WIDTH = 360
-# placeholder colours in matplotlib -> colours of the page
+# Placeholder colours that matplotlib draws with, and the colours of the page that replace them.
 INK, MUTED, RULE, REFERENCE, CANDIDATE = "#010101", "#020202", "#030303", "#040404", "#050505"
 _COLOURS = {
     INK: "currentColor",
@@ -37,7 +36,7 @@ _COLOURS = {
 }
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
-    "text.parse_math": False,  # a dollar sign in the name of a layer has no special meaning
+    "text.parse_math": False,  # otherwise, a dollar sign in a layer's name would start a formula
     "font.size": 10.5,
     "text.color": INK,
     "axes.edgecolor": MUTED,
@@ -63,8 +62,9 @@ STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure: its title, how to read it, its legend as pairs of a CSS class and words, and its
-    SVG.
+    """A figure of a page.
+
+    ``reading`` explains how to read the figure. ``legend`` has pairs of a CSS class and a label.
     """
 
     title: str
@@ -76,16 +76,17 @@ class Figure:
 def draw(
     title: str, description: str, height: float, paint: Callable[[Canvas], None], **words: Any
 ) -> Figure:
-    """Let ``paint`` draw on a canvas of ``WIDTH`` x ``height``, and convert the result to SVG.
+    """Call ``paint`` to draw a figure, and convert it to SVG.
 
-    The SVG has no ids, colours or fonts of its own.
+    The figure is ``WIDTH`` units wide and ``height`` units high. All ids, fonts and colours are
+    removed from the SVG or replaced, because it becomes part of a page.
     """
     import matplotlib.style
     from matplotlib.figure import Figure as Canvas
 
     buffer = io.StringIO()
-    # matplotlib names markers and clip paths by salted hashes. With a salt per title, two figures
-    # on a page have no name in common.
+    # matplotlib gives markers and clip paths ids that are salted hashes. Each title has its own
+    # salt, so two figures on a page never use the same id.
     with matplotlib.style.context(["default", STYLE | {"svg.hashsalt": title}]):
         canvas = Canvas(figsize=(WIDTH / 72, height / 72), layout="constrained")
         paint(canvas)
@@ -103,10 +104,9 @@ def draw(
         body,
         flags=re.DOTALL,
     )
-    # ids such as figure_1, axes_1 and line2d_1 are the same in every figure, and nothing refers to
-    # them
+    # Remove ids such as figure_1 and axes_1. Every figure has them, and no element refers to them.
     body = re.sub(r' id="[\w.]+_\d{1,4}"', "", body)
-    # matplotlib before 3.10 writes this
+    # matplotlib before 3.10 writes the property ``font``, which includes the name of the font.
     body = re.sub(r"font: (?:[\w ]+ )?([\d.]+px)[^;\"]*", r"font-size: \1", body)
     body = re.sub(r"font-family: [^;\"]*(; )?| transform=\"rotate\(-?0 [^\"]*\"", "", body)
     body = re.sub(r"(?<=: )#0\d0\d0\d", lambda match: _COLOURS.get(match[0], match[0]), body)
@@ -116,13 +116,11 @@ def draw(
 
 
 def with_nan(values: Iterable[float | None]) -> np.ndarray:
-    """Convert to an fp64 array. Missing and non-finite values become NaN, which matplotlib
-    skips.
-    """
+    """Convert to an fp64 array. Missing and infinite values become NaN, which is not drawn."""
     return np.array([finite(value, math.nan) for value in values], dtype=float)
 
 
 def label_of(layer: str) -> str:
-    """Shorten the name of a layer to 27 characters, in ASCII."""
+    """Shorten the name of a layer to at most 27 characters, and replace non-ASCII characters."""
     layer = "".join(letter if " " <= letter <= "~" else "?" for letter in layer)
     return layer if len(layer) <= 27 else f"{layer[:12]}…{layer[-14:]}"

@@ -1,4 +1,4 @@
-"""Draws the figures of the pages, one function per figure."""
+"""Draws the figures of the HTML pages. Each figure has its own function."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 
-# a plot of effort has a logarithmic axis if it reaches this multiple of the passes of ``high``
+# The figure of effort levels has a logarithmic axis if some variant takes more than this many times
+# the passes of the level ``high``.
 LONG_AXIS = 4
 
 
 def _layer_axis(axes: Axes, layers: Sequence[str]) -> None:
-    """Prepare an axis with one row per layer. The first layer is at the top, and names are on the
-    left.
-    """
+    """Prepare a vertical axis with one row per layer. The first layer is at the top."""
     axes.set_yticks(range(len(layers)), [label_of(layer) for layer in layers], fontsize=9.5)
     axes.set_ylim(len(layers) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
@@ -52,8 +51,9 @@ def sensitivity(row: Mapping[str, Any]) -> float:
 
 
 def draw_loss(judgement: Mapping[str, Any]) -> Figure:
-    """Draw the masked cross-entropy of both sides by mask ratio, and its increase with 95%
-    intervals.
+    """Draw the cross-entropy of the reference and of the candidate over the mask ratio.
+
+    A second plot has the increase from the reference to the candidate, with 95% intervals.
     """
     rows, floor = judgement["buckets"], judgement["noise_floor"]
     ratios = [row["mask_ratio"] for row in rows]
@@ -67,8 +67,8 @@ def draw_loss(judgement: Mapping[str, Any]) -> Figure:
         top, bottom = canvas.subplots(2, sharex=True, height_ratios=(3, 2))
         top.set_title("Masked cross-entropy, nats a position")
         top.plot(ratios, ours, "o-", color=CANDIDATE)
-        # The two curves mostly coincide. Draw the reference as larger rings on top, so that both
-        # are visible.
+        # The two curves are often equal. The reference has larger rings and is drawn on top, so
+        # that both curves are visible.
         top.plot(
             ratios,
             theirs,
@@ -104,8 +104,9 @@ def draw_loss(judgement: Mapping[str, Any]) -> Figure:
 def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw how much the range of each layer's inputs depends on the mask ratio.
 
-    There is one row per layer, with one cell per tenth of the mask ratio. A cell is darker if the
-    largest input in it is larger, divided by that of the layer's smallest cell.
+    There is one row per layer. Each row has ten cells, for mask ratios from 0 to 1. The colour of a
+    cell shows the largest input of the layer at these mask ratios, divided by the value of the
+    layer's smallest cell. A larger quotient is darker.
     """
     ranges = np.array([with_nan(row["by_bucket"]) for row in layers])
     ranges[ranges <= 0] = math.nan
@@ -156,7 +157,10 @@ def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the KL of quantising only one layer, at the frontier and at all masked positions."""
+    """Draw the loss of each layer if only that layer is quantised.
+
+    The loss is the KL divergence at positions about to commit, and at all masked positions.
+    """
     frontier = with_nan(row["frontier_kl"] for row in layers)
     everywhere = with_nan(row["kl"] for row in layers)
     known = np.concatenate([frontier, everywhere])
@@ -196,10 +200,10 @@ def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
-    """Draw histograms of passes per prompt for both sides, with the same bins."""
+    """Draw histograms of the passes per prompt, for the reference and the candidate."""
     free = judgement["free_running"]
     theirs, ours = np.array(free["reference_nfe"]), np.array(free["candidate_nfe"])
-    # Estimated numbers of passes need not be whole.
+    # Some numbers of passes are estimates, which may not be integers.
     first = math.floor(min(theirs.min(), ours.min()))
     last = math.ceil(max(theirs.max(), ours.max()))
     edges = np.arange(first, last + 2, max(1, -(-(last + 1 - first) // 24))) - 0.5
@@ -237,7 +241,7 @@ def _names(judgement: Mapping[str, Any]) -> tuple[str, str]:
 def _quality_axes(
     canvas: Canvas, kind: str, curve: Sequence[Mapping[str, Any]], line: str, **style: Any
 ) -> Axes:
-    """Plot quality against passes, with one point for each entry of ``curve``."""
+    """Plot quality over the number of passes, with one point for each entry of ``curve``."""
     axes = canvas.subplots()
     name = "task score" if kind == "task" else "agreement with one token a pass"
     axes.set_title(f"Quality: {name}")
@@ -248,9 +252,9 @@ def _quality_axes(
 
 
 def draw_threshold(refit: Mapping[str, Any]) -> Figure:
-    """Draw the candidate's quality against its passes at each threshold.
+    """Draw the candidate's quality over its number of passes, with one point per threshold.
 
-    The chosen threshold, the original one and the reference are marked.
+    The original threshold, the chosen threshold and the reference are marked.
     """
     curve = sorted(refit["curve"], key=lambda point: point["threshold"])
 
@@ -272,7 +276,7 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
             )
         named = refit["refitted"]
         reach = max(abs(point["nfe"] - named["nfe"]) for point in curve)
-        # Label both ends of the curve too, unless such a label would overlap the label of the new
+        # Also label both ends of the curve, except where the label would overlap that of the chosen
         # threshold.
         for point in (
             named,
@@ -302,12 +306,12 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
 
 
 def draw_effort(effort: Mapping[str, Any]) -> Figure:
-    """Draw quality against passes for all variants, and mark the effort levels."""
+    """Draw the quality of all variants over their numbers of passes, and mark the effort levels."""
     curve, levels = effort["curve"], effort["levels"]
 
     def paint(canvas: Canvas) -> None:
         axes = _quality_axes(canvas, effort["quality"], curve, "o", markerfacecolor="none")
-        # Levels with the same loop share one label.
+        # If two levels are the same point, one label has both names.
         names: dict[tuple[float, float], str] = {}
         for name, point in levels.items():
             at = (point["nfe"], point["quality"])
@@ -338,8 +342,10 @@ def draw_effort(effort: Mapping[str, Any]) -> Figure:
 
 @dataclass(frozen=True)
 class TradePoint:
-    """The point of one bundle: the increase of its loss over the source, with an interval
-    if known.
+    """A bundle in the figure of ``draw_trade``.
+
+    ``at`` is its size or time. ``increase`` is the relative increase of its loss over the source.
+    ``interval`` is the 95% interval of the increase, or ``None`` if it is unknown.
     """
 
     name: str
@@ -350,8 +356,9 @@ class TradePoint:
 
 
 def draw_trade(title: str, quantity: str, points: Sequence[TradePoint]) -> Figure:
-    """Draw the increase of the loss against size or time (``quantity``), with one point per
-    bundle.
+    """Draw the increase of each bundle's loss over its size or time.
+
+    ``quantity`` is the label of the horizontal axis.
     """
 
     def paint(canvas: Canvas) -> None:

@@ -1,4 +1,4 @@
-"""Formats numbers and text for the pages, and replaces characters that a page must not contain."""
+"""Formats numbers for the HTML pages, and replaces unsafe characters in text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ MISSING, MINUS, TIMES = "\N{EN DASH}", "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN
 
 
 def printable(text: str) -> str:
-    """Replace control characters by their Unicode symbols, and other unsafe characters by
-    U+FFFD.
+    """Replace unsafe characters in text that a page shows.
+
+    ASCII control characters become their Unicode symbols. Other unsafe characters become U+FFFD.
     """
     text = re.sub(r"[\x00-\x08\x0b-\x1f]", lambda match: chr(0x2400 + ord(match[0])), text)
-    # These are C1 controls, bidirectional overrides, which reorder the text around them, and lone
-    # surrogates, which are invalid in UTF-8.
+    # Three groups follow: C1 control characters, bidirectional overrides (they reorder the text
+    # around them), and lone surrogates (they are invalid in UTF-8).
     return re.sub(r"[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", "\ufffd", text)
 
 
@@ -30,9 +31,9 @@ def formatted(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def as_number(value: float | None, digits: int = 4) -> str:
-    """Format a number with ``digits`` significant digits. Integers are exact.
+    """Format a number with ``digits`` significant digits. Integers get all their digits.
 
-    Only very large and very small numbers have an exponent.
+    Very large and very small numbers get an exponent.
     """
 
     def form(number: float) -> str:
@@ -47,8 +48,10 @@ def as_number(value: float | None, digits: int = 4) -> str:
 
 
 def as_percent(value: float | None, decimals: int = 1) -> str:
-    """Format a share as per cent. A share below 1 is never shown as 100%, and one above 0 never as
-    0%.
+    """Format a share as a percentage.
+
+    A share that would be rounded to 0% becomes, for example, "<0.1%". A share that would be rounded
+    to 100% becomes ">99.9%".
     """
 
     def form(share: float) -> str:
@@ -68,12 +71,12 @@ def as_change(value: float | None) -> str:
 
 
 def as_points(value: float | None) -> str:
-    """Format the difference of two shares in percentage points, with its sign."""
+    """Format the difference of two shares in percentage points, with a sign."""
     return formatted(value, lambda difference: f"{100 * difference:+.1f}")
 
 
 def as_bytes(count: int) -> str:
-    """Format ``count`` bytes in the largest binary unit that is not above it."""
+    """Format ``count`` bytes with the unit B, KiB, MiB or GiB."""
     power = min(3, max(0, (int(count).bit_length() - 1) // 10))
     return (
         f"{count:,} B"
@@ -83,7 +86,7 @@ def as_bytes(count: int) -> str:
 
 
 def as_ratio(value: float | None) -> str:
-    """Format a ratio that is near 1."""
+    """Format a ratio with three decimals."""
     return formatted(value, lambda ratio: f"{ratio:.3f}")
 
 
@@ -94,5 +97,8 @@ FORMS: dict[str, Callable[..., str]] = {
 
 
 def as_interval(pair: Sequence[float | None] | None, form: str) -> str:
-    """Format both ends of a 95% interval. ``form`` is, for example, "percent" for ``as_percent``."""
+    """Format an interval, such as "1.0% to 2.0%".
+
+    ``form`` selects the function for its two bounds: "percent" means ``as_percent``.
+    """
     return " to ".join(FORMS[f"as_{form}"](value) for value in pair) if pair else MISSING

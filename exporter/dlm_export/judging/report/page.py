@@ -1,7 +1,7 @@
-"""Writes report.html, one self-contained page about what a quantised bundle loses.
+"""Writes report.html, a page that shows how much accuracy a quantised bundle loses.
 
 The template ``report.html.jinja`` is filled with the manifest, accuracy.json and the figures of
-``figures.py``. The page loads no resources and runs no scripts. It follows light or dark mode. The
+``figures.py``. The page loads no other files and runs no scripts. It follows light or dark mode. The
 same results always give the same bytes.
 """
 
@@ -25,20 +25,19 @@ from dlm_runtime.errors import DlmError
 
 ACCURACY_FILE, REPORT_FILE = "accuracy.json", "report.html"
 TEMPLATE = "report.html.jinja"
-FIGURE_LAYERS = 14  # rows of a figure with one row per layer
-# Rows of a table with one row per layer. A mixture of experts has thousands of layers, which are
-# too many for a page.
+FIGURE_LAYERS = 14  # a figure shows at most this many layers
+# A table shows at most this many layers. A network with experts may have thousands of layers.
 TABLE_LAYERS = 400
-MAP_ROWS = 40  # the most kinds of layers that the map of formats shows
-SAMPLE_CHARACTERS = 1500  # characters of one generation that are shown
+MAP_ROWS = 40  # the map of formats has at most this many rows
+SAMPLE_CHARACTERS = 1500  # generated texts are cut off after this many characters
 
 
 class ReportError(DlmError):
-    """The report cannot be drawn or written."""
+    """Raised if a report cannot be drawn or written."""
 
 
 def require_matplotlib() -> None:
-    """Raises ReportError if the figures cannot be drawn. Call it before long work starts."""
+    """Raises ReportError if matplotlib is missing. Call this before long work starts."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as err:
@@ -61,17 +60,21 @@ def write_report(
         manifest: The bundle's manifest.
         accuracy: The contents of accuracy.json. ``judgement``, ``calibration`` and ``parity`` may
             each be missing or ``None``.
-        files: Size in bytes of each of the bundle's files.
+        files: Maps each file of the bundle to its size in bytes.
         speed: ``Judgement.speed``, or ``None`` if it was not measured.
 
     Raises:
-        ReportError: matplotlib is missing, a section lacks a key, or the file cannot be written.
+        ReportError: matplotlib is missing, ``accuracy`` lacks a value, or the file cannot be
+            written.
     """
     write_page(path, TEMPLATE, lambda: _context(manifest, accuracy, files) | {"speed": speed})
 
 
 def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str, Any]]) -> None:
-    """Write one of this package's pages to ``path``. Raises the same errors as ``write_report``."""
+    """Fill ``template`` with the result of ``make_context``, and write the page to ``path``.
+
+    Raises ReportError if a value is missing, or if the file cannot be written.
+    """
     from jinja2 import UndefinedError
 
     require_matplotlib()
@@ -83,7 +86,7 @@ def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str
         TypeError,
         ValueError,
         UndefinedError,
-    ) as err:  # accuracy.json may not be from a build
+    ) as err:  # accuracy.json may have been edited
         raise ReportError(
             f"{path}: the results lack a value that the report shows ({err}). Evaluate again with this version of dlm-export."
         ) from err
@@ -97,7 +100,7 @@ def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str
 def _context(
     manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the values for the template, section by section. Empty sections are ``None``."""
+    """Return the values that the template needs. ``None`` for sections without results."""
     judgement, calibration = accuracy.get("judgement"), accuracy.get("calibration")
     precision = manifest["precision"]
     layers = precision.get("layers") or {}
@@ -153,7 +156,7 @@ def _context(
     }
 
 
-EXPERTS_NAMED = 12  # the most experts of a mixture that are listed by number
+EXPERTS_NAMED = 12  # at most this many experts of a mixture are listed by number
 
 
 def _reached(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,17 +197,21 @@ def _render(template: str, context: Mapping[str, Any]) -> str:
 
 
 def _shown(value: object) -> object:
-    """Return what the page shows for ``value``: a dash for ``None``, and text without unsafe
-    characters.
+    """Return the text that the page shows for ``value``.
+
+    ``None`` becomes a dash. Unsafe characters in text are replaced.
     """
     if value is None:
         return numbers.MISSING
-    # Markup, a subclass of str, stays unchanged.
+    # Markup is a subclass of str. It contains HTML and is not changed.
     return printable(value) if type(value) is str else value
 
 
 def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Convert nested data to pairs of a dotted key and the value as JSON, in the original order."""
+    """Convert nested data to a flat list, in the original order.
+
+    Each entry has a key such as "solver.name" and its value as JSON.
+    """
     rows: list[tuple[str, str]] = []
     for key, value in recipe.items():
         if isinstance(value, Mapping) and value:
@@ -215,26 +222,31 @@ def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
 
 
 def _block_and_role(layer: str) -> tuple[int | None, str]:
-    """Split the path of a layer: ``blocks.3.mlp.up`` gives (3, ``blocks.*.mlp.up``).
+    """Split the path of a layer into the number of its block and its role in the block.
 
-    The block is ``None`` for a layer outside the blocks.
+    ``blocks.3.mlp.up`` gives (3, ``blocks.*.mlp.up``). The number is ``None`` for a layer outside
+    the blocks.
     """
     match = re.fullmatch(r"(.*?\.)?(0|[1-9]\d{0,5})(\..+)?", layer, re.ASCII | re.DOTALL)
     return (int(match[2]), f"{match[1] or ''}*{match[3] or ''}") if match else (None, layer)
 
 
 def grouped(layers: Iterable[str]) -> list[tuple[str, int]]:
-    """Replace block numbers in paths by ``*``, and count the layers of each path."""
+    """Replace the block numbers in paths by ``*``, and count how often each result occurs."""
     return list(Counter(_block_and_role(layer)[1] for layer in layers).items())
 
 
 def layer_map(layers: Mapping[str, str]) -> dict[str, Any]:
-    """Arrange the formats of all layers in rows, one row per role, for the map of formats.
+    """Arrange the formats of all layers as a map: one row per role, one column per block.
 
-    ``formats`` lists the formats, each with its number of layers. ``blocks`` is the number of
-    blocks. Each of ``rows`` has one cell per block. A cell consists of the block and the index of
-    the format, which is ``None`` if the layer is not quantised. The row of a role outside the
-    blocks has a single cell. ``summary`` is the number of layers in each format, per row.
+    A role is, for example, ``blocks.*.mlp.up``. The result has three keys:
+
+    - ``formats``: each format with its number of layers.
+    - ``blocks``: the number of blocks.
+    - ``rows``: for each role, its ``cells`` and its ``summary``. A cell is a pair: the number of a
+      block, and the index of the layer's format in ``formats``. The index is ``None`` if the layer
+      is not quantised. A role outside the blocks has a single cell. ``summary`` has the number of
+      layers in each format.
     """
     formats = Counter(layers.values()).most_common()
     index = {name: i for i, (name, _) in enumerate(formats)}
@@ -254,7 +266,7 @@ def layer_map(layers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def clipped(text: str | None) -> str | None:
-    """Cut a text at ``SAMPLE_CHARACTERS``."""
+    """Cut off a text after ``SAMPLE_CHARACTERS`` characters."""
     return (
         text
         if text is None or len(text) <= SAMPLE_CHARACTERS
@@ -263,17 +275,18 @@ def clipped(text: str | None) -> str | None:
 
 
 def compared(ours: str | None, theirs: str | None) -> list[tuple[bool, str]] | None:
-    """Split ``ours`` into pieces, and mark each piece that ``theirs`` lacks with True.
+    """Split the text ``ours`` into pieces, and compare them with the text ``theirs``.
 
-    Returns ``None`` if ``ours`` is ``None``.
+    Returns pairs: True if ``theirs`` does not contain the piece, and the piece. Returns ``None`` if
+    ``ours`` is ``None``.
     """
     if ours is None:
         return None
     pieces, others = (
         re.findall(r"\s+|\w+|[^\w\s]", clipped(text) or "") for text in (ours, theirs or ours)
     )
-    # Keep difflib's heuristic for frequent words. Without it, comparing repetitive texts takes
-    # minutes.
+    # Do not pass autojunk=False. Without this heuristic of difflib, comparing texts with many
+    # repetitions takes minutes.
     matcher = difflib.SequenceMatcher(None, pieces, others)
     return [
         (tag != "equal", "".join(pieces[i:j])) for tag, i, j, _, _ in matcher.get_opcodes() if i < j

@@ -1,5 +1,6 @@
-"""The sides of a comparison: a bundle, a torch denoiser, or a torch denoiser read layer by layer.
+"""Gives every denoiser that is compared the same interface.
 
-A comparison has two sides, a reference and a candidate. All kinds of sides share the interfaces in
-``side``, so the code that compares does not need to know the kind.
+A comparison has two sides: a reference and a candidate. Each side is a bundle, a torch denoiser, or
+a torch denoiser that is read layer by layer. They all have the interfaces in ``side``. So the code
+that compares two sides works for every kind of side.
 """

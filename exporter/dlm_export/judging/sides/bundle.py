@@ -1,7 +1,7 @@
-"""A bundle in the native runtime, as one side of a comparison.
+"""Lets a bundle in the native runtime be one of the two denoisers of a comparison.
 
-Each pass has a single canvas, as on a device. With several canvases in a batch, the dynamic range
-of an activation would depend on the other canvases.
+Each pass computes a single canvas, as on a device. In a batch of several canvases, the range used to
+quantise an activation would depend on the other canvases.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dlm_runtime import Bundle, Generation, Policy
 
 
 class BundlePredictor:
-    """A bundle that runs the native loop."""
+    """A bundle that predicts tokens and generates text with the native runtime."""
 
     def __init__(self, bundle: Bundle, name: str) -> None:
-        """Wrap a bundle that was opened from a folder. Its manifest says how rows are shifted."""
+        """``bundle`` must have been opened from a folder, because its manifest is needed."""
         self.bundle, self.name = bundle, name
         self._spent: list[Generation] = []
         self.shift = int(bundle.manifest["loop"]["shift"])
@@ -58,9 +58,9 @@ class BundlePredictor:
         return scores(turn, logits, policy)
 
     def speed(self) -> dict[str, Any] | None:
-        """Return the speed of the loops that ran so far, and a description of the machine.
+        """Return how fast this bundle has generated text so far, and on which machine.
 
-        Returns ``None`` if no loop ran, or if a CPU simulated the number formats.
+        Returns ``None`` if it has generated no text, or if a CPU simulated its number formats.
         """
         seconds = sum(done.timings["total"] for done in self._spent)
         passes = sum(done.nfe for done in self._spent)
@@ -86,9 +86,10 @@ class BundlePredictor:
 
 
 def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
-    """Score the positions of a turn like ``proposers.scores``, but with numpy instead of torch.
+    """Compute the confidence of each position that a pass may commit.
 
-    Takes logits fp32 ``[M, V]`` and returns scores float64 ``[M]``.
+    Does the same as ``proposers.scores``, but with numpy instead of torch. Takes fp32 logits
+    ``[M, V]`` for M positions and a vocabulary of V tokens. Returns float64 confidences ``[M]``.
     """
     by = scored_by(turn, policy)
     if by == "random":

@@ -1,7 +1,8 @@
-"""A torch denoiser that is read layer by layer, as one side of a comparison.
+"""Lets a torch denoiser that does not fit into memory be one of the two denoisers of a comparison.
 
-It must know all canvases in advance. Memory holds one layer, the hidden states of the canvases, and
-the head as it is stored, however large the denoiser is.
+Its layers are read one at a time, and each layer processes all canvases. So all canvases must be
+known in advance. Memory holds one layer, the hidden states of all canvases, and the head in the type
+in which it is stored.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dlm_runtime import Policy
 
 
 class SweptPredictor:
-    """A torch ``Seer``. Each call of ``see`` runs all canvases through one layer after another."""
+    """A ``Seer`` in torch. Its method ``see`` runs all canvases through one layer after another."""
 
     def __init__(
         self,
@@ -36,10 +37,9 @@ class SweptPredictor:
         folder: Path | None = None,
         cache_dtype: str | None = None,
     ) -> None:
-        """Prepare a denoiser.
+        """``memory_bytes`` and ``folder`` say where hidden states are stored; see ``Carried``.
 
-        ``Carried`` explains ``memory_bytes`` and ``folder``, which say where states are stored.
-        ``Walked`` explains ``cache_dtype``.
+        ``cache_dtype`` is the type of the cache; see ``Walked``.
         """
         c = layered.network
         self.layered, self.name = layered, name
@@ -52,7 +52,7 @@ class SweptPredictor:
         self._walked: list[list[Tensor]] = []
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
-        """See ``Seer``. Raises MemoryLimitError."""
+        """Implements ``Seer.see``. Raises MemoryLimitError."""
         whole = {
             view_key(step.canvas, step.rows): (walk, number)
             for walk, steps in enumerate(walks)
@@ -75,22 +75,22 @@ class SweptPredictor:
             block = self.layered.block(i)
             carried.through(i, block)
             walked.through(i, block)
-            del block  # free it before the next block is read
+            del block  # free its memory before the next block is read
         self._walked = walked.features()
         found = carried.features([rows for _, rows in alone.values()])
         self._features = {key: self._walked[walk][number] for key, (walk, number) in whole.items()}
         self._features |= dict(zip(alone, found, strict=True))
 
     def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """See ``Scorer``. Only for views that were passed to ``see``."""
+        """Implements ``Scorer.logits``. The canvas and rows must have been passed to ``see``."""
         return self._logits(self._features[view_key(canvas, rows)])
 
     def walked(self, walk: int, step: int) -> np.ndarray:
-        """See ``Seer``."""
+        """Implements ``Seer.walked``."""
         return self._logits(self._walked[walk][step])
 
     def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
-        """See ``Scorer``."""
+        """Implements ``Scorer.scores``."""
         return proposers.scores(turn, torch.from_numpy(logits), policy)
 
     @torch.no_grad()
@@ -102,12 +102,12 @@ class SweptPredictor:
 def shown_source(
     source: Source, name: str, dtype: torch.dtype, workplace: Workplace | None
 ) -> SweptPredictor:
-    """Create a side that reads a source in torch layer by layer."""
+    """Prepare the denoiser of ``source`` to be read layer by layer in torch."""
     place = workplace or Workplace()
     layered = families.layered(source.parameters, source.network, dtype, place.device)
     return SweptPredictor(layered, name, memory_bytes=place.activation_bytes, folder=place.folder)
 
 
 def view_key(canvas: np.ndarray, rows: np.ndarray) -> tuple[bytes, bytes]:
-    """Return the key under which the results of a canvas and its rows are stored."""
+    """Return a dictionary key for a canvas and the rows to compute on it."""
     return np.asarray(canvas, np.int64).tobytes(), np.asarray(rows, np.int64).tobytes()

@@ -1,4 +1,4 @@
-"""Prepares the prompts of samples, the lengths to generate, and the decoding of generated text."""
+"""Prepares text generation for samples: the prompt, the length, and the decoding of the result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dlm_runtime.policy import Policy
 def prompt_of(sample: Sample, max_new_tokens: int, max_canvas_length: int) -> tuple[list[int], int]:
     """Return the prompt of a sample, and how many tokens to generate after it.
 
-    The prompt of plain text is its first half.
+    If the sample is plain text, the prompt is its first half.
     """
     start = sample.prompt_length or max(1, len(sample.tokens) // 2)
     return sample.tokens[:start].tolist(), min(max_new_tokens, max_canvas_length - start)
@@ -33,12 +33,12 @@ def asked_of(sample: Sample, number: int, max_new_tokens: int, limit: int) -> tu
 def new_tokens(
     samples: Sequence[Sample], policy: Policy, network: NetworkSpec, bundle: dlm_runtime.Bundle
 ) -> int:
-    """Return how many tokens to generate in a free run.
+    """Return how many tokens to generate after each prompt.
 
-    This is the length of the longest answer, rounded up to whole blocks, but never more than the
-    canvas has left after the longest prompt. If the bundle records a shorter length for answers, the
-    last block is shorter, because a denoiser with full attention may fail at lengths that it was not
-    trained with.
+    The result is the length of the longest answer, rounded up to whole blocks. Rounding stops at the
+    default length that the bundle records. Denoisers with full attention may fail at greater
+    lengths, because they were not trained with them. The result is always small enough for the
+    canvas with the longest prompt.
     """
     block_length = policy.block_length or 32
     starts = [sample.prompt_length or len(sample.tokens) // 2 for sample in samples]
@@ -50,9 +50,9 @@ def new_tokens(
 
 
 def decoder(bundle: dlm_runtime.Bundle) -> Callable[[list[int]], str | None]:
-    """Return a function that decodes generated ids, up to the first end token.
+    """Return a function that converts generated ids to text, up to the first end token.
 
-    The function returns ``None`` if the bundle has no tokenizer.
+    That function returns ``None`` if the bundle has no tokenizer.
     """
     tokenizer, stops = bundle.tokenizer, bundle.eos_token_ids
 

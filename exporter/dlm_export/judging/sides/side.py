@@ -1,4 +1,4 @@
-"""Defines the interfaces of the sides of a comparison, and checks that two sides are comparable."""
+"""Defines the interfaces of the two denoisers of a comparison, which are called its sides."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 
 class JudgeError(DlmError):
-    """The two denoisers cannot be compared, or the data does not allow to judge them."""
+    """Raised if two denoisers cannot be compared, or if the data is not suitable for judging."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 View: TypeAlias = tuple[np.ndarray, np.ndarray]
-"""A canvas ``[L]``, and the positions ``[P]`` to predict on it."""
+"""A canvas of L token ids ``[L]``, and the P positions ``[P]`` to predict on it."""
 
 
 class Side(Protocol):
-    """Properties that must be the same on both sides of a comparison."""
+    """One of the two denoisers of a comparison."""
 
     name: str
     shift: int
@@ -35,60 +35,64 @@ class Side(Protocol):
 
 
 class Scorer(Side, Protocol):
-    """A side that predicts tokens on a canvas."""
+    """A denoiser that predicts tokens on a given canvas."""
 
     def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Run one full pass over a canvas ``[L]``, and return raw logits fp32 ``[R, V]`` of
-        ``rows``.
+        """Make one full pass over a canvas of L token ids, and return the raw logits of ``rows``.
 
-        Row ``i`` predicts position ``i + shift``. Masked positions stay masked.
+        The result is fp32 ``[R, V]``, for R rows and a vocabulary of V tokens. Row ``i`` predicts
+        position ``i + shift``. The canvas is not changed.
         """
 
     def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
-        """Return scores float64 ``[M]`` of the positions that a loop may commit in one turn.
+        """Return the confidence of each position that a pass may commit, float64 ``[M]``.
 
-        The scores are computed as in this side's loop, from logits fp32 ``[M, V]``. A ``Turn``
-        describes one pass of a loop and the commits after it.
+        ``turn`` describes the pass and its M positions. ``logits`` are their logits, fp32
+        ``[M, V]``. The confidence is computed as in this denoiser's own decoding loop.
         """
 
 
 class Generator(Side, Protocol):
-    """A side that generates text."""
+    """A denoiser that generates text with its own decoding loop."""
 
     def generate(
         self, tokens: Sequence[int], max_new_tokens: int, policy: Policy
     ) -> tuple[list[int], int]:
-        """Generate, and return the finished canvas and the number of passes."""
+        """Generate tokens after a prompt. Return the finished canvas, and the number of passes."""
 
 
 class Predictor(Scorer, Generator, Protocol):
-    """A side that predicts tokens and runs its own loop."""
+    """A denoiser that can both predict tokens and generate text."""
 
     def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
-        """Generate, and return the canvas before each pass, and the finished canvas at the end."""
+        """Generate tokens after a prompt.
+
+        Returns the canvas before each pass, and then the finished canvas.
+        """
 
 
 @runtime_checkable
 class Seer(Scorer, Protocol):
-    """A side that runs no loop, and predicts only on canvases that it knows in advance."""
+    """A denoiser that cannot generate text, and must know the canvases to predict in advance."""
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
-        """Compute the results for these canvases, and for the passes of other sides' loops
-        (``walks``).
+        """Compute the predictions for all canvases that will be asked for later.
 
-        These results replace all earlier ones.
+        ``views`` are single canvases, each with the positions to predict. Each of ``walks`` has the
+        passes of another denoiser's run. The results of earlier calls are discarded.
         """
 
     def walked(self, walk: int, step: int) -> np.ndarray:
-        """Return raw logits fp32 ``[R, V]`` of one pass in the ``walks`` that ``see`` got.
+        """Return the raw logits of one pass in another denoiser's run, fp32 ``[R, V]``.
 
-        A walk is the list of passes of another side's loop. The logits are computed with keys and
-        values that this side cached in the earlier passes of the walk.
+        ``walk`` is the index of the run among the ``walks`` passed to ``see``, and ``step`` that of
+        the pass. This denoiser computes the pass with its own cache, which it filled in the earlier
+        passes of the same run.
         """
 
 
 def check_comparable(reference: Side, candidate: Side) -> None:
-    """Raises JudgeError unless both sides read the same canvases and predict the same tokens."""
+    """Raises JudgeError if two denoisers differ in vocabulary or in how they read a canvas."""
     for name in ("vocab_size", "mask_token_id", "eos_token_ids", "shift", "visible_block"):
         theirs, ours = getattr(reference, name), getattr(candidate, name)
         if theirs != ours:
@@ -99,26 +103,26 @@ def check_comparable(reference: Side, candidate: Side) -> None:
 
 
 def finite_logits(predictor: Scorer, canvas: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return logits fp32 ``[P, V]`` that predict ``positions`` ``[P]``; the mask token has -inf.
+    """Return the logits that predict P ``positions``, fp32 ``[P, V]``.
 
-    Raises JudgeError if the side computes NaN or infinity.
+    The logit of the mask token is -inf. Raises JudgeError if any other logit is NaN or infinite.
     """
     return finite(predictor, predictor.logits(canvas, rows_of(positions, predictor.shift)))
 
 
 def rows_of(positions: np.ndarray, shift: int) -> np.ndarray:
-    """Return the rows ``[P]`` that predict ``positions`` ``[P]``.
+    """Return the rows of a denoiser's output that predict P ``positions``, as int ``[P]``.
 
-    Position 0 of a shifted denoiser has no row of its own, so row 0 is used, as in the loop.
+    With ``shift`` 1, no row predicts position 0. Row 0 is used instead, as in the decoding loop.
     """
     rows: np.ndarray = np.maximum(positions - shift, 0)
     return rows
 
 
 def finite(predictor: Scorer, found: np.ndarray) -> np.ndarray:
-    """Copy logits ``[P, V]``, and give the mask token -inf.
+    """Copy logits ``[P, V]``, and set the logit of the mask token to -inf.
 
-    Raises JudgeError if other values are NaN or infinite.
+    Raises JudgeError if any other logit is NaN or infinite.
     """
     logits = np.array(found, np.float32)
     logits[:, predictor.mask_token_id] = 0

@@ -1,4 +1,4 @@
-"""A torch denoiser that runs the reference loop, as one side of a comparison.
+"""Lets a torch denoiser be one of the two denoisers of a comparison.
 
 This module is separate from ``bundle``, because ``bundle`` must work without torch.
 """
@@ -18,7 +18,7 @@ from dlm_runtime import Policy
 
 
 class TorchPredictor:
-    """A torch denoiser that runs the reference loop."""
+    """A torch denoiser that predicts tokens, and generates text with the reference loop."""
 
     def __init__(self, denoiser: Denoiser, name: str) -> None:
         c = denoiser.network
@@ -29,7 +29,7 @@ class TorchPredictor:
 
     @torch.no_grad()
     def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
-        """See ``Scorer``. The head computes only the requested rows, as in a graph."""
+        """Implements ``Scorer.logits``. The head computes only ``rows``, as in a graph."""
         ids = (
             torch.from_numpy(np.asarray(canvas, np.int64))
             .unsqueeze(0)

@@ -1,3 +1,1 @@
-"""Tuning: fits a preset's commit threshold to a bundle, and creates effort levels from the
-preset.
-"""
+"""Fits the decoding loop to a bundle: commit threshold, effort levels and default loop."""

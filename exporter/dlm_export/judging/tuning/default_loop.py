@@ -1,7 +1,8 @@
-"""Chooses the default loop of a bundle from the measurements of the effort levels.
+"""Chooses the default decoding loop of a bundle from the measurements of its effort levels.
 
-A loop is good enough if its quality is at least that of one token per pass, measured on the same
-samples. Of these loops, the default loop has the fewest passes.
+A loop is acceptable if its quality is at least that of the loop that commits one token per pass.
+Both are measured on the same samples. The acceptable loop with the fewest passes becomes the
+default.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ if TYPE_CHECKING:
     from dlm_export.judging.tuning.effort_levels import LevelPoint, Levels
 
 LEAST_SAVING = 0.1
-"""Smallest saving, as a share of passes, for which the preset's own loop is given up. With so few
-samples, a smaller saving might hide a loss of quality.
+"""The preset's own loop is replaced only if another loop saves at least this share of the passes.
+So few samples cannot show a small loss of quality, and a smaller saving might not be worth it.
 """
 
 
 def fastest(levels: Levels) -> LevelPoint | None:
-    """Return the loop with the fewest passes that is as good as one token per pass.
+    """Choose the loop with the fewest passes whose quality is at least that of one token per pass.
 
-    If the preset's own loop is good enough too, it is kept unless the faster loop saves at least
-    ``LEAST_SAVING`` of its passes. Returns None if there are too few samples, if one token per pass
-    gets nothing right, or if no faster loop is good enough.
+    If this is also true of the preset's own loop, that loop is chosen unless the other loop saves at
+    least ``LEAST_SAVING`` of its passes.
+
+    Returns ``None`` if there are too few samples, if the loop with one token per pass gives no right
+    answer, or if no faster loop has the required quality.
     """
     careful = levels.careful
     if levels.samples < FEWEST_SAMPLES or careful.quality == 0:
@@ -47,9 +50,9 @@ def fastest(levels: Levels) -> LevelPoint | None:
 
 
 def with_fitted(manifest: Mapping[str, Any], levels: Levels) -> dict[str, Any]:
-    """Return a manifest with the default loop that follows from ``levels``.
+    """Return a copy of the manifest with a new default loop, which ``fastest`` chooses.
 
-    If the manifest has a fitted default loop already, the new loop replaces it.
+    A default loop that was fitted earlier is replaced.
     """
     name, presets = published_of(manifest), published_presets(manifest)
     point = fastest(levels)

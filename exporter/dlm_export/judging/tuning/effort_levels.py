@@ -1,15 +1,18 @@
-"""Effort levels: variants of a preset's loop that save passes at the cost of quality.
+"""Measures variants of a preset, and chooses those that become the bundle's effort levels.
 
-A variant changes the threshold from which a token commits, or the number of passes per block. Some
-presets use a separate pass to store a finished block in the cache. Their variants may instead store
-the block in the pass that opens the next block (``store=open``). The text is then the same and
-takes fewer passes, although some passes compute two blocks.
+A variant changes the preset's commit threshold or its number of passes per block. Some presets use a
+separate pass to store a finished block in the cache. Their variants may instead store the block in
+the first pass of the next block (``store=open``). This gives the same text in fewer passes, although
+some passes then compute two blocks.
 
-Every variant generates from the same samples. The levels are chosen as follows:
+Every variant generates text for the same samples. The levels are chosen as follows:
 
 - ``high`` has the best quality of all variants, and stores blocks as the preset does.
-- ``medium`` and ``low`` have the fewest passes of all variants that lose at most ``LOSSES``.
-  ``low`` has at most half of the passes of ``high``, if there is such a variant.
+- ``medium`` has the fewest passes of all variants whose loss of quality is at most
+  ``LOSSES["medium"]``.
+- ``low`` is chosen in the same way, with ``LOSSES["low"]``. But if this variant has more than half
+  of the passes of ``high``, the best variant with at most half of these passes is chosen. If there
+  is no such variant, the first choice stays.
 - ``instant`` has the fewest passes of all variants.
 """
 
@@ -31,21 +34,23 @@ from dlm_export.judging.tuning.threshold import check_policy
 from dlm_runtime import Policy
 
 LEVELS = ("instant", "low", "medium", "high")
-"""In ascending order of passes."""
+"""The effort levels, in ascending order of passes."""
 LOSSES = {"medium": 0.02, "low": 0.1}
 """Largest loss of quality, as a share of the quality of ``high``."""
 THRESHOLDS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.99, 0.995)
-FEW_STEPS = (1, 2)  # passes per block, independent of scores
+FEW_STEPS = (1, 2)  # fixed numbers of passes per block to try
 CAREFUL: dict[str, Any] = {"commit": "static", "steps_per_block": 0}
-"""The loop with one token per pass. If samples have no answers, quality is the agreement
-with it.
+"""Changes to a preset that make it commit one token per pass. If samples have no answers, the text
+of this loop is compared with that of other loops.
 """
 
 
 @dataclass(frozen=True)
 class LevelPoint:
-    """One variant: the fields that it changes, its quality from 0 to 1, and its mean passes per
-    prompt.
+    """One measured variant.
+
+    ``changes`` has the fields that differ from the preset. ``quality`` is from 0 to 1. ``nfe`` is the
+    mean number of passes per prompt.
     """
 
     changes: dict[str, Any]
@@ -55,10 +60,13 @@ class LevelPoint:
 
 @dataclass(frozen=True)
 class Levels:
-    """The effort levels of a preset, and all measured variants, sorted by passes.
+    """The effort levels of a preset, and the measurements that they were chosen from.
 
-    ``quality`` says what was measured. ``task`` is the share of right answers. ``agreement`` is the
-    share of tokens equal to those with one token per pass. ``samples`` is the number of samples.
+    - ``quality``: how quality was measured. ``task`` means the share of right answers.
+      ``agreement`` means the share of tokens that are equal to those of ``careful``.
+    - ``samples``: the number of samples.
+    - ``curve``: all measured variants, sorted by their number of passes.
+    - ``levels``: maps the name of each level to its variant.
     """
 
     preset: str
@@ -69,18 +77,17 @@ class Levels:
 
     @property
     def careful(self) -> LevelPoint:
-        """The loop that commits one token per pass."""
+        """The variant that commits one token per pass."""
         return next(point for point in self.curve if point.changes == CAREFUL)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for the manifest."""
+        """Return values that JSON can hold, for the manifest."""
         return asdict(self)
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of the manifest with these levels and the default loop that follows from
-        them.
+        """Return a copy of the manifest with these levels, and a default loop chosen from them.
 
-        They replace earlier ones.
+        Earlier levels and an earlier fitted default loop are replaced.
         """
         own = Policy(**manifest["loop"]["presets"][self.preset])
         loops = {
@@ -91,13 +98,12 @@ class Levels:
 
 
 def variants(policy: Policy, shift: int) -> list[dict[str, Any]]:
-    """Return the variants to try, as changes of ``policy``.
+    """List the variants to measure, as changes to ``policy``.
 
-    The first variant is the policy without changes. The last variant commits one token per pass.
+    The first variant has no changes. The last one commits one token per pass.
 
-    ``store=open`` is not tried if the denoiser has ``shift`` 1. Such a denoiser predicts the first
-    position of a block in the same pass that stores the block before it, so it needs this pass as a
-    separate one.
+    ``store=open`` is not tried for denoisers with ``shift`` 1. They predict the first position of a
+    block in the pass that stores the previous block, so that pass must be separate.
     """
     opens = policy.cache == "block" and policy.store == "pass" and shift == 0
     saved: dict[str, Any] = {"store": "open"} if opens else {}
@@ -122,14 +128,15 @@ def fit_levels(
     preset: str,
     on_done: Callable[[], None] = lambda: None,
 ) -> Levels:
-    """Measure all ``variants`` on the samples, and choose the levels.
+    """Measure all ``variants`` on the samples, and choose the effort levels.
 
-    The best variant with ``store=open`` is also measured with the preset's way of storing blocks.
-    Quality is the share of right answers if every sample has an answer and ``decode`` returns text.
-    Otherwise it is the share of tokens equal to those of the same side with one token per pass.
+    The best variant with ``store=open`` is also measured without ``store=open``.
 
-    ``on_done`` is called ``level_units`` times. Raises JudgeError without samples, and RequestError
-    for a policy without a threshold.
+    If every sample has an answer and ``decode`` returns text, quality is the share of right answers.
+    Otherwise, it is the share of tokens that are equal to those of the loop with one token per pass.
+
+    ``on_done`` is called ``level_units`` times. Raises JudgeError if there are no samples, and
+    RequestError if the policy has no threshold.
     """
     check_policy(policy)
     if not samples:
@@ -178,10 +185,10 @@ def _quality(run: Run, careful: Run, sample: Sample, *, is_task: bool) -> float:
 
 
 def choose_levels(curve: Sequence[LevelPoint], own: LevelPoint) -> dict[str, LevelPoint]:
-    """Choose the variant of each level, by the rules in the docstring of this module.
+    """Choose the variant of each level. The docstring of this module has the rules.
 
-    ``own`` is the preset without changes. If several variants have the best quality, ``high`` is
-    one with at least as many passes as ``own``, if possible.
+    ``own`` is the preset without changes. If several variants have the best quality, ``high`` is one
+    that has at least as many passes as ``own``, if possible.
     """
     high = _best(curve, own)
     front = list(_front(curve, high))
@@ -203,9 +210,10 @@ def _best(points: Sequence[LevelPoint], own: LevelPoint) -> LevelPoint:
 
 
 def _front(points: Sequence[LevelPoint], high: LevelPoint) -> Iterator[LevelPoint]:
-    """Yield the variants that no other variant beats, with ascending passes and quality.
+    """Yield the variants that have a better quality than every variant with fewer passes.
 
-    ``high`` is the last. Variants of zero quality are left out.
+    They are ordered by their number of passes, and ``high`` is the last. Variants with quality 0 are
+    left out.
     """
     best = 0.0
     for point in sorted(points, key=lambda point: (point.nfe, -point.quality)):

@@ -1,4 +1,4 @@
-"""Fits effort levels of a finished bundle, and writes them into it."""
+"""Fits effort levels to a finished bundle, and adds them to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from dlm_runtime.manifest import MANIFEST_FILE
 
 @dataclass(frozen=True)
 class EffortOptions:
-    """The data to fit on, the largest number of samples to use, and how to open the bundle."""
+    """Options for fitting effort levels to a bundle.
+
+    ``samples`` is the largest number of samples to use. ``opening`` says how to open the bundle.
+    """
 
     data: CalibrationOptions = field(default_factory=CalibrationOptions)
     samples: int = 64
@@ -36,10 +39,9 @@ def fit_bundle(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Levels:
-    """Fit the effort levels of a bundle. Write them into its manifest, and its report if it has
-    one.
+    """Fit effort levels to a bundle, and write them to its manifest and its report.
 
-    The bundle does not change before the levels are known. Raises DlmError.
+    Nothing is written before all measurements are finished. Raises DlmError.
     """
     manifest = read_manifest(folder)
     has_report = REPORT_FILE in manifest["files"]
@@ -72,8 +74,9 @@ def fit_bundle(
             with replaced(folder / REPORT_FILE) as new:
                 write_report(new, made, recorded(folder), sizes, side.speed())
                 files = others | {REPORT_FILE: {"bytes": new.stat().st_size, "sha256": sha256(new)}}
-                # Two files are replaced, one after the other. If the process dies in between, the
-                # bundle can still be opened.
+                # The report and the manifest cannot be replaced in one step. So first write a
+                # manifest that does not list the report. If the process is killed before the second
+                # manifest is written, the bundle can still be opened.
                 write_manifest(folder, manifest, others)
         write_manifest(folder, made, files)
     return levels

@@ -1,4 +1,4 @@
-"""Fits the threshold and the effort levels of a bundle during its build, next to its source."""
+"""Fits the commit threshold and the effort levels of a bundle while it is built."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def fit_threshold(
     seed: int,
     on_done: Callable[[], None],
 ) -> Refit:
-    """Check whether the bundle needs another threshold than its source, by generating with both.
+    """Check whether the bundle needs another commit threshold than its source.
 
-    The samples must not be used for judging too. See ``refit_threshold``.
+    Both generate text for ``samples``, which must not be used for judging. See ``refit_threshold``.
     """
     policy = source.presets[preset].greedy()
     return refit_threshold(
@@ -48,9 +48,7 @@ def fit_effort(
     threshold: Refit,
     on_done: Callable[[], None],
 ) -> Levels:
-    """Fit the effort levels of a preset. ``threshold`` names the preset and its fitted
-    threshold.
-    """
+    """Fit the effort levels of the preset that ``threshold`` names, with its fitted threshold."""
     assert threshold.preset is not None
     fitted = {"threshold": threshold.refitted.threshold}
     policy = source.presets[threshold.preset].greedy().with_fields(fitted)

@@ -1,7 +1,9 @@
-"""Fits the commit threshold of a preset again, because quantisation shifts confidence.
+"""Fits the commit threshold of a preset to a quantised bundle.
 
-The reference generates at the preset's threshold, and the candidate at this and at others. The
-threshold changes only if paired bootstrap intervals over samples show that another one is better.
+Quantisation shifts confidences, so another threshold may be better. The source (the reference)
+generates text with the preset's threshold. The bundle (the candidate) generates text with several
+thresholds. The threshold changes only if paired bootstrap intervals over samples show that another
+threshold is better.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from dlm_runtime import Policy
 from dlm_runtime.errors import RequestError
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995)
-# A loss of quality up to this value still counts as reaching the reference's quality. A few dozen
-# samples cannot show smaller losses.
+# A candidate whose quality is lower than the reference's by at most this value counts as equally
+# good. A few dozen samples cannot show smaller losses.
 MARGIN = 0.05
 
 Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
@@ -32,7 +34,7 @@ Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
 
 @dataclass(frozen=True)
 class Point:
-    """The results of one threshold: quality from 0 to 1, and mean passes per prompt."""
+    """The results with one threshold: quality from 0 to 1, and mean number of passes per prompt."""
 
     threshold: float
     quality: float
@@ -43,19 +45,24 @@ class Point:
 class Refit:
     """The result of fitting the threshold: the chosen threshold, and the figures that support it.
 
-    ``quality`` says what was measured: ``task`` is the share of right answers, and ``agreement``
-    the share of tokens equal to those of the reference with one token per pass. ``difference`` is
-    the quality at the chosen threshold (``refitted``) minus that of the reference. ``interval`` is
-    its 95% interval, paired over ``samples``. ``reached`` is true if the interval excludes a loss
-    of more than ``MARGIN``. ``verdict`` says what happens to the preset's threshold:
+    - ``original``: the candidate with the preset's threshold.
+    - ``reference``: the reference with the preset's threshold.
+    - ``refitted``: the candidate with the chosen threshold.
+    - ``quality``: how quality was measured. ``task`` means the share of right answers.
+      ``agreement`` means the share of tokens that are equal to those of the reference with one
+      token per pass.
+    - ``difference``: the quality of ``refitted`` minus that of ``reference``.
+    - ``interval``: the 95% interval of ``difference``, paired over ``samples``.
+    - ``reached``: true if ``interval`` excludes a loss of more than ``MARGIN``.
+    - ``verdict``: the outcome for the preset's threshold. The values are:
 
     ========= ====================================================================================
-    kept      It stays; the samples do not show that another threshold is better.
-    raised    It loses quality; the chosen, higher threshold loses less.
-    lowered   It takes more passes than the reference; the chosen, lower threshold takes fewer,
-              and loses no quality.
-    lost      It loses quality, but stays, because no higher threshold is better.
-    untold    It was not tested: there is only one sample, or the reference gets nothing right.
+    kept      It stays. The samples do not show that another threshold is better.
+    raised    It loses quality. The chosen threshold is higher and loses less.
+    lowered   It takes more passes than the reference. The chosen threshold is lower, takes fewer
+              passes, and loses no quality.
+    lost      It loses quality but stays, because no higher threshold is better.
+    untold    It was not tested: there is only one sample, or the reference has quality 0.
     ========= ====================================================================================
     """
 
@@ -72,7 +79,7 @@ class Refit:
     interval: tuple[float, float]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for the manifest and accuracy.json."""
+        """Return values that JSON can hold, for the manifest and accuracy.json."""
         return asdict(self) | {"interval": list(self.interval)}
 
 
@@ -86,10 +93,11 @@ def check_policy(policy: Policy) -> None:
 
 
 def refit_steps(samples: int, policy: Policy, grid: Sequence[float] = THRESHOLDS) -> int:
-    """Return the largest number of generations that ``refit_threshold`` runs.
+    """Return how many texts ``refit_threshold`` generates at most.
 
-    On each sample, the reference and the candidate run at the policy's threshold, the reference
-    runs with one token per pass, and the candidate runs at each threshold that a bisection tries.
+    For each sample, the reference generates two texts: with the policy's threshold, and with one
+    token per pass. The candidate generates a text with the policy's threshold, and one with each
+    threshold that a bisection tries.
     """
     sides = [sum(t < policy.threshold for t in grid), sum(t > policy.threshold for t in grid)]
     return samples * (3 + math.ceil(math.log2(max(sides) + 1)))
@@ -97,8 +105,9 @@ def refit_steps(samples: int, policy: Policy, grid: Sequence[float] = THRESHOLDS
 
 @dataclass(frozen=True, eq=False)
 class _Trial:
-    """The results of one side at one threshold, per sample: quality float64 ``[N]`` and passes
-    ``[N]``.
+    """The results of one denoiser with one threshold, for each of N samples.
+
+    ``quality`` is float64 ``[N]``. ``nfe`` has the numbers of passes ``[N]``.
     """
 
     threshold: float
@@ -123,23 +132,24 @@ def refit_threshold(
     seed: int = 0,
     on_done: Callable[[], None] = lambda: None,
 ) -> Refit:
-    """Find the threshold for the candidate: the policy's own, or a better one in ``grid``.
+    """Choose the commit threshold for the candidate: the policy's own, or a better one in ``grid``.
 
-    Quality is the share of right answers if every sample has an answer and ``decode`` returns text.
-    Otherwise it is the share of tokens equal to those of the reference with one token per pass.
-    That loop is slow, so fewer samples are then used. Its passes are at most as many as judging
-    makes for masked positions.
+    If every sample has an answer and ``decode`` returns text, quality is the share of right answers.
+    Otherwise, it is the share of tokens that are equal to those of the reference with one token per
+    pass. The loop with one token per pass is slow, so fewer samples are then used. This loop makes
+    at most as many passes as judging makes for masked positions.
 
-    There are two reasons to change the threshold. If the candidate's quality is significantly worse
-    than the reference's, find the lowest threshold at which this is no longer so. Use it if it is
-    significantly better than the policy's threshold.
+    There are two reasons to change the threshold:
 
-    If the candidate needs significantly more passes than the reference, find the lowest threshold
-    that loses no quality and needs at least as many passes as the reference. A threshold with even
-    fewer passes is not used: its loss of quality may be too small to show on so few samples.
+    - The candidate's quality is significantly worse than the reference's. Then the lowest threshold
+      is found for which this is no longer true. The new threshold is chosen if it is significantly
+      better than the policy's threshold.
+    - The candidate needs significantly more passes than the reference. Then the lowest threshold is
+      found that loses no quality and needs at least as many passes as the reference. Lower
+      thresholds are not chosen, because so few samples might not show their loss of quality.
 
-    ``on_done`` is called once per generation: see ``refit_steps``. Raises JudgeError without
-    samples, and RequestError for a policy without a threshold.
+    ``on_done`` is called once per generated text; see ``refit_steps``. Raises JudgeError if there
+    are no samples, and RequestError if the policy has no threshold.
     """
     check_policy(policy)
     if not samples:
@@ -160,7 +170,8 @@ def refit_threshold(
             on_done()
         return found
 
-    # One token per pass without a cache gives the best result of this denoiser.
+    # This policy gives the best text that the reference can generate: it commits one token per pass
+    # and uses no cache.
     slowest = policy.with_fields({"commit": "static", "steps_per_block": 0, "cache": "none"})
     best = [] if is_task else run(reference, slowest)
 
@@ -231,9 +242,10 @@ def refit_threshold(
 
 
 def _lowest(thresholds: Sequence[float], holds: Callable[[float], bool]) -> float | None:
-    """Return the lowest threshold for which ``holds`` is true, or ``None``, by bisection.
+    """Find the lowest threshold for which ``holds`` returns true, by bisection.
 
-    The thresholds ascend, and ``holds`` must be monotonic.
+    ``thresholds`` must be in ascending order. If ``holds`` is true for a threshold, it must be true
+    for all higher ones. Returns ``None`` if it is true for none of them.
     """
     low, high = 0, len(thresholds)
     while low < high:
@@ -243,6 +255,6 @@ def _lowest(thresholds: Sequence[float], holds: Callable[[float], bool]) -> floa
 
 
 def _is_above(ours: np.ndarray, theirs: np.ndarray, seed: int) -> bool:
-    """True if ``ours`` ``[N]`` has significantly more passes than ``theirs`` ``[N]``."""
+    """True if ``ours`` has significantly more passes per sample than ``theirs``, both ``[N]``."""
     interval = metrics.ratio_interval(ours, theirs, seed)
     return interval is not None and interval[0] > 1
