@@ -1,9 +1,9 @@
-// Code that the fuzz targets share: checks that end the run, an input that is read byte by byte,
-// and a mutator for files of numbers.
+// Code that all fuzz targets use: checks that end the run, an input that is read byte by byte, and
+// a mutator for files that consist of numbers.
 //
-// A target is one source file with LLVMFuzzerTestOneInput. With clang, it is linked with libFuzzer.
-// With other compilers, replay.cc runs it on existing files. docs/guides/developing.md explains how
-// to run both.
+// A target is one source file that defines LLVMFuzzerTestOneInput. With clang, it is linked with
+// libFuzzer. With other compilers, replay.cc runs it on existing files. docs/guides/developing.md
+// explains how to run both.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ inline void claim(bool holds, const char* what, int line) {
 }
 #define CLAIM(condition) fuzz::claim((condition), #condition, __LINE__)
 
-// True for a message as users should see it: not empty, printable, and one line.
+// True for a message in the form that users should see: one line, not empty, and printable.
 inline bool is_sentence(std::string_view text) {
   if (text.empty()) return false;
   for (const char c : text)
@@ -37,13 +37,13 @@ inline bool is_sentence(std::string_view text) {
   return true;
 }
 
-// True for a status that some input may cause. DLM_INTERNAL is not one of them: it always is a
-// defect.
+// True for a status that an invalid input may cause. DLM_INTERNAL always means a defect, so the
+// result is false for it.
 inline bool is_refusal(dlm_status status) {
   return status > DLM_OK && status <= DLM_BUSY && status != DLM_INTERNAL;
 }
 
-// The input, which is read from start to end. After the end, it consists of zeros.
+// The bytes of the fuzz input, which are read from start to end. After the end, all bytes are zero.
 class Input {
  public:
   Input(const uint8_t* data, size_t size) : data_(data), left_(size) {}
@@ -72,8 +72,9 @@ class Input {
   size_t left_;
 };
 
-// Mutates a file of little-endian int32 numbers that starts at `first`. Most mutations change a
-// number in place, so that the sizes in the header stay right. Some are libFuzzer's own mutations.
+// Mutates a file of little-endian int32 numbers. The numbers start at offset `first`. Most
+// mutations change a number in place, so that the sizes in the header stay right. Some mutations
+// are those of libFuzzer.
 inline size_t mutate_numbers(uint8_t* data, size_t size, size_t max_size, size_t first,
                              unsigned seed) {
   static constexpr int32_t kEdges[] = {
@@ -98,7 +99,7 @@ inline size_t mutate_numbers(uint8_t* data, size_t size, size_t max_size, size_t
         break;
       case 2:
         std::memcpy(&value, data + first + 4 * draw(numbers), 4);
-        break;  // replaces it by another number of the file
+        break;  // replaces the number by another number of the file
       default:
         value ^= 1 << draw(32);
     }

@@ -1,9 +1,10 @@
-// Fuzz target that opens a bundle with any manifest. Either it fails with a message, or every query
-// of the bundle must work.
+// Fuzz target that opens a bundle whose manifest can be any text. Either opening fails with a
+// message, or every query of the bundle must work.
 //
-// The input is manifest.json, followed by a NUL and the content of each listed file. The contents
-// are cut or padded with zeros to the listed sizes. In the manifest, a run of 64 times "a" is
-// replaced by the SHA-256 of the first file, so that hash errors do not hide what comes after them.
+// The input is manifest.json, followed by a NUL and the contents of the listed files. Each content
+// is cut, or padded with zeros, to the listed size. In the manifest, 64 times the letter "a" stands
+// for the SHA-256 of the first file. Without this, hash errors would hide the code that runs after
+// the check.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -39,7 +40,7 @@ const std::filesystem::path& folder() {
   return made.path;
 }
 
-// True for names that the target may create.
+// True for file names that the target may create.
 bool is_plain(const std::string& name) {
   const auto is_word = [](char c) {
     return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '.' || c == '-' || c == '/';
@@ -49,7 +50,7 @@ bool is_plain(const std::string& name) {
          name != "manifest.json" && std::all_of(name.begin(), name.end(), is_word);
 }
 
-// The listed files whose sizes are small.
+// Returns the listed files that are small enough to create.
 std::vector<std::pair<std::string, size_t>> listed(const std::string& manifest) {
   std::vector<std::pair<std::string, size_t>> found;
   try {
@@ -76,7 +77,7 @@ void write(std::string manifest, std::string_view content) {
   for (const auto& [name, bytes] : listed(manifest)) {
     std::string own(content.substr(0, bytes));
     own.resize(bytes);
-    std::error_code ignored;  // a file may be where a folder is needed
+    std::error_code ignored;  // a file may exist where a folder is needed
     std::filesystem::create_directories((folder() / name).parent_path(), ignored);
     std::ofstream(folder() / name, std::ios::binary) << own;
     if (first.empty()) first = hash_of(own);
@@ -111,7 +112,8 @@ void ask(dlm_bundle* bundle) {
   CLAIM(status == DLM_OK ? text != nullptr
                          : fuzz::is_refusal(status) && fuzz::is_sentence(message));
   dlm_session* session = nullptr;
-  if (denoiser.max_canvas_length > 1 << 12) return;  // because a session could need much memory
+  // A session for a longer canvas could need much memory.
+  if (denoiser.max_canvas_length > 1 << 12) return;
   if (dlm_session_create(bundle, message, sizeof message, &session) != DLM_OK)
     CLAIM(fuzz::is_sentence(message));
   dlm_request request;
@@ -146,6 +148,7 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   write(std::string(whole.substr(0, end)), whole.substr(std::min(end + 1, whole.size())));
   open("none", 0);
   open("none", 1);
-  open("tensorrt", 1);  // not compiled in, so only its entries are checked
+  // The library is built without TensorRT, so only the manifest's entries are checked.
+  open("tensorrt", 1);
   return 0;
 }

@@ -1,9 +1,9 @@
-// Fuzz target that calls the C ABI in any order, with a denoiser that is a callback. Handles are
-// valid or NULL, policies and options have any values, buffers are short, and callbacks fail or
-// call the ABI.
+// Fuzz target that calls the C ABI in any order. The denoiser is a callback. Handles are valid or
+// NULL. Policies and options can have any values. Buffers are short. Callbacks fail or call the ABI
+// themselves.
 //
-// Each byte of the input makes a choice. The first bytes choose a denoiser, and then calls and
-// their arguments.
+// Each byte of the input makes a choice. The first bytes choose a denoiser. The other bytes choose
+// calls and their arguments.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -25,7 +25,7 @@ constexpr const char* kStrings[] = {
     "threshold", "dynamic", "factor", "entropy_bound", "timestep",      "sequential",
     ">",         "edit",    "prefix", "dual",          "block",         "block-dual",
     "none",      "reuse",   "draw",   "marginal",      "no such %s\x1b"};
-constexpr dlm_status kOwn = 77;  // status of a pass when the callback fails
+constexpr dlm_status kOwn = 77;  // status that the callback of a pass returns when it fails
 constexpr size_t kMostCalls = 48, kRoom = 80;
 constexpr const char* kStops[] = {"bc", "\xC3\xA9"};
 
@@ -50,7 +50,8 @@ class World {
   dlm_session* session() { return input_.byte() % 16 == 15 ? nullptr : session_; }
   bool is_rare() { return input_.byte() % 32 == 31; }
 
-  // Checks the status of a call. If a call of a session fails, the session must have a message.
+  // Checks the status of a call. If a call on a session has failed, the session must have an error
+  // message.
   dlm_status check(dlm_status status) {
     CLAIM(status == DLM_OK || fuzz::is_refusal(status) || status == kOwn);
     return status;
@@ -145,7 +146,7 @@ class World {
     return made;
   }
 
-  // Fills the array of given tokens. A few of them are outside the vocabulary.
+  // Fills the array of given tokens. A few of the tokens are outside the vocabulary.
   size_t fill() {
     const size_t count = input_.byte() % 20;
     tokens_.resize(count);
@@ -289,7 +290,8 @@ class World {
     jobs_.erase(std::find(jobs_.begin(), jobs_.end(), job));
   }
 
-  // Calls the session from a callback: allowed calls work, all others fail.
+  // Calls the session from a callback. Calls that are allowed there must work, and all others must
+  // fail.
   int32_t call_back() {
     const uint8_t what = input_.byte();
     if (what % 16 == 1) dlm_session_cancel(session_, 0);
@@ -319,7 +321,7 @@ class World {
   static dlm_status pass(void* user, const dlm_pass* pass) {
     World& world = *static_cast<World*>(user);
     const uint8_t what = world.input_.byte();
-    // Reads and writes all memory that the pass may use.
+    // Reads all memory that the pass may read, and writes all memory that it may write.
     for (int32_t layer = 0; layer < pass->layers; ++layer) {
       if (pass->cached > 0) world.seen_ += *static_cast<const uint8_t*>(pass->past_keys[layer]);
       if (pass->present_keys != nullptr) *static_cast<uint8_t*>(pass->present_keys[layer]) = what;

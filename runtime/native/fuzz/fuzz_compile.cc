@@ -1,9 +1,9 @@
-// Fuzz target that compiles a constraint for a vocabulary. It must end with an error message, or
-// with an automaton whose texts are of the requested kind. Time, memory and the size of the result
-// must stay within their limits.
+// Fuzz target that compiles a constraint for a vocabulary. Compiling must end with an error
+// message, or with an automaton whose texts are of the requested kind. The time, the memory and the
+// size of the automaton must stay within their limits.
 //
-// The input is six bytes that choose the options, and then parts that end with a NUL: the content,
-// the text before it, the text after it, and the tokens.
+// The input starts with six bytes that choose the options. Then there are several texts, each of
+// which ends with a NUL: the content, the text before it, the text after it, and the tokens.
 #include <time.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 #include "constraints/automaton.h"
 #include "fuzz.h"
 
-// GCC's sanitizers have these functions, but no header for them.
+// GCC's sanitizers have these functions, but GCC has no header that declares them.
 extern "C" {
 size_t __sanitizer_get_allocated_size(const volatile void* pointer);
 int __sanitizer_install_malloc_and_free_hooks(void (*allocated)(const volatile void*, size_t),
@@ -28,7 +28,8 @@ constexpr size_t kMostContent = 4096, kMostTokens = 64;
 constexpr double kSeconds = 0.25;
 constexpr size_t kMemory = 48 << 20;
 constexpr int64_t kStates = 2000, kEdges = 100'000;
-// Memory besides the limits: for the vocabulary, the JSON of the content, and the result.
+// Memory that the limits do not cover: for the vocabulary, for the JSON of the content, and for the
+// automaton.
 constexpr size_t kOtherMemory = 32 << 20;
 constexpr double kOtherSeconds = 0.25;
 
@@ -38,7 +39,8 @@ double processor_time() {
   return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
-// The bytes allocated now, and the most that were allocated at the same time.
+// The number of bytes that are allocated now, and the largest number of bytes that were allocated
+// at any time.
 std::atomic<int64_t> allocated{0}, most_allocated{0};
 
 void count_new(const volatile void* pointer, size_t) {
@@ -55,7 +57,7 @@ void count_freed(const volatile void* pointer) {
 // The vocabulary that the program passes.
 struct Tokens {
   std::vector<std::string> texts;
-  uint8_t kind;  // selects how first_token() behaves
+  uint8_t kind;  // selects what first_token() returns
 };
 
 int32_t first_token(void* user, const char* string, size_t size) {
@@ -71,7 +73,8 @@ int32_t first_token(void* user, const char* string, size_t size) {
   return best;
 }
 
-// One of the shortest texts of an automaton. Along it, distances fall by one, up to the end token.
+// Returns one of the shortest texts of an automaton. Each token of the text reduces the distance to
+// the end by one, up to the end token.
 std::string shortest_text(const dlm::Automaton& automaton, const Tokens& tokens) {
   std::string text;
   size_t state = 0;
@@ -136,7 +139,7 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string content = part().substr(0, kMostContent), before = part(), behind = part();
   Tokens tokens{{}, known};
   while (!input.is_empty() && tokens.texts.size() < kMostTokens) tokens.texts.push_back(part());
-  // The vocabulary has single-byte tokens for all bytes, for those of ASCII, or for none.
+  // The vocabulary has a single-byte token for every byte, for every ASCII byte, or for no byte.
   for (int byte = 1; byte < (bytes == 0 ? 256 : bytes == 1 ? 128 : 0); ++byte)
     tokens.texts.emplace_back(1, static_cast<char>(byte));
   std::vector<const char*> texts;
@@ -179,7 +182,7 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   CLAIM(memory <= static_cast<int64_t>(2 * kMemory + kOtherMemory));
   if (status != DLM_OK) return 0;
   const dlm_automaton_info& info = *dlm_automaton_describe(automaton);
-  // One more for the state after the end token.
+  // The limit plus one, because there is one more state after the end token.
   CLAIM(info.states <= kStates + 1 && info.edges <= kEdges);
   const std::string file = written(automaton);
   dlm_automaton_destroy(automaton);

@@ -1,5 +1,6 @@
-// Fuzz target that parses any text as JSON. Either it fails with a line number, or it returns a
-// tree. All accessors of the tree must return or throw, and its canonical form must be stable.
+// Fuzz target that parses any text as JSON. Either parsing fails with a line number, or it returns
+// a tree. All accessors of the tree must return or throw. Parsing and writing its canonical form
+// must not change that form.
 #include "base/error.h"
 #include "base/json.h"
 #include "base/utf8.h"
@@ -20,7 +21,7 @@ void walk(const dlm::json::Value& value) {
   CLAIM(value.line() >= 1 && !value.path().empty() && value.path().size() < 1000);
   CLAIM(dlm::is_utf8(value.key()));
   using Kind = dlm::json::Value::Kind;
-  switch (value.kind()) {  // not every accessor, because errors are slow
+  switch (value.kind()) {  // not every accessor is called, because errors are slow
     case Kind::null:
       ask([&] { value.refuse("it is refused"); });
       break;

@@ -1,5 +1,5 @@
-// Runs a fuzz target on files, and on all files in folders, without libFuzzer: `fuzz_json
-// CORPUS...`. Prints the number of files.
+// Runs a fuzz target without libFuzzer, on given files and on all files in given folders:
+// `fuzz_json CORPUS...`. Prints the number of files.
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
@@ -32,8 +32,8 @@ int main(int argc, char** argv) {
       std::fprintf(stderr, "%s: cannot be read\n", path.c_str());
       return 1;
     }
-    std::fprintf(stderr, "%s\n", path.c_str());  // so that the last line names the file that
-                                                 // crashes
+    // If a file crashes the target, the last printed line names this file.
+    std::fprintf(stderr, "%s\n", path.c_str());
     LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(data.data()), data.size());
   }
   std::printf("%zu inputs\n", paths.size());

@@ -1,33 +1,34 @@
 /* dlm_runtime.h: the C ABI of libdlm_runtime, the native runtime of dlm-export.
  *
- * The library opens a bundle (a folder that `dlm-export build` wrote) and fills canvases of mask
- * tokens with the bundle's denoiser:
+ * The library opens a bundle (a folder that `dlm-export build` wrote). It uses the bundle's
+ * denoiser to fill the mask tokens of a canvas:
  *
  *   dlm_bundle_open -> dlm_session_create -> dlm_session_generate -> read dlm_result
  *
  * A request (dlm_request) says what to fill and how. A session runs requests on the caller's
  * thread. A scheduler (dlm_scheduler) accepts requests from any thread, and one thread of the
- * program runs them. Both give the same results (dlm_result).
+ * program runs them. Both return the same results (dlm_result).
  *
  * Conventions
- * - A call that can fail returns dlm_status. It writes its result to the trailing out-pointer, or
- *   NULL or 0 on failure.
- * - The caller destroys each object that it creates. Destroying NULL does nothing. Pointers passed
- *   in are borrowed for the call, unless the comment says otherwise.
+ * - A call that can fail returns dlm_status. It writes its result to the last argument, which is a
+ *   pointer. If the call fails, it writes NULL or 0 there.
+ * - The caller destroys each object that it creates. Destroying NULL does nothing. The library uses
+ *   the caller's pointers only during the call, unless the comment says otherwise.
  * - Every struct that may grow starts with struct_size, and grows only at its end.
- *   Structs that the caller fills: call the _init function with sizeof(struct), then change the
- *       fields. The default of each field is in parentheses or marked "default". The library
- *       rejects a struct that is larger than the one it knows with INVALID_ARGUMENT, because it
- *       would ignore the last fields.
- *   Structs that the library fills: the library owns them and returns a pointer. struct_size is the
- *       number of bytes that may be read.
- * - A value outside its range is an error: INVALID_ARGUMENT. Ranges include both ends.
+ * - If the caller fills a struct, it first calls the _init function with sizeof(struct), and then
+ *   changes the fields. The default of each field is in parentheses or marked "default". If the
+ *   struct is larger than the library's, the call fails with INVALID_ARGUMENT, because the library
+ *   would ignore the last fields.
+ * - If the library fills a struct, it owns the struct and returns a pointer. struct_size is the
+ *   number of bytes that the caller may read.
+ * - A number outside its range is an error: INVALID_ARGUMENT. A range such as 1..8 includes both
+ *   ends.
  * - New versions may add values to enumerations such as DLM_FINISH_... and DLM_TEXT_.... The
  *   library rejects values that it does not know. Programs should accept values that they do not
  *   know.
- * - Threads: any number of threads may share a bundle. A session belongs to one thread at a time,
- *   except for dlm_session_cancel. Threads may share a scheduler. Each of its jobs belongs to one
- *   thread at a time, except for dlm_job_cancel. A bundle must outlive its sessions and schedulers.
+ * - Any number of threads may use a bundle or a scheduler at the same time. A session may be used
+ *   by one thread at a time, except for dlm_session_cancel. The same is true for a job, except for
+ *   dlm_job_cancel. A bundle must outlive its sessions and schedulers.
  * - The library prints nothing, keeps no global state, never calls exit, and throws no exception.
  * - Text is UTF-8. Text without a size ends with NUL. Token ids are int32. A canvas is an array of
  *   token ids.
@@ -44,21 +45,21 @@ extern "C" {
 
 #define DLM_API __attribute__((visibility("default")))
 
-/* Increases when a change breaks compiled programs. Adding a function, or adding a field at the end
- * of a struct with struct_size, does not increase the version. */
+/* This number increases when a change breaks compiled programs. It does not increase when a
+ * function is added, or when a field is added at the end of a struct with struct_size. */
 #define DLM_ABI_VERSION 1
 DLM_API uint32_t dlm_abi_version(void); /* DLM_ABI_VERSION of the loaded library */
-DLM_API const char* dlm_version(void);  /* such as "0.1.0"; static */
+DLM_API const char* dlm_version(void);  /* for example "0.1.0"; static */
 
 typedef int32_t dlm_status;
 enum {
   DLM_OK = 0,
   DLM_INVALID_ARGUMENT = 1, /* the request is invalid, for example an id outside the vocabulary */
-  DLM_NOT_FOUND = 2,        /* a bundle, one of its files, or a preset is missing */
+  DLM_NOT_FOUND = 2,        /* a bundle, one of its files, or a preset does not exist */
   DLM_BAD_BUNDLE = 3,       /* the bundle is damaged, or its version is unknown to this library */
   DLM_UNSUPPORTED = 4,      /* this library or this denoiser does not support a valid request */
   DLM_ENGINE_FAILED = 5, /* the inference engine reported an error, or its results are not finite */
-  DLM_OUT_OF_MEMORY = 6, /* of the host or the device */
+  DLM_OUT_OF_MEMORY = 6, /* the host or the device has no memory left */
   DLM_CANCELLED = 7,     /* a callback ended the request */
   DLM_INTERNAL = 8,      /* a defect of this library; please report it with the message */
   DLM_ENGINE_MISSING = 9, /* the engine's library is missing, too old, or cannot be loaded */
@@ -68,57 +69,60 @@ DLM_API const char* dlm_status_name(dlm_status status); /* static, never NULL */
 
 /* ---- Denoisers and passes -------------------------------------------------------------------- */
 
-/* The properties of a denoiser that the loop needs. In this header, letters stand for sizes. B is
- * the number of requests in a pass, T the number of tokens of each request, and S the number of
- * cached tokens. R is the number of scored rows, V the size of the vocabulary, and K the number of
- * candidates per row. */
+/* The properties of a denoiser that the decoding loop needs. In this header, letters stand for
+ * sizes. B is the number of requests in a pass, T the number of tokens of each request, and S the
+ * number of cached tokens. R is the number of scored rows, V the size of the vocabulary, and K the
+ * number of candidates per row. */
 typedef struct dlm_denoiser {
   size_t struct_size;
   int32_t vocab_size;        /* V, 3..16777216 */
   int32_t mask_token_id;     /* 0..V-1 */
   int32_t max_canvas_length; /* tokens, 1..16777216 */
   int32_t layers;            /* 1..1024 */
-  int32_t kv_heads;  /* key and value heads of every layer, 1..4096; 0 if layers differ (only for a
+  int32_t kv_heads;  /* number of key and value heads in every layer, 1..4096; 0 if layers differ
+                        (only for a bundle) */
+  int32_t head_size; /* size of a head in every layer, 1..4096; 0 if layers differ (only for a
                         bundle) */
-  int32_t head_size; /* head size of every layer, 1..4096; 0 if layers differ (only for a bundle) */
-  int32_t top_k;     /* K: candidates that a pass returns per row, 2..64, below V */
-  int32_t kv_element_bytes; /* bytes of a key or value: 4 for fp32, 2 for fp16 or bf16, 1 for int8
-                               (then each row has 2 more bytes) */
-  int32_t shift;     /* 1 if the row of position i predicts position i + 1; 0 if position i */
-  int32_t has_cache; /* 1 if a pass reads past and writes present keys and values; 0 if not */
+  int32_t top_k; /* K, the number of candidates that a pass returns per row, 2..64, less than V */
+  int32_t kv_element_bytes; /* bytes of a number in a key or value: 4 for fp32, 2 for fp16 or
+                               bf16, 1 for int8 (then each row has 2 more bytes) */
+  int32_t shift;            /* 1 if the row of position i predicts position i + 1; 0 if it predicts
+                               position i */
+  int32_t has_cache;        /* 1 if passes can read and write cached keys and values; 0 if not */
   const int32_t* eos_token_ids; /* [eos_count], the end tokens, 0..V-1, without the mask token */
   size_t eos_count;             /* 0..1024 */
-  int64_t visible_block;  /* 0..16777216. 0: attention is full, so every row sees all positions. n:
-                             attention is block-causal. Blocks of n positions are counted from
-                             position 0, and no row sees a later block */
-  int32_t max_new_tokens; /* for requests with DLM_DEFAULT_NEW_TOKENS, 1..16777216 (128) */
+  int64_t visible_block;  /* 0..16777216. 0: attention is full, so every row sees all positions.
+                             Another number n: attention is block-causal. Then blocks of n
+                             positions are counted from position 0, and no row sees a later block */
+  int32_t max_new_tokens; /* default for requests, see DLM_DEFAULT_NEW_TOKENS; 1..16777216 (128) */
 } dlm_denoiser;
 DLM_API void dlm_denoiser_init(dlm_denoiser* denoiser, size_t struct_size);
 
 /* One pass of the denoiser, over the same positions of B independent canvases. The engine reads the
- * const members and writes the others. Keys and values have the shape [B, kv_heads, rows,
- * head_size] in each layer and already contain the position encoding. rows is S for past and T for
- * present. */
+ * const members and writes the others. In each layer, the keys have the shape [B, kv_heads, rows,
+ * head_size], and already contain the position encoding. The values have the same shape. The number
+ * of rows is S for past keys and values, and T for present ones. */
 typedef struct dlm_pass {
   size_t struct_size;
-  int32_t batch;               /* B; above 1 only for guided requests and for batches */
+  int32_t batch;               /* B; above 1 only for requests with guidance and for batches */
   int32_t tokens;              /* T */
   int32_t cached;              /* S */
   int32_t rows;                /* R */
-  int32_t layers;              /* length of the four arrays of pointers */
+  int32_t layers;              /* length of each of the four arrays of pointers */
   const int64_t* input_ids;    /* [B, T] */
   const int64_t* position_ids; /* [B, T], positions in the canvas */
   const int64_t* score_rows;   /* [B, R], 0..T-1 */
   const void *const *past_keys, *const *past_values;
-  void *const *present_keys, *const *present_values; /* NULL to store no rows */
-  int32_t* top_tokens; /* [B, R, K], the most likely tokens, best first; equal ones in the order of
-                          their ids; never the mask token */
-  float* top_probs;    /* [B, R, K], their probabilities: softmax in fp32 without the mask token */
-  float* entropy; /* [B, R], sum of p ln(p + 1e-10), 0 or less, without the mask token; NULL if not
-                     needed */
-  float* logits; /* [B, R, V], raw logits, or NULL if not needed. Each is finite, or -infinity for a
-                    token that is ruled out. The mask token's logit is ignored. NaN or +infinity
-                    ends the request with ENGINE_FAILED */
+  void *const *present_keys, *const *present_values; /* NULL if the pass stores no rows */
+  int32_t* top_tokens; /* [B, R, K], the most likely tokens, best first. Equally likely tokens
+                          are in the order of their ids. The mask token is never among them */
+  float* top_probs;    /* [B, R, K], the probabilities of top_tokens: softmax in fp32 without the
+                          mask token */
+  float* entropy;      /* [B, R], the sum of p ln(p + 1e-10) without the mask token, 0 or less; NULL
+                          if not needed */
+  float* logits;       /* [B, R, V], raw logits; NULL if not needed. A logit is finite, or -infinity
+                          for a token that is ruled out. The mask token's logit is ignored. NaN or
+                          +infinity ends the request with ENGINE_FAILED */
 } dlm_pass;
 
 /* Runs one pass. If the status is not DLM_OK, the requests of the pass end with this status. */
@@ -127,70 +131,76 @@ typedef dlm_status (*dlm_pass_fn)(void* user, const dlm_pass* pass);
 /* ---- Policy ---------------------------------------------------------------------------------- */
 
 /* A policy decides which tokens are committed after each pass. A preset of the bundle sets all
- * fields, and callers may change some of them. Choices are strings, so that a policy has the same
- * values in C, in Python and in manifest.json. The library does not copy the strings: use literals
+ * fields, and callers may change some of them. Some fields are strings, so that a policy looks the
+ * same in C, in Python and in manifest.json. The library does not copy these strings. Use literals
  * or strings that the bundle owns. */
 typedef struct dlm_policy {
   size_t struct_size;
-  const char* select;  /* "argmax" (default): takes the most likely token | "sample": draws a token
-                          at `temperature` */
+  const char* select;  /* "argmax" (default): take the most likely token | "sample": draw a token
+                          at random, at `temperature` */
   const char* score;   /* "confidence" (default) | "margin" | "entropy" | "random" */
   const char* commit;  /* "static" (default) | "threshold" | "dynamic" | "factor" |
                           "entropy_bound" | "timestep" | "sequential" */
-  const char* compare; /* ">=" (default) | ">": how a score is compared with the threshold */
-  const char* remask;  /* "none" (default) | "edit": tokens of a finished block may still be
-                          replaced, see edit_threshold */
+  const char* compare; /* ">=" (default) | ">": the comparison of a score with the threshold */
+  const char* remask;  /* "none" (default) | "edit": passes may still replace tokens of a
+                          finished block, see edit_threshold */
   const char*
-      cache; /* "none" (default) | "prefix", "dual": for full attention | "block", "block-dual": for
-                block-causal attention. "block-dual" also has passes over only a sub-block */
-  const char* stop; /* "eos" (default): the blocks after a block with an end token are not filled |
-                       "none" */
-  int32_t block_length;    /* tokens, 0..16777216 (32). 0: the whole generation is one block. With
-                              block-causal attention, blocks are counted from position 0, 0 means
-                              visible_block, and other values must be multiples of visible_block */
-  int32_t steps_per_block; /* planned number of passes per block, 0..16777216; 0 (default): one per
-                              token */
-  int32_t refresh;  /* tokens, 0..16777216, for cache "prefix" and "dual". 0 (default): every block
-                       starts with a full pass. N: only the first block does. A later block starts
-                       with a pass over the positions of its other passes, and over N tokens and one
-                       block before it or more */
-  double threshold; /* for commit "threshold" and "dynamic", 0..1 (0.9) */
-  double factor;    /* for commit "factor", 0..1e9 (1) */
-  double entropy_bound; /* for commit "entropy_bound", nats, 0..1e9 (0.1) */
-  double timestep_eps;  /* for commit "timestep", 1e-9..1 (1e-3) */
-  double temperature; /* divides logits; for select "sample", above 0, up to 1e300. 0 (default) for
-                         "argmax" */
-  uint64_t seed; /* seed of score "random" and select "sample" (0). The same seed gives the same
-                    text with any engine, number of threads and batch, unless floating-point noise
-                    of the engine changes it */
-  const char*
-      store; /* for cache "block": how a finished block is stored. "pass" (default): by one more
-                pass over the block, which is exact | "open": this pass also runs the next block and
-                commits tokens in it; the canvas is the same | "reuse": the rows of the block's last
-                pass are kept, although some of its tokens were still masked in that pass */
-  int32_t sub_block_length; /* positions of a block that are decided before the next positions,
-                               0..16777216, for block-causal attention. Must divide block_length. 0
-                               (default): all positions together */
-  int32_t edit_passes;   /* for remask "edit": the largest number of passes over a finished block,
-                            0..16777216 (16). Editing ends earlier if a pass changes nothing */
-  double edit_threshold; /* for remask "edit", 0..1 (0.9): a token of a finished block is replaced
-                            if the probability of another token is above this */
-  double top_p;  /* for select "sample", 0..1 (1): draws from the smallest set of most likely tokens
-                    whose total probability is above this */
-  int32_t top_k; /* for select "sample", 0..16777216: draws from this many of the most likely
+      cache; /* "none" (default) | "prefix", "dual": for full attention | "block", "block-dual":
+                for block-causal attention. With "block-dual", some passes run only a sub-block */
+  const char* stop;        /* "eos" (default): after a block with an end token, later blocks are not
+                              filled | "none" */
+  int32_t block_length;    /* tokens, 0..16777216 (32). 0: the whole generation is one block.
+                              With block-causal attention, blocks are counted from position 0.
+                              Then 0 means visible_block, and other numbers must be multiples of
+                              visible_block */
+  int32_t steps_per_block; /* planned number of passes per block, 0..16777216; 0 (default): one
+                              pass per token */
+  int32_t refresh;         /* tokens, 0..16777216, for cache "prefix" and "dual". 0 (default):
+                              every block starts with a pass over the whole canvas. N: only the
+                              first block does. A later block starts with a pass over the block
+                              before it and over the positions of its other passes. This pass
+                              also covers at least N tokens before the block */
+  double threshold;        /* for commit "threshold" and "dynamic", 0..1 (0.9) */
+  double factor;           /* for commit "factor", 0..1e9 (1) */
+  double entropy_bound;    /* for commit "entropy_bound", nats, 0..1e9 (0.1) */
+  double timestep_eps;     /* for commit "timestep", 1e-9..1 (1e-3) */
+  double temperature; /* number by which logits are divided. For select "sample": above 0, up to
+                         1e300. For select "argmax": 0 (default) */
+  uint64_t seed; /* seed for score "random" and select "sample" (0). The same seed gives the same
+                    text with any engine, number of threads and batch, unless floating-point
+                    noise of the engine changes it */
+  const char* store; /* for cache "block": how a finished block is stored. "pass" (default): by one
+                        more pass over the block, which is exact | "open": this pass also runs the
+                        next block and commits tokens in it; the canvas is the same | "reuse": the
+                        rows of the block's last pass are stored, although some of its tokens were
+                        still masked in that pass */
+  int32_t sub_block_length; /* for block-causal attention: number of positions of a block that
+                               are decided before the next ones, 0..16777216. It must divide
+                               block_length. 0 (default): all positions of the block are decided
+                               together */
+  int32_t edit_passes;      /* for remask "edit": largest number of passes over a finished block,
+                               0..16777216 (16). Editing stops earlier if a pass changes nothing */
+  double edit_threshold;    /* for remask "edit", 0..1 (0.9). A token of a finished block is
+                               replaced if another token has a probability above edit_threshold */
+  double top_p;  /* for select "sample", 0..1 (1). A token is drawn from the smallest set of most
+                    likely tokens whose total probability is above top_p */
+  int32_t top_k; /* for select "sample", 0..16777216. A token is drawn from the top_k most likely
                     tokens; 0 (default): from all tokens */
-  const char* score_of; /* the distribution from which scores are computed. "prediction" (default):
-                           the denoiser's softmax | "draw", for select "sample": the distribution
-                           that tokens are drawn from, after temperature, top_p and top_k |
-                           "marginal": for a constrained request, the marginals over all texts that
-                           satisfy the constraint; for other requests as "prediction" */
-  double cfg_scale; /* w of classifier-free guidance, 0..1000. 0 (default): no guidance. Otherwise
-                       each pass also runs the canvas with all given tokens masked. If `with` are
-                       the logits with the given tokens and `without` those of the masked canvas,
-                       the logits become without + (w + 1)(with - without). UNSUPPORTED if the
-                       engine runs only one canvas per pass */
+  const char* score_of; /* the distribution from which scores are computed. "prediction"
+                           (default): the denoiser's softmax | "draw", for select "sample": the
+                           distribution from which tokens are drawn, after temperature, top_p and
+                           top_k | "marginal": for a request with a constraint, the distribution
+                           of each token over all texts that satisfy the constraint; for other
+                           requests the same as "prediction" */
+  double cfg_scale;     /* w, the scale of classifier-free guidance, 0..1000. 0 (default): no
+                           guidance. Otherwise each pass also runs a second canvas, in which mask
+                           tokens replace all given tokens. If `with` are the logits of the first
+                           canvas and `without` those of the second one, the guided logits are
+                           without + (w + 1)(with - without). UNSUPPORTED if the engine runs only
+                           one canvas per pass */
 } dlm_policy;
-/* Sets the policy of LLaDA: static commits by confidence, blocks of 32 tokens, no cache. */
+/* Sets *policy to the policy of LLaDA: static commits by confidence, blocks of 32 tokens, no cache.
+ */
 DLM_API void dlm_policy_init(dlm_policy* policy, size_t struct_size);
 
 /* Describes one field of dlm_policy, for tools and language bindings. */
@@ -199,20 +209,20 @@ typedef struct dlm_policy_field {
   const char* name;
   int32_t kind;               /* DLM_FIELD_... */
   size_t offset;              /* bytes from the start of dlm_policy */
-  const char* const* choices; /* for DLM_FIELD_CHOICE: the values, then NULL; the first is the
-                                 default. NULL for other kinds */
-  double initial;             /* for the other kinds: the default */
-  double lowest, highest;     /* for the other kinds: the range, both ends included */
+  const char* const* choices; /* for DLM_FIELD_CHOICE: the possible strings, then NULL; the first
+                                 is the default. NULL for other kinds */
+  double initial;             /* the default; not for DLM_FIELD_CHOICE */
+  double lowest, highest;     /* the range, which includes both numbers; not for DLM_FIELD_CHOICE */
 } dlm_policy_field;
 enum {
-  DLM_FIELD_CHOICE = 0, /* const char* */
+  DLM_FIELD_CHOICE = 0, /* the field is a const char* */
   DLM_FIELD_INT32 = 1,
   DLM_FIELD_DOUBLE = 2,
   DLM_FIELD_UINT64 = 3
 };
 
-/* Returns a field by its index, which counts from 0 in the order of dlm_policy without struct_size.
- * Returns NULL after the last field. The result is static. */
+/* Returns a field by its index. Fields are counted from 0, in the order of dlm_policy, without
+ * struct_size. Returns NULL after the last field. The result is static. */
 DLM_API const dlm_policy_field* dlm_policy_field_at(size_t index);
 
 /* ---- Bundle ---------------------------------------------------------------------------------- */
@@ -222,70 +232,73 @@ typedef struct dlm_bundle dlm_bundle;
 typedef struct dlm_open_options {
   size_t struct_size;
   const char* engine;         /* "auto" (default) | "onnxruntime" | "tensorrt" | "none". "auto"
-                                 is "tensorrt" if the bundle was built for GPUs, else
-                                 "onnxruntime". "none" opens and checks the bundle, but cannot run
-                                 passes */
+                                 means "tensorrt" if the bundle was built for GPUs, and otherwise
+                                 "onnxruntime". "none" opens and checks the bundle, but cannot
+                                 run passes */
   const char* engine_library; /* path of libonnxruntime, libnvinfer or libtensorrt_rtx. NULL
-                                 (default): the path in $DLM_ONNXRUNTIME or $DLM_TENSORRT, or if
-                                 that is not set, the system's library */
-  int32_t threads; /* for "onnxruntime", 0..4096; 0 (default): all cores. The library never starts
-                      more threads than the number of cores that the process may use */
-  int32_t check_hashes;   /* 1 (default): compares every file with the SHA-256 in the manifest. 0:
-                             compares only sizes. If a large file has not changed since it last
-                             matched, it is not hashed again, unless $DLM_HASH_FILES is "always"
-                             (default: "changed") or engine is "none" */
-  const char* provider;   /* for "onnxruntime": "cpu" (default) | "cuda" | "tensorrt" |
-                             "nv_tensorrt_rtx". With a GPU provider, "auto" means "onnxruntime" */
-  int32_t device;         /* number of the GPU for these providers, as CUDA counts from 0 (0) */
+                                 (default): the library at the path in $DLM_ONNXRUNTIME or
+                                 $DLM_TENSORRT is loaded. If this variable is not set, the
+                                 system's library is loaded */
+  int32_t threads;      /* for "onnxruntime", 0..4096; 0 (default): one per core. The library never
+                           starts more threads than the number of cores that the process may use */
+  int32_t check_hashes; /* 1 (default): compare the SHA-256 of every file with the manifest. 0:
+                           compare only the sizes of files. With 1, a large file is not hashed
+                           again if it has not changed since its hash was right. It is always
+                           hashed if $DLM_HASH_FILES is "always" (default: "changed"), or if
+                           engine is "none" */
+  const char* provider; /* for "onnxruntime": "cpu" (default) | "cuda" | "tensorrt" |
+                           "nv_tensorrt_rtx". With a GPU provider, engine "auto" means
+                           "onnxruntime" */
+  int32_t device;       /* number of the GPU for these providers; CUDA counts GPUs from 0 (0) */
   int32_t allow_fallback; /* 1: the CPU runs nodes that the provider cannot run, and
-                             dlm_bundle_info.engine lists them; 0 (default): such nodes cause
-                             UNSUPPORTED, and the message lists them */
+                             dlm_bundle_info.engine lists these nodes. 0 (default): opening fails
+                             with UNSUPPORTED, and the message lists these nodes */
 } dlm_open_options;
 DLM_API void dlm_open_options_init(dlm_open_options* options, size_t struct_size);
 
 /* Notes on engines
  *
- * "onnxruntime" on a CPU uses the kernels of this library where they are faster. It takes the first
- * set of "amx-int8", "avx512-vnni", "avx-vnni", "avx2" and "neon-dotprod" that the processor
- * supports. $DLM_KERNELS selects another set, or "none". To check for "amx-int8", the library asks
- * the system for permission to use AMX registers. Signal frames of threads that use these registers
- * are then 8 KiB larger.
+ * "onnxruntime" on a CPU uses the kernels of this library where they are faster. It chooses the
+ * first kernel set that the processor supports: "amx-int8", "avx512-vnni", "avx-vnni", "avx2" or
+ * "neon-dotprod". $DLM_KERNELS selects another set, or "none". To test for "amx-int8", the library
+ * asks the operating system for permission to use AMX registers. In threads that use these
+ * registers, signal frames are then 8 KiB larger.
  *
- * The official builds of ONNX Runtime store a device id and send telemetry unless
+ * The official builds of ONNX Runtime store a device id and send telemetry, unless
  * $ORT_DISABLE_TELEMETRY is 1 before they start. Opening a bundle with engine "onnxruntime" sets
  * the variable to 1 if it is not set. If other threads of the program may read the environment at
  * that time, set the variable before you start them.
  *
- * GPU providers need ONNX Runtime 1.24 or newer, built with the provider (onnxruntime-gpu), and the
- * driver ($DLM_CUDA_LIBRARY, by default libcuda.so.1). They run the bundle's graph for GPUs if it
- * has one. A session keeps its keys and values on the device.
+ * GPU providers need ONNX Runtime 1.24 or newer, built with the provider (onnxruntime-gpu). They
+ * also need the GPU driver ($DLM_CUDA_LIBRARY, by default libcuda.so.1). If the bundle has a graph
+ * for GPUs, they run that graph. A session stores its keys and values on the device.
  *
  * "tensorrt" needs a build of this library with TensorRT's headers. It runs on the first CUDA
  * device, which $CUDA_VISIBLE_DEVICES can select. The bundle must have an engine file for this
- * device and for exactly the loaded version of TensorRT. If no file fits, the message gives the
- * reason for each file.
+ * device and for exactly the loaded version of TensorRT. If no file fits, the error message gives
+ * the reason for each file.
  */
 
-/* A set of kernels. */
+/* One of the kernel sets of this library. */
 typedef struct dlm_kernel_set {
   const char* name;
   const char* refusal; /* why the set cannot run on this processor; NULL if it can */
 } dlm_kernel_set;
 
-/* Returns a kernel set of this architecture by its index, which counts from 0. The fastest set is
- * the first. Returns NULL after the last set. The result is static. */
+/* Returns a kernel set of this architecture by its index. The index counts from 0, and the fastest
+ * set comes first. Returns NULL after the last set. The result is static. */
 DLM_API const dlm_kernel_set* dlm_kernel_set_at(size_t index);
 
 /* Opens the bundle in the folder `path`, checks it, and loads its engine. options may be NULL. If
- * the call fails, it writes the reason to `message`, up to message_capacity bytes with the NUL.
- * message may be NULL. Every call with these two arguments uses them in this way. Errors:
- * NOT_FOUND, BAD_BUNDLE, UNSUPPORTED, ENGINE_MISSING, ENGINE_FAILED, OUT_OF_MEMORY. */
+ * the call fails, it writes the reason to `message`, which has room for message_capacity bytes,
+ * including the NUL. message may be NULL. All calls with these two arguments use them in this way.
+ * Errors: NOT_FOUND, BAD_BUNDLE, UNSUPPORTED, ENGINE_MISSING, ENGINE_FAILED, OUT_OF_MEMORY. */
 DLM_API dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, char* message,
                                    size_t message_capacity, dlm_bundle** bundle);
 
-/* Creates a bundle without files. The function `run` computes its passes. *denoiser is copied.
- * `user` must outlive the bundle. `run` is called by the threads that run sessions and schedulers,
- * possibly by several threads at the same time. */
+/* Creates a bundle without files, whose passes are run by the function `run`. *denoiser is copied.
+ * `user` must outlive the bundle. The threads that run sessions and schedulers call `run`, possibly
+ * at the same time. */
 DLM_API dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pass_fn run,
                                             void* user, char* message, size_t message_capacity,
                                             dlm_bundle** bundle);
@@ -295,16 +308,17 @@ DLM_API void dlm_bundle_destroy(dlm_bundle* bundle);
 typedef struct dlm_bundle_info {
   size_t struct_size;
   const dlm_denoiser* denoiser;
-  const char* manifest; /* the text of manifest.json; "" for a callback bundle */
-  const char* engine;   /* one line for people, such as "onnxruntime 1.31.1 (CPU)" */
+  const char* manifest; /* text of manifest.json; "" for a bundle of dlm_bundle_from_callback */
+  const char* engine;   /* one line for people, for example "onnxruntime 1.31.1 (CPU)" */
 } dlm_bundle_info;
-DLM_API const dlm_bundle_info* dlm_bundle_describe(const dlm_bundle* bundle); /* NULL for NULL */
+DLM_API const dlm_bundle_info* dlm_bundle_describe(const dlm_bundle* bundle); /* returns NULL if
+                                                                                 bundle is NULL */
 
 /* Sets *policy to a preset of the bundle. Call dlm_policy_init on *policy first. preset is a name,
- * or NULL for the bundle's default preset. effort is NULL, "instant", "low", "medium" or "high";
- * "instant" needs the fewest passes. An effort level selects a tuned form of the preset for which
- * the levels were fitted. NOT_FOUND, with the valid names, if a name is unknown. INVALID_ARGUMENT
- * if the levels were fitted for another preset. */
+ * or NULL for the bundle's default preset. effort is NULL, "instant", "low", "medium" or "high".
+ * "instant" needs the fewest passes. An effort level selects a tuned form of the preset. Levels are
+ * fitted for one preset only. INVALID_ARGUMENT if they were fitted for another preset. NOT_FOUND if
+ * a name is unknown; the message lists the valid names. */
 DLM_API dlm_status dlm_bundle_policy(const dlm_bundle* bundle, const char* preset,
                                      const char* effort, char* message, size_t message_capacity,
                                      dlm_policy* policy);
@@ -312,40 +326,42 @@ DLM_API dlm_status dlm_bundle_policy(const dlm_bundle* bundle, const char* prese
 /* ---- Text ------------------------------------------------------------------------------------ */
 
 /* A tokenizer and a chat template, compiled into one of the bundle's files. Token ids are the same
- * as those of the Hugging Face tokenizers library, and rendered chats the same as Jinja's. The
- * build compares them, and omits the file if they differ. Any number of threads may share a
- * dlm_text. Each text is passed with its size in bytes and may contain NUL. INVALID_ARGUMENT for
- * invalid UTF-8. */
+ * as those of the Hugging Face tokenizers library, and rendered chats are the same as those of
+ * Jinja. The build compares them, and writes no such file if they differ. Any number of threads may
+ * use a dlm_text at the same time. Each text is passed with its size in bytes, and may contain NUL.
+ * INVALID_ARGUMENT for invalid UTF-8. */
 typedef struct dlm_text dlm_text;
 
-/* Returns the bundle's dlm_text, which the bundle owns. The first call reads its file. UNSUPPORTED,
- * with the reason, if the bundle has no such file. */
+/* Returns the bundle's dlm_text, which the bundle owns. The first call reads the file. UNSUPPORTED
+ * if the bundle has no such file; the message gives the reason. */
 DLM_API dlm_status dlm_bundle_text(dlm_bundle* bundle, char* message, size_t message_capacity,
                                    const dlm_text** text);
 
-/* Reads a dlm_text from memory and copies the data. BAD_BUNDLE for damaged data. */
+/* Makes a dlm_text from the content of such a file. The data is copied. BAD_BUNDLE for damaged
+ * data. */
 DLM_API dlm_status dlm_text_read(const void* data, size_t size, char* message,
                                  size_t message_capacity, dlm_text** text);
-DLM_API void dlm_text_destroy(dlm_text* text); /* not for a result of dlm_bundle_text */
+DLM_API void dlm_text_destroy(dlm_text* text); /* must not be called for a result of
+                                                  dlm_bundle_text */
 
 /* Flags of dlm_text_encode and dlm_chat_encode. */
 enum {
-  DLM_ENCODE_PROMPT = 1, /* adds the tokens that the tokenizer puts around a prompt */
+  DLM_ENCODE_PROMPT = 1, /* add the tokens that the tokenizer puts around a prompt */
   DLM_ENCODE_SPECIAL = 2 /* the text of a special token, such as "<|eos|>", becomes this token;
                             without the flag, it is ordinary text */
 };
 
-/* Encodes a text. flags is a sum of DLM_ENCODE_ values. *count is set to the number of ids. If this
- * is more than capacity, only the first `capacity` ids are written, so a first call may pass
- * capacity 0 to get the count. INVALID_ARGUMENT if the text encodes to a special token although
- * DLM_ENCODE_SPECIAL is not set. */
+/* Encodes a text. flags is a sum of DLM_ENCODE_ values. *count is set to the number of ids. At most
+ * `capacity` ids are written. So a first call may pass capacity 0 to get the number of ids.
+ * INVALID_ARGUMENT if the text encodes to a special token, but flags does not include
+ * DLM_ENCODE_SPECIAL. */
 DLM_API dlm_status dlm_text_encode(const dlm_text* text, const char* string, size_t size,
                                    int32_t flags, char* message, size_t message_capacity,
                                    int32_t* tokens, size_t capacity, size_t* count);
 
-/* Decodes token ids and leaves out special tokens. Bytes that are not a complete character become
- * U+FFFD. *size is set to the number of bytes. The text does not end with NUL. At most `capacity`
- * bytes are written. */
+/* Decodes token ids. Special tokens are left out. Bytes that are not a complete character become
+ * U+FFFD. *size is set to the size of the text in bytes. At most `capacity` bytes are written,
+ * without a NUL at the end. */
 DLM_API dlm_status dlm_text_decode(const dlm_text* text, const int32_t* tokens, size_t count,
                                    char* message, size_t message_capacity, char* string,
                                    size_t capacity, size_t* size);
@@ -353,23 +369,24 @@ DLM_API dlm_status dlm_text_decode(const dlm_text* text, const int32_t* tokens, 
 /* A message of a chat. Messages are passed in arrays, so this struct cannot grow within an ABI
  * version. */
 typedef struct dlm_message {
-  const char* role; /* a role of the template: "system", "user", "assistant", "tool" */
+  const char* role; /* a role that the template knows: "system", "user", "assistant", "tool" */
   const char* content;
   size_t content_size; /* bytes */
 } dlm_message;
 
-/* Renders a chat as text, up to where the assistant's reply starts. size and capacity are as in
- * dlm_text_decode. UNSUPPORTED, with the number of the message and the reason, if the template does
- * more than insert the contents of messages between fixed texts. */
+/* Renders a chat as text. The text ends where the assistant's reply starts. size and capacity have
+ * the same meaning as in dlm_text_decode. UNSUPPORTED if the template does more than insert the
+ * contents of messages between fixed texts. The error message then gives the number of the chat
+ * message and the reason. */
 DLM_API dlm_status dlm_chat_render(const dlm_text* text, const dlm_message* messages,
                                    size_t message_count, char* message, size_t message_capacity,
                                    char* string, size_t capacity, size_t* size);
 
-/* Encodes a chat, up to where the assistant's reply starts. Special tokens that the template writes
- * become tokens. The text of a special token in the content of a message stays ordinary text,
- * unless flags is DLM_ENCODE_SPECIAL. Use this call instead of encoding the result of
- * dlm_chat_render, in which the two cannot be told apart. count and capacity are as in
- * dlm_text_encode. */
+/* Encodes a chat. The ids end where the assistant's reply starts. Special tokens that the template
+ * writes become tokens. In the content of a message, the text of a special token stays ordinary
+ * text, unless flags is DLM_ENCODE_SPECIAL. Do not encode the result of dlm_chat_render instead,
+ * because it does not show which special tokens come from the template. count and capacity have the
+ * same meaning as in dlm_text_encode. */
 DLM_API dlm_status dlm_chat_encode(const dlm_text* text, const dlm_message* messages,
                                    size_t message_count, int32_t flags, char* message,
                                    size_t message_capacity, int32_t* tokens, size_t capacity,
@@ -378,107 +395,117 @@ DLM_API dlm_status dlm_chat_encode(const dlm_text* text, const dlm_message* mess
 /* ---- Constraints ----------------------------------------------------------------------------- */
 
 /* A compiled constraint: an automaton over token ids that accepts the allowed texts. It is compiled
- * for one vocabulary. Any number of requests and threads may share an automaton. */
+ * for one vocabulary. Any number of requests and threads may use an automaton at the same time. */
 typedef struct dlm_automaton dlm_automaton;
 
-/* Kinds of dlm_constraint.content. A constraint always applies to the whole text. */
+/* The kinds of dlm_constraint.content. A constraint always applies to the whole text. */
 enum {
   DLM_CONSTRAINT_REGEX = 0,       /* a regular expression in the syntax of Rust's regex crate */
   DLM_CONSTRAINT_SCHEMA = 1,      /* a JSON Schema; the text is JSON that is valid by the schema */
   DLM_CONSTRAINT_ENUM = 2,        /* a JSON list of strings; the text is one of them */
   DLM_CONSTRAINT_JSON_OBJECT = 3, /* any JSON object; content is "" */
-  DLM_CONSTRAINT_TREE = 4,        /* a tree of JSON objects: texts, expressions, schemas, grammars,
-                                     JSON Lines, CSV and XML, in sequence or as alternatives. The C
-                                     guide, docs/guides/c-api.md, lists its members */
+  DLM_CONSTRAINT_TREE = 4,        /* a tree of JSON objects, which combines texts, regular
+                                     expressions, schemas, grammars, JSON Lines, CSV and XML.
+                                     docs/guides/c-api.md lists the members of these objects */
   DLM_CONSTRAINT_GRAMMAR = 5,     /* a context-free grammar in GBNF, the notation of llama.cpp */
   DLM_CONSTRAINT_COMPILED = 6, /* the data that dlm_automaton_write or dlm-export compile writes */
   DLM_CONSTRAINT_FILE = 7      /* the path of a file with such data */
 };
 
-/* Returns the first token of a text in the program's tokenizer, or -1 if it is not known. */
+/* Tokenizes a text with the program's tokenizer, and returns the first token. Returns -1 if the
+ * token is not known. */
 typedef int32_t (*dlm_first_token_fn)(void* user, const char* string, size_t size);
 
 /* The source of a constraint, with options and limits. Defaults are in parentheses. */
 typedef struct dlm_constraint {
   size_t struct_size;
   int32_t kind;        /* DLM_CONSTRAINT_... (DLM_CONSTRAINT_REGEX) */
-  const char* content; /* its form depends on kind; must be set (NULL) */
+  const char* content; /* the constraint itself; its form depends on kind; must be set (NULL) */
   size_t content_size; /* bytes (0) */
-  const char* before;  /* a fixed text before the generated text, which the constraint also covers;
-                          NULL: no such text (NULL) */
-  const char* behind;  /* a fixed text after the generated text, in the same way (NULL) */
+  const char* before;  /* fixed text before the generated text. The constraint applies to both
+                          texts together. NULL: there is no such text (NULL) */
+  const char* behind;  /* fixed text after the generated text; otherwise the same as `before`
+                          (NULL) */
 
   /* Options for JSON. */
   const char* item_separator; /* between items and between properties (",") */
   const char* key_separator;  /* between a property's name and its value (":") */
-  int32_t indent; /* spaces per level, 0..64, with each item on a line by itself; -1: no line breaks
-                     (-1) */
-  int32_t has_lines; /* 1: if the whole text is an array, each of its items is on a line by itself
-                        (0) */
-  int32_t max_depth; /* how often a recursive schema may contain itself, and how deeply containers
-                        may be nested where any value is allowed. For a grammar, how deeply
-                        recursive references may be nested. 0..64; -1 (default): 3, or less if the
-                        result would exceed the limits */
-  int32_t any_order; /* 1: the properties of an object may have any order if there are at most 6; 0
-                        (default): they have the schema's order */
-  int32_t more_properties; /* 1: the text may have properties that the schema allows but does not
-                              name; 0 (default): it may not */
+  int32_t indent;    /* spaces of indentation per level, 0..64; each item is on a line of its own.
+                        -1: no line breaks (-1) */
+  int32_t has_lines; /* 1: if the whole text is an array, each of its items is on a line of its
+                        own (0) */
+  int32_t max_depth; /* largest number of times that a recursive schema may contain itself. It is
+                        also the largest nesting depth of containers where any value is allowed.
+                        For a grammar, it is the largest nesting depth of recursive references.
+                        0..64; -1 (default): 3, or less if the automaton would exceed the limits */
+  int32_t any_order; /* 1: an object with at most 6 properties may have them in any order. 0
+                        (default): properties are in the order of the schema */
+  int32_t more_properties; /* 1: objects may have properties that the schema allows but does not
+                              name. 0 (default): they must not have such properties */
 
-  /* Limits. Compiling fails with INVALID_ARGUMENT if it reaches a limit. */
+  /* Limits. If compiling reaches a limit, it fails with INVALID_ARGUMENT. */
   double seconds;        /* processor time in seconds, 0 or more (30) */
-  uint64_t memory_bytes; /* bytes that compiling may use at the same time (192 MiB) */
-  int64_t states;        /* states of the automaton, 0 or more (131072) */
-  int64_t edges;         /* edges of the automaton, 0 or more (4194304) */
+  uint64_t memory_bytes; /* largest number of bytes that compiling uses at the same time (192
+                            MiB) */
+  int64_t states;        /* largest number of states of the automaton, 0 or more (131072) */
+  int64_t edges;         /* largest number of edges of the automaton, 0 or more (4194304) */
 
-  /* The vocabulary, for programs with their own tokenizer. */
-  const char* const*
-      tokens; /* [token_count], the bytes of each token. A NULL entry is a token that never occurs
-                 in a text. NULL instead of the array: the bundle's vocabulary (NULL) */
+  /* The vocabulary. Only programs that have their own tokenizer set it. */
+  const char* const* tokens; /* [token_count], the bytes of each token. An entry is NULL if its
+                                token never occurs in a text. If tokens itself is NULL, the bundle's
+                                vocabulary is used (NULL) */
   const size_t* token_sizes; /* [token_count], the size of each token in bytes (NULL) */
   size_t token_count;        /* (0) */
-  int32_t
-      vocab_size; /* size of the denoiser's vocabulary, 1..2^24; only read without a bundle (0) */
-  const int32_t* eos_token_ids;   /* [eos_count], end tokens; only read without a bundle (NULL) */
+  int32_t vocab_size; /* size of the denoiser's vocabulary, 1..2^24; used only if there is no bundle
+                         (0) */
+  const int32_t* eos_token_ids;   /* [eos_count], end tokens; used only if there is no bundle
+                                     (NULL) */
   size_t eos_count;               /* (0) */
-  dlm_first_token_fn first_token; /* NULL: the first token of a text is never known (NULL) */
+  dlm_first_token_fn first_token; /* may be NULL; then the first token of a text is never known
+                                     (NULL) */
   void* user;                     /* passed to first_token (NULL) */
 
-  const uint8_t* made_of; /* 32 bytes that are stored in the file; NULL: zeros (NULL) */
+  const uint8_t* made_of; /* 32 bytes that are stored in the file, to identify the constraint's
+                             source; NULL: zeros (NULL) */
 } dlm_constraint;
 DLM_API void dlm_constraint_init(dlm_constraint* constraint, size_t struct_size);
 
 /* Compiles a constraint for a bundle. bundle may be NULL if the constraint has the vocabulary, its
- * size and the end tokens. Any thread may call it. The first call for a bundle also builds an index
- * of its vocabulary, which takes about as long as reading the vocabulary. The same applies to the
- * first call with the tokens of a program. INVALID_ARGUMENT, with the place of the error, if the
- * content is invalid or not supported. UNSUPPORTED if the bundle has no text and `tokens` is NULL.
+ * size and the end tokens. Any thread may call this function. The first call for a bundle also
+ * builds an index of the bundle's vocabulary. This takes about as long as reading the vocabulary.
+ * The first call with a program's own tokens does the same for these tokens. INVALID_ARGUMENT if
+ * the content is invalid or not supported; the message gives the place. UNSUPPORTED if the bundle
+ * has no text and `tokens` is NULL.
  *
- * DLM_CONSTRAINT_COMPILED and DLM_CONSTRAINT_FILE are only read and checked. For them, bundle may
- * be NULL, and all fields except kind, content and content_size are ignored. BAD_BUNDLE for damaged
- * data, UNSUPPORTED for a file of another version, NOT_FOUND if the file does not exist. */
+ * DLM_CONSTRAINT_COMPILED and DLM_CONSTRAINT_FILE are only read and checked. For these kinds,
+ * bundle may be NULL, and only the fields kind, content and content_size are used. BAD_BUNDLE for
+ * damaged data. UNSUPPORTED for data of another version. NOT_FOUND if the file does not exist. */
 DLM_API dlm_status dlm_automaton_compile(dlm_bundle* bundle, const dlm_constraint* constraint,
                                          char* message, size_t message_capacity,
                                          dlm_automaton** automaton);
 
-/* Writes an automaton in the form that DLM_CONSTRAINT_COMPILED reads. *size is set to the number of
- * bytes. At most the first `capacity` bytes are written. */
+/* Writes an automaton in the form of DLM_CONSTRAINT_COMPILED. *size is set to the full size in
+ * bytes. At most `capacity` bytes are written to data. */
 DLM_API dlm_status dlm_automaton_write(const dlm_automaton* automaton, char* message,
                                        size_t message_capacity, void* data, size_t capacity,
                                        size_t* size);
-DLM_API void dlm_automaton_destroy(dlm_automaton* automaton); /* running requests keep it alive */
+DLM_API void dlm_automaton_destroy(dlm_automaton* automaton); /* requests that are running keep
+                                                                 the automaton alive */
 
 /* Properties of an automaton. Valid as long as the automaton exists. */
 typedef struct dlm_automaton_info {
   size_t struct_size;
-  int32_t shortest; /* number of tokens of the shortest text, 0 or more */
+  int32_t shortest; /* number of tokens in the shortest text, 0 or more */
   int32_t states;   /* number of states, 1 or more */
-  int32_t classes;  /* number of classes: sets of tokens that behave alike in every state */
-  int32_t groups;   /* number of groups: sets of classes that lead from one state to another */
-  int32_t edges; /* number of edges: pairs of states, each with the group that leads from the first
-                    to the second */
+  int32_t classes;  /* number of classes; a class is a set of tokens that behave in the same way
+                       in every state */
+  int32_t groups;   /* number of groups; a group is the set of classes that lead from one state
+                       to another */
+  int32_t edges;    /* number of edges; an edge is a pair of states, with the group that leads from
+                       the first to the second */
   const char*
-      warnings; /* one per line, for example about keywords of a schema that look misspelled; "" if
-                   there are no warnings or if the automaton was read from data */
+      warnings; /* one per line, for example about keywords of a schema that look misspelled. ""
+                   if there are no warnings, or if the automaton was not compiled but read */
 } dlm_automaton_info;
 DLM_API const dlm_automaton_info* dlm_automaton_describe(const dlm_automaton* automaton);
 
@@ -489,155 +516,164 @@ DLM_API const dlm_automaton_info* dlm_automaton_describe(const dlm_automaton* au
 typedef struct dlm_step {
   size_t struct_size;
   const int32_t* canvas; /* [length] */
-  const int32_t* guess;  /* [length], the token that each undecided position would get now; -1 for
-                            positions that are decided or that the pass did not score */
-  const float* score;    /* [length], the score of guess; 0 where guess is -1 */
-  const uint8_t* undecided; /* [length], 1 if the position is not decided; the canvas then has the
+  const int32_t* guess;  /* [length], the token that the last pass proposes for each undecided
+                            position; -1 for positions that are decided, or that the pass did not
+                            score */
+  const float* score;    /* [length], the score of each proposal in `guess`; 0 if the guess is -1 */
+  const uint8_t* undecided; /* [length], 1 if the position is undecided; then `canvas` has the
                                token that the denoiser sees there */
   int32_t length;
-  int32_t block_start, block_end; /* the block being filled: positions [start, end) */
-  int32_t nfe;                    /* passes so far */
-  int32_t committed;              /* positions that this step committed */
+  int32_t block_start, block_end; /* the block that is being filled: positions
+                                     block_start..block_end-1 */
+  int32_t nfe;                    /* number of passes so far */
+  int32_t committed;              /* number of positions that this step committed */
   int32_t done;     /* 1 if the request has ended and this is its last step; see dlm_result */
-  const char* text; /* for DLM_TEXT_STEPS: the text that this step adds, then NUL. It only has
-                       complete characters that will not change. Otherwise "" */
-  size_t text_size; /* bytes, without the NUL */
+  const char* text; /* for DLM_TEXT_STEPS: the text that this step adds, then NUL. It has only
+                       complete characters that will not change. For other requests: "" */
+  size_t text_size; /* size of `text` in bytes, without the NUL */
 } dlm_step;
 
-/* Called after each pass of a request, on the thread that runs the pass. It is called once more if
- * the request ends without another pass. A result other than 0 ends the request with DLM_CANCELLED.
- * Inside the callback of a session, calls on this session return INVALID_ARGUMENT, except
- * dlm_session_cancel. The callback of a scheduler must not wait for a job, and must not run or
- * destroy the scheduler. */
+/* This function is called after each pass of a request, on the thread that runs the pass. It is
+ * called once more if the request ends without another pass. If it returns a number other than 0,
+ * the request ends with DLM_CANCELLED. In a callback of a session, all calls on this session return
+ * INVALID_ARGUMENT, except dlm_session_cancel. A callback of a scheduler must not wait for a job,
+ * and must not run or destroy the scheduler. */
 typedef int32_t (*dlm_step_fn)(void* user, const dlm_step* step);
 
-/* Decodes token ids, for programs with their own tokenizer. The function writes at most `capacity`
- * bytes to string, and sets *size to the size of the whole text in bytes. If *size is more than
- * capacity, the library calls the function again with a larger capacity. If the status is not
- * DLM_OK, the request ends with this status. */
+/* Decodes token ids, for programs that have their own tokenizer. The function writes at most
+ * `capacity` bytes to string, and sets *size to the size of the whole text in bytes. If *size is
+ * more than capacity, the library calls the function again with a larger capacity. If the function
+ * returns a status other than DLM_OK, the request ends with this status. */
 typedef dlm_status (*dlm_decode_fn)(void* user, const int32_t* tokens, size_t count, char* string,
                                     size_t capacity, size_t* size);
 
 #define DLM_DEFAULT_NEW_TOKENS (-1)
 
-/* Values of dlm_request.text. */
+/* Values of dlm_request.text, which say what text the request makes. */
 enum {
-  DLM_TEXT_NONE = 0,   /* no text is made, unless there are stop strings */
-  DLM_TEXT_RESULT = 1, /* the result has the text */
-  DLM_TEXT_STEPS = 2   /* each step also has the text that it adds */
+  DLM_TEXT_NONE = 0,   /* no text, unless there are stop strings */
+  DLM_TEXT_RESULT = 1, /* the text of the result */
+  DLM_TEXT_STEPS = 2   /* the text of the result, and the text that each step adds */
 };
 
-/* A request says what to fill, and how. Defaults are 0 and NULL, except where stated. The library
- * copies the data that it needs. The constraint may be destroyed after the request has started.
- * `user` must live until the request has ended. */
+/* A request says what to fill and how. Defaults are 0 and NULL, except where stated. The library
+ * copies the data that it needs. The program may destroy the constraint after the request has
+ * started. `user` must remain valid until the request has ended. */
 typedef struct dlm_request {
   size_t struct_size;
 
-  /* The given tokens. Set at most one of token ids, a prompt and a chat. Mask tokens among the ids
-   * are filled too. A prompt or a chat needs the bundle's text (dlm_bundle_text). */
+  /* The tokens that the caller gives. Set only one of token ids, a prompt and a chat, or none of
+   * them. Mask tokens among the ids are filled too. A prompt or a chat needs the bundle's text
+   * (dlm_bundle_text). */
   const int32_t* tokens;
   size_t token_count;
   const char* prompt;
   size_t prompt_size; /* bytes */
   const dlm_message* messages;
   size_t message_count;
-  int32_t special_tokens; /* 1: in the prompt and in messages, the text of a special token becomes
-                             this token; 0 (default): it is ordinary text */
+  int32_t special_tokens; /* 1: in the prompt and in messages, the text of a special token
+                             becomes this token. 0 (default): it is ordinary text */
 
-  /* The generated tokens. */
-  int32_t max_new_tokens;   /* number of mask tokens to add and fill, 0 or more;
+  /* The tokens that the request generates. */
+  int32_t max_new_tokens;   /* number of mask tokens to add after the given tokens, 0 or more;
                                DLM_DEFAULT_NEW_TOKENS (default): the bundle's max_new_tokens */
-  const dlm_policy* policy; /* NULL (default): the bundle's default preset, or for a callback bundle
-                               the policy of dlm_policy_init */
-  int32_t steps; /* planned number of passes for the whole generation, split evenly over the blocks;
-                    0 (default): the plan of the policy */
+  const dlm_policy* policy; /* NULL (default): the bundle's default preset. A bundle of
+                               dlm_bundle_from_callback then uses the policy of dlm_policy_init */
+  int32_t steps; /* planned number of passes for the whole generation, divided evenly among the
+                    blocks. 0 (default): the policy's plan */
   const dlm_automaton*
-      constraint; /* NULL (default): any text. Otherwise the tokens from the first to the last
-                     undecided position form a text that the automaton accepts, followed by end
-                     tokens if there is room. This holds for every policy, and for every way in
-                     which the request may end */
+      constraint; /* NULL (default): any text is allowed. Otherwise the tokens from the first to
+                     the last undecided position are a text that the automaton accepts. End
+                     tokens follow the text if there is room. This is true for every policy, and
+                     for every way in which the request may end */
   int32_t constrained_tokens; /* number of given tokens before the first undecided position that
-                                 belong to the constrained text (0). These tokens must be the ones
-                                 into which the tokenizer would split that text */
+                                 belong to the constrained text (0). They must be the tokens into
+                                 which the tokenizer would split that text */
 
-  /* When to end before everything is decided. */
+  /* Limits that end the request before all positions are decided. */
   int32_t max_steps;  /* the largest number of passes, 0 or more; 0 (default): no limit */
-  double deadline_ms; /* milliseconds from the call that starts or submits the request, 0..1e12. A
-                         pass that is running at that time is completed. 0 (default): no deadline */
-  const char* const* stop_strings; /* [stop_count], not empty. The text ends before the first of
-                                      these strings that occurs completely in it */
+  double deadline_ms; /* milliseconds from the call that starts or submits the request, 0..1e12.
+                         The pass that runs at that time is completed. 0 (default): no deadline */
+  const char* const* stop_strings; /* [stop_count], not empty. The text ends before the stop
+                                      string that is complete first */
   size_t stop_count;
 
-  /* Outputs. */
-  int32_t text;       /* DLM_TEXT_... (DLM_TEXT_NONE) */
-  int32_t text_start; /* position where the text starts; -1 (default): after the given tokens, or 0
-                         if max_new_tokens is 0 */
-  dlm_decode_fn decode; /* NULL (default): the bundle's text */
+  /* What the request returns. */
+  int32_t text;         /* DLM_TEXT_... (DLM_TEXT_NONE) */
+  int32_t text_start;   /* canvas position where the text starts; -1 (default): after the given
+                           tokens, or 0 if max_new_tokens is 0 */
+  dlm_decode_fn decode; /* NULL (default): use the bundle's text */
   dlm_step_fn on_step;  /* may be NULL (default) */
   void* user;           /* passed to both callbacks */
 } dlm_request;
 DLM_API void dlm_request_init(dlm_request* request, size_t struct_size);
 
-/* Counts and times of one request. A pass that several requests share is counted for each of them.
- * Its seconds are divided among the requests, so the sum over all requests is the elapsed time. */
+/* Counts and times of one request. If several requests share a pass, the pass is counted for each
+ * of them. The time of the pass is divided among them, so the times of all requests add up to the
+ * elapsed time. */
 typedef struct dlm_stats {
   size_t struct_size;
-  int32_t nfe;            /* passes of the request: the sum of the next three */
-  int32_t prefill_passes; /* passes that fill or refresh a cache: passes over given tokens, and with
-                             cache "prefix" or "dual" the first pass of a block */
+  int32_t nfe; /* number of passes of the request: prefill_passes + denoise_passes + store_passes */
+  int32_t prefill_passes; /* passes that fill or refresh a cache. These are passes over given
+                             tokens and, with cache "prefix" or "dual", the first pass of each
+                             block */
   int32_t denoise_passes; /* passes that decide tokens */
   int32_t store_passes;   /* for cache "block": passes that store finished blocks */
-  double prefill_s;   /* seconds in the engine, in passes that fill or refresh a cache or store */
-  double passes_s;    /* seconds in the engine, in all other passes */
-  double selection_s; /* seconds for scoring, ranking and committing */
-  double cache_s;     /* seconds for moving keys and values between passes */
-  double total_s; /* seconds from start to end, without the time spent in the program's callbacks.
-                     It is more than the sum of the others by the time for the loop's bookkeeping */
-  uint64_t cache_bytes; /* the largest number of bytes of keys and values held for the request; 0
-                           without a cache */
+  double prefill_s;       /* seconds in the engine, for prefill_passes and store_passes */
+  double passes_s;        /* seconds in the engine, for denoise_passes */
+  double selection_s;     /* seconds for scoring, ranking and committing */
+  double cache_s;         /* seconds for moving keys and values between passes */
+  double total_s; /* seconds from start to end, without the time in the program's callbacks. This
+                     is more than the sum of the other times, because it includes the loop's
+                     bookkeeping */
+  uint64_t cache_bytes; /* largest number of bytes that the keys and values of the request used;
+                           0 without a cache */
 } dlm_stats;
 
 /* The reason why a request ended. */
 enum {
   DLM_FINISH_NONE = 0,      /* the request failed, see dlm_result.status */
-  DLM_FINISH_STOP = 1,      /* an end token, or a stop string */
-  DLM_FINISH_LENGTH = 2,    /* everything is decided, without an end token */
+  DLM_FINISH_STOP = 1,      /* an end token or a stop string ended the text */
+  DLM_FINISH_LENGTH = 2,    /* all positions are decided, and there is no end token */
   DLM_FINISH_STEPS = 3,     /* max_steps was reached */
   DLM_FINISH_DEADLINE = 4,  /* deadline_ms was reached */
-  DLM_FINISH_CANCELLED = 5, /* by dlm_session_cancel, dlm_job_cancel or dlm_scheduler_destroy */
-  DLM_FINISH_CONSTRAINT = 6 /* like LENGTH, and the text of the constraint is complete */
+  DLM_FINISH_CANCELLED = 5, /* dlm_session_cancel, dlm_job_cancel or dlm_scheduler_destroy
+                               cancelled the request */
+  DLM_FINISH_CONSTRAINT = 6 /* the same as LENGTH, and the text of the constraint is complete */
 };
 
-/* The result of a request. If the request ended before everything was decided, each undecided
- * position has the token that the last pass proposed for it. Without a proposal, it has the first
- * end token, or the mask token if the denoiser has no end token. If there is a constraint, its text
- * is completed first. The session or job owns the result. */
+/* The result of a request. If the request ended before all positions were decided, each undecided
+ * position has the token that the last pass proposed for it. If there is no proposal, the position
+ * has the first end token, or the mask token if the denoiser has no end token. If there is a
+ * constraint, its text is completed first. The session or job owns the result. */
 typedef struct dlm_result {
   size_t struct_size;
-  dlm_status status;   /* DLM_OK, or the error with which the request failed; then only message and
-                          stats are set */
-  const char* message; /* the reason; "" if it did not fail */
-  int32_t finish;      /* DLM_FINISH_... */
+  dlm_status status;         /* DLM_OK, or the error with which the request failed. After an error,
+                                only message and stats are set */
+  const char* message;       /* reason of the failure; "" if the request did not fail */
+  int32_t finish;            /* DLM_FINISH_... */
   int32_t prompt_tokens;     /* number of given tokens */
-  int32_t completion_tokens; /* number of generated tokens before the first end token or the stop
+  int32_t completion_tokens; /* number of generated tokens before the first end token or stop
                                 string */
   const int32_t* tokens;     /* [length], the canvas */
-  const float* log_probs; /* [length], ln p of each token at the time when it was committed, in the
-                             denoiser's softmax without the mask token. NaN at other positions. The
-                             value is finite: a probability that rounds to 0 gives -744.44, which is
-                             ln of the smallest positive double */
-  const uint8_t* undecided; /* [length], 1: the position was undecided when the request ended */
-  size_t length;            /* of the canvas, in tokens */
-  const char* text;         /* up to the first end token or stop string, then NUL; "" for
-                               DLM_TEXT_NONE */
-  size_t text_size;         /* bytes, without the NUL */
-  int32_t is_text_decided;  /* 1 if the text and the tokens that end it are decided */
-  double constraint_log_prob_loss; /* how much less likely the constraint made the text, in nats, 0
-                                      or more. It is a sum over the positions. For each position, ln
-                                      p of the committed token is subtracted from ln p of the
-                                      denoiser's best token, in the last pass that scored the
-                                      position. A position adds at most 745, and 0 if it was filled
-                                      without a pass. 0 without a constraint */
+  const float* log_probs;    /* [length], ln p of each token at the time when it was committed. p is
+                                the probability in the denoiser's softmax without the mask token.
+                                NaN at positions that were not committed. Other numbers are finite:
+                                if a probability rounds to 0, the number is -744.44, which is ln of
+                                the smallest positive double */
+  const uint8_t* undecided;  /* [length], 1 if the position was undecided when the request ended */
+  size_t length;             /* length of the canvas in tokens */
+  const char* text;          /* text up to the first end token or stop string, then NUL; "" for
+                                DLM_TEXT_NONE */
+  size_t text_size;          /* size of `text` in bytes, without the NUL */
+  int32_t is_text_decided;   /* 1 if all tokens of the text are decided, and also the tokens that
+                                end it */
+  double constraint_log_prob_loss; /* how much less likely the constraint made the text, in nats,
+                                      0 or more. It is a sum over the positions. A position adds
+                                      ln p of the denoiser's best token minus ln p of the
+                                      committed token, in the last pass that scored the position.
+                                      This is at most 745. A position that was filled without a
+                                      pass adds 0. Without a constraint, the sum is 0 */
   const dlm_stats* stats;
 } dlm_result;
 
@@ -645,78 +681,86 @@ typedef struct dlm_result {
 
 typedef struct dlm_session dlm_session;
 
-/* Creates a session. OUT_OF_MEMORY if the host or the device has no memory for it. */
+/* Creates a session. OUT_OF_MEMORY if the host or the device has not enough memory for it. */
 DLM_API dlm_status dlm_session_create(dlm_bundle* bundle, char* message, size_t message_capacity,
                                       dlm_session** session);
-DLM_API void dlm_session_destroy(dlm_session* session); /* must not be called from its callbacks */
+DLM_API void dlm_session_destroy(dlm_session* session); /* must not be called from a callback of
+                                                           the session */
 
-/* Returns the reason why the last call on the session failed, or "" if it succeeded. Valid until
- * the next call on the session. */
+/* Returns the reason why the last call on the session failed, or "" if that call succeeded. The
+ * text is valid until the next call on the session. */
 DLM_API const char* dlm_session_last_error(const dlm_session* session);
 
-/* Called before every pass of a session or scheduler, on the thread that runs the pass. For a
- * session, a result other than 0 ends the call with DLM_CANCELLED and drops its requests. A program
- * can thus react to a signal within one pass. The function may call dlm_session_cancel. */
+/* This function is called before every pass of a session or scheduler, on the thread that runs the
+ * pass. It lets a program react to a signal within one pass. For a session, a return value other
+ * than 0 ends the running call with DLM_CANCELLED, and drops the session's requests. The function
+ * may call dlm_session_cancel. */
 typedef int32_t (*dlm_before_pass_fn)(void* user);
 
-/* Sets the function that is called before every pass of the session, until the next call of this
- * function. NULL removes it. */
+/* Sets the function that is called before every pass of the session. It stays set until this
+ * function is called again. NULL removes it. */
 DLM_API dlm_status dlm_session_before_pass(dlm_session* session, dlm_before_pass_fn before_pass,
                                            void* user);
 
 /* Runs a request until it ends, and returns the status of its result. *result is valid until the
- * session starts another request. result may be NULL. If the request is invalid, *result is NULL.
+ * session starts another request. result may be NULL. If the request is invalid, *result is set to
+ * NULL.
  */
 DLM_API dlm_status dlm_session_generate(dlm_session* session, const dlm_request* request,
                                         const dlm_result** result);
 
 /* Runs several requests until they end, at most max_batch (1..4096) at a time. Each request has its
- * own options. Requests that share a pass read the weights only once.
+ * own options. If requests share a pass, the pass reads the denoiser's weights only once.
  *
- * On a CPU, all requests share passes. With other engines, requests share passes if their canvases
- * have the same length. If they use a cache, their mask tokens must also be in the same blocks, and
- * store must not be "reuse". At the end of each block, these requests wait for the slowest of them.
- * Each request gives the same result as when it runs alone, except for floating-point noise of the
- * engine.
+ * On a CPU, all requests share passes. With other engines, requests share passes only if their
+ * canvases have the same length. If these requests use a cache, their mask tokens must also be in
+ * the same blocks, and store must not be "reuse". At the end of each block, they wait for the
+ * slowest of them. Each request gives the same result as when it runs alone, except for
+ * floating-point noise of the engine.
  *
  * If a request is invalid, the call fails before any pass. If a request fails later, only this
- * request ends. The call returns the status of the first request that failed, and the message
- * contains its index, which counts from 0. dlm_session_result returns the results. UNSUPPORTED if
- * max_batch exceeds the limit of the engine: "tensorrt" runs one request at a time. */
+ * request ends. The call then returns the status of the first request that failed, and the message
+ * contains the index of this request, counted from 0. dlm_session_result returns the results.
+ * UNSUPPORTED if max_batch is more than the engine allows. "tensorrt" runs one request at a time.
+ */
 DLM_API dlm_status dlm_session_generate_batch(dlm_session* session,
                                               const dlm_request* const* requests,
                                               size_t request_count, int32_t max_batch);
 
-/* Like dlm_session_generate, but one pass at a time. Call start once, then step until step->done is
- * 1. Starting another request drops the running request. If step fails, the request has ended. */
+/* Run a request like dlm_session_generate, but one pass at a time. Call dlm_session_start once.
+ * Then call dlm_session_step until step->done is 1. Starting another request drops the running
+ * request. If dlm_session_step fails, the request has ended. */
 DLM_API dlm_status dlm_session_start(dlm_session* session, const dlm_request* request);
 DLM_API dlm_status dlm_session_step(dlm_session* session, const dlm_step** step);
 
 /* Returns the result of a request that has ended. number is the index of the request in
  * dlm_session_generate_batch, and 0 after other calls. The result is valid until the session starts
- * another request. INVALID_ARGUMENT if no such request has ended. Otherwise the status is DLM_OK,
- * even if the request failed. */
+ * another request. The call returns DLM_OK even if the request failed. INVALID_ARGUMENT if no such
+ * request has ended. */
 DLM_API dlm_status dlm_session_result(dlm_session* session, size_t number,
                                       const dlm_result** result);
 
-/* Ends a running request within one pass, with its canvas at that time and DLM_FINISH_CANCELLED.
- * number is as in dlm_session_result, or DLM_ALL_REQUESTS. Any thread may call this function, and
- * callbacks may call it. It does nothing if no such request is running. */
+/* Ends a running request within one pass. The result has the canvas at that time and
+ * DLM_FINISH_CANCELLED. number has the same meaning as in dlm_session_result, or is
+ * DLM_ALL_REQUESTS. Any thread and any callback may call this function. It does nothing if no such
+ * request is running. */
 #define DLM_ALL_REQUESTS SIZE_MAX
 DLM_API void dlm_session_cancel(dlm_session* session, size_t number);
 
-/* Runs one full pass over tokens [count], without filling mask tokens, and writes the raw logits
- * [row_count, V] of the given rows. Rows are 0..count-1 and are not shifted. row_count is 1..count.
- * capacity is the number of floats that fit into `logits`. A running request is dropped. */
+/* Runs one full pass over tokens [count], without filling mask tokens. Writes the raw logits
+ * [row_count, V] of the given rows. A row is a position, 0..count-1, and rows are not shifted.
+ * row_count is 1..count. capacity is the number of floats that fit into `logits`. A running request
+ * is dropped. */
 DLM_API dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_t count,
                                       const int32_t* rows, size_t row_count, float* logits,
                                       size_t capacity);
 
-/* Measures passes on arbitrary tokens and writes their times to seconds [repeats]. Each pass runs
- * `batch` requests (1..4096). Each request has `tokens` tokens and `cached` cached tokens, and
- * `rows` of its rows (1..tokens) are scored. If repeats is 0, only the arguments are checked. If
- * cached > 0, a full pass, which is not timed, fills the cache first. A running request is dropped.
- * INVALID_ARGUMENT or UNSUPPORTED if the denoiser or the engine does not support such a pass. */
+/* Measures passes over arbitrary tokens, and writes the seconds that each pass took to seconds
+ * [repeats]. Each pass runs `batch` requests (1..4096). Each request has `tokens` new tokens and
+ * `cached` cached tokens, and scores `rows` rows (1..tokens). If cached is above 0, a full pass
+ * fills the cache first. This pass is not measured. If repeats is 0, only the arguments are
+ * checked. A running request is dropped. INVALID_ARGUMENT or UNSUPPORTED if the denoiser or the
+ * engine does not support such a pass. */
 DLM_API dlm_status dlm_session_time_passes(dlm_session* session, int32_t batch, int32_t tokens,
                                            int32_t cached, int32_t rows, double* seconds,
                                            size_t repeats);
@@ -724,17 +768,17 @@ DLM_API dlm_status dlm_session_time_passes(dlm_session* session, int32_t batch, 
 /* ---- Scheduler: requests from any thread, passes on one -------------------------------------- */
 
 /* On a CPU ("onnxruntime"), all running requests share every pass. Between two passes, finished
- * requests leave and waiting requests join. With other engines, the requests take turns, one pass
+ * requests leave, and waiting requests start. With other engines, the requests take turns, one pass
  * each. Each request gives the same result as when it runs alone, except for floating-point noise
  * of the engine. Requests start in the order in which they were submitted. Each pass prefers the
  * requests that have waited longest. */
 typedef struct dlm_scheduler dlm_scheduler;
 typedef struct dlm_job dlm_job; /* a submitted request */
 
-/* The time of a pass in milliseconds, as a linear model: a fixed part, a part per token, a part per
- * scored row, and a part per pair of a token and a position that it sees. Each part is 0 or more.
- * `dlm-export bench --cost` measures the parts. This struct has no _init function, so set
- * struct_size yourself. */
+/* The time of a pass in milliseconds, as a linear model. It is the sum of a fixed time, a time per
+ * token, a time per scored row, and a time per pair of a token and a position that the token sees.
+ * Each of these times is 0 or more. `dlm-export bench --cost` measures them. This struct has no
+ * _init function, so set struct_size yourself. */
 typedef struct dlm_pass_cost {
   size_t struct_size; /* sizeof(dlm_pass_cost) */
   double pass_ms, token_ms, row_ms, pair_ms;
@@ -742,91 +786,97 @@ typedef struct dlm_pass_cost {
 
 typedef struct dlm_scheduler_options {
   size_t struct_size;
-  int32_t max_running; /* the largest number of requests that run at once, 1..4096 (16) */
-  int32_t max_waiting; /* the largest number of requests in the queue, 1..1048576 (1024); further
-                          requests get BUSY */
-  int32_t
-      max_tokens; /* the largest number of tokens in a shared pass, 1 or more (512). Requests that
-                     do not fit join the next pass. A request whose pass is larger runs alone */
-  uint64_t cache_bytes; /* limit on the bytes of keys and values of all running requests together. A
-                           request starts when those of its canvas fit. 0 (default): 1 GiB, or the
-                           bytes for the longest canvas if they are more */
-  double max_pass_ms; /* limit on the expected milliseconds of a pass over the current blocks of all
-                         running requests, 0 or more. A request starts only if the limit holds with
-                         this request, or if no other request is running. 0 (default): no limit */
-  const dlm_pass_cost* cost; /* for max_pass_ms and expected_s; NULL (default): unknown. If recent
-                                passes took longer than the cost predicts, max_pass_ms is compared
-                                with a prediction that is raised accordingly */
+  int32_t max_running;  /* largest number of requests that run at the same time, 1..4096 (16) */
+  int32_t max_waiting;  /* largest number of requests in the queue, 1..1048576 (1024); submitting
+                           more requests fails with BUSY */
+  int32_t max_tokens;   /* largest number of tokens in a pass that requests share, 1 or more
+                           (512). Requests that do not fit wait for the next pass. If the pass of
+                           one request is larger than this, the request runs alone */
+  uint64_t cache_bytes; /* largest number of bytes for the keys and values of all running
+                           requests together. A request starts when there is room for all keys
+                           and values of its canvas. 0 (default): 1 GiB, or more if the longest
+                           canvas needs more */
+  double max_pass_ms;   /* largest predicted time of a pass over the current blocks of all running
+                           requests, in milliseconds, 0 or more. A request starts only if the pass
+                           stays within this limit, or if no other request is running. 0 (default):
+                           no limit */
+  const dlm_pass_cost* cost; /* model that predicts times, for max_pass_ms and expected_s; NULL
+                                (default): none. If recent passes took longer than predicted,
+                                predictions are raised before they are compared with max_pass_ms */
 } dlm_scheduler_options;
 DLM_API void dlm_scheduler_options_init(dlm_scheduler_options* options, size_t struct_size);
 
-/* Creates a scheduler. options may be NULL. INVALID_ARGUMENT if max_pass_ms is set without a cost.
- * UNSUPPORTED if max_pass_ms is set although requests take turns. */
+/* Creates a scheduler. options may be NULL. INVALID_ARGUMENT if max_pass_ms is set but cost is not.
+ * UNSUPPORTED if max_pass_ms is set but the engine cannot share passes. */
 DLM_API dlm_status dlm_scheduler_create(dlm_bundle* bundle, const dlm_scheduler_options* options,
                                         char* message, size_t message_capacity,
                                         dlm_scheduler** scheduler);
 
-/* Cancels requests that have not ended and destroys the scheduler. The jobs stay valid. This
+/* Cancels all requests that have not ended, and destroys the scheduler. The jobs stay valid. This
  * function must not be called while dlm_scheduler_run is active. */
 DLM_API void dlm_scheduler_destroy(dlm_scheduler* scheduler);
 
-/* Submits a request. Any thread may call it. The caller destroys the job. The request's callbacks
- * are called by the thread in dlm_scheduler_run until the request has ended, even if the job is
- * destroyed before that. BUSY if the queue is full. INVALID_ARGUMENT if the request is invalid, or
- * if the keys and values of its canvas can never fit. If dlm_scheduler_run has failed, this call
- * returns the status of the failure until the scheduler is run again. */
+/* Submits a request. Any thread may call this function. The caller must destroy the job. The thread
+ * in dlm_scheduler_run calls the request's callbacks until the request has ended, even if the job
+ * is destroyed before that. BUSY if the queue is full. INVALID_ARGUMENT if the request is invalid,
+ * or if the keys and values of its canvas can never fit. If dlm_scheduler_run has failed, this call
+ * returns the same status until the scheduler is run again. */
 DLM_API dlm_status dlm_scheduler_submit(dlm_scheduler* scheduler, const dlm_request* request,
                                         char* message, size_t message_capacity, dlm_job** job);
 
-/* Runs passes on the calling thread until dlm_scheduler_stop is called or, if until_idle is 1,
- * until no request is left. before_pass may be NULL. If it returns anything but 0, this call ends
- * with DLM_CANCELLED. The requests are kept, and the next call continues them.
+/* Runs passes on the calling thread until dlm_scheduler_stop is called. If until_idle is 1, the
+ * call also returns when no request remains. before_pass may be NULL. If it returns a number other
+ * than 0, the call returns DLM_CANCELLED. The requests then remain, and the next call continues
+ * them.
  *
- * If a request fails, only this request ends. If running passes itself fails (no memory, or an
- * exception from before_pass), every request that has not ended gets the status and message of this
- * call, so that no thread waits forever. The scheduler can then be run again. INVALID_ARGUMENT if
- * another thread is in this call. */
+ * If a request fails, only this request ends. If running passes fails as a whole (out of memory, or
+ * an exception from before_pass), every request that has not ended gets the status and message of
+ * this call, so that no thread waits forever. The scheduler can then be run again. INVALID_ARGUMENT
+ * if another thread is in this call. */
 DLM_API dlm_status dlm_scheduler_run(dlm_scheduler* scheduler, int32_t until_idle,
                                      dlm_before_pass_fn before_pass, void* user, char* message,
                                      size_t message_capacity);
 
-/* Ends dlm_scheduler_run after the current pass. If dlm_scheduler_run is not active, its next call
- * returns at once. Any thread may call this function. */
+/* Makes dlm_scheduler_run return after the current pass. If no thread is in dlm_scheduler_run, the
+ * next call of dlm_scheduler_run returns at once. Any thread may call this function. */
 DLM_API void dlm_scheduler_stop(dlm_scheduler* scheduler);
 
 typedef struct dlm_scheduler_stats {
   size_t struct_size;
-  int32_t waiting, running;             /* numbers of requests now */
-  int64_t submitted, finished, refused; /* requests so far; refused ones got DLM_BUSY */
+  int32_t waiting, running; /* numbers of requests that wait and that run at this time */
+  int64_t submitted, finished, refused; /* numbers of requests so far; refused requests got
+                                           DLM_BUSY */
   int64_t passes;                       /* number of passes */
-  int64_t shares;       /* number of requests in each pass, summed over all passes */
+  int64_t shares;       /* sum, over all passes, of the number of requests in the pass */
   double busy_s;        /* seconds spent in passes and commits */
-  uint64_t cache_bytes; /* the largest number of bytes of keys and values held at the same time */
-  double passes_s;      /* seconds spent in passes alone */
-  double expected_s;    /* seconds that the cost predicts for these passes; 0 without a cost, or if
-                           requests take turns */
+  uint64_t cache_bytes; /* largest number of bytes of keys and values stored at the same time */
+  double passes_s;      /* seconds spent in passes, without commits */
+  double expected_s;    /* seconds that the cost model predicts for these passes; 0 without a
+                           cost model, or if the engine cannot share passes */
 } dlm_scheduler_stats;
 
-/* Copies the current statistics to *stats, which has struct_size bytes. Any thread may call it. */
+/* Copies the current statistics to *stats. struct_size is the size of *stats in bytes. Any thread
+ * may call this function. */
 DLM_API void dlm_scheduler_get_stats(const dlm_scheduler* scheduler, dlm_scheduler_stats* stats,
                                      size_t struct_size);
 
-/* Waits until the request has ended, but at most timeout_ms milliseconds. A timeout_ms below 0
- * means no limit. Returns 1 if the request has ended, otherwise 0. */
+/* Waits until the request has ended, or until timeout_ms milliseconds have passed. If timeout_ms is
+ * below 0, there is no time limit. Returns 1 if the request has ended, otherwise 0. */
 DLM_API int32_t dlm_job_wait(const dlm_job* job, double timeout_ms);
 
-/* Returns the result of a request that has ended, and its status. The result is valid until the job
- * is destroyed. If the request has not ended, the status is INVALID_ARGUMENT and *result is NULL.
+/* Returns the status of a request that has ended, and sets *result to its result. The result is
+ * valid until the job is destroyed. If the request has not ended, the status is INVALID_ARGUMENT,
+ * and *result is set to NULL.
  */
 DLM_API dlm_status dlm_job_result(const dlm_job* job, const dlm_result** result);
 
-/* Ends the request within one pass, with its canvas at that time and DLM_FINISH_CANCELLED. Any
- * thread may call this function, and callbacks may call it. */
+/* Ends the request within one pass. The result has the canvas at that time and
+ * DLM_FINISH_CANCELLED. Any thread and any callback may call this function. */
 DLM_API void dlm_job_cancel(dlm_job* job);
 
-/* Destroys the job. If its request has not ended, it is cancelled. The current pass may then still
- * call its callbacks. To be sure that no callback follows, call dlm_job_cancel and dlm_job_wait
- * first. A job may outlive its scheduler. */
+/* Destroys the job. A request that has not ended is cancelled. The current pass may then still call
+ * the request's callbacks. To be sure that no callback follows, call dlm_job_cancel and
+ * dlm_job_wait first. A job may outlive its scheduler. */
 DLM_API void dlm_job_destroy(dlm_job* job);
 
 #ifdef __cplusplus

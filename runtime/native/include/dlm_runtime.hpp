@@ -1,12 +1,12 @@
-// dlm_runtime.hpp: C++17 classes for the C ABI of dlm_runtime.h. This file is header-only and calls
+// dlm_runtime.hpp: C++17 classes for the C ABI of dlm_runtime.h. This file is header-only. It calls
 // only the C ABI.
 //
 // - Handles are classes that can be moved but not copied. A session, scheduler, job or text keeps
 //   its bundle open.
 // - A call that fails throws dlm_runtime::Error, with the status and the message.
-// - Callbacks are std::function. If a callback throws an exception, its request ends. The C++ call
-//   that ran the callback rethrows the exception, so no exception passes through C code.
-// - dlm_runtime.h documents each call and its rules for threads. Text is UTF-8.
+// - Callbacks are std::function. If a callback throws an exception, its request ends, and the C++
+//   call that ran the callback throws the exception again. So no exception passes through C code.
+// - dlm_runtime.h documents each call, and says which threads may make it. Text is UTF-8.
 // - The namespace is not `dlm`, because the library uses that name and may be linked statically.
 #ifndef DLM_RUNTIME_HPP
 #define DLM_RUNTIME_HPP
@@ -39,8 +39,8 @@ class Error : public std::runtime_error {
   dlm_status status_;
 };
 
-// The structs of C, whose constructors set the defaults. They do not copy strings: use literals or
-// strings that the bundle owns.
+// The structs of the C ABI, with constructors that set the defaults. They do not copy strings. Use
+// literals or strings that the bundle owns.
 struct Policy : dlm_policy {
   Policy() { dlm_policy_init(this, sizeof(dlm_policy)); }
 };
@@ -51,7 +51,8 @@ struct SchedulerOptions : dlm_scheduler_options {
   SchedulerOptions() { dlm_scheduler_options_init(this, sizeof(dlm_scheduler_options)); }
 };
 
-// If a callback returns false, its request ends, and the call throws Error with DLM_CANCELLED.
+// If a callback returns false, its request ends, and the call throws Error with the status
+// DLM_CANCELLED.
 using StepFn = std::function<bool(const dlm_step& step)>;
 using TextFn = std::function<bool(std::string_view piece)>;
 using BeforePassFn = std::function<bool()>;
@@ -63,23 +64,23 @@ struct Message {
   std::string role, content;
 };
 
-// A dlm_request. Set one of tokens, prompt and chat.
+// A dlm_request. Set only one of tokens, prompt and chat.
 struct Request {
   std::vector<std::int32_t> tokens;
   std::optional<std::string> prompt;
   std::vector<Message> chat;
   bool special_tokens = false;
   std::optional<Policy> policy;                          // empty: the bundle's default preset
-  std::int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;  // the bundle's number
+  std::int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;  // the bundle's default
   std::int32_t steps = 0;
   const Automaton* constraint = nullptr;
   std::int32_t constrained_tokens = 0;
   std::int32_t max_steps = 0;
   double deadline_ms = 0;
   std::vector<std::string> stop_strings;
-  bool text = false;  // true: Result has the text. This is implied by a prompt, a chat or on_text
+  bool text = false;  // true: Result has the text; a prompt, a chat or on_text implies this
   StepFn on_step;
-  TextFn on_text;  // gets the text that each step adds
+  TextFn on_text;  // called with the text that each step adds
 };
 
 // A copy of dlm_result.
@@ -105,7 +106,7 @@ struct Destroyer {
 template <class Handle, void (*destroy)(Handle*)>
 using Owned = std::unique_ptr<Handle, Destroyer<Handle, destroy>>;
 
-// Calls a C function that takes a message buffer. If it fails, throws its error.
+// Calls a C function that has a message buffer. If the function fails, throws its error.
 template <class Call>
 void check(Call call) {
   char message[1024];
@@ -113,7 +114,7 @@ void check(Call call) {
   if (status != DLM_OK) throw Error(status, message);
 }
 
-// Like `check`, for a function that creates a handle.
+// Does the same as `check`, for a function that creates a handle.
 template <class Handle, class Call>
 Handle* made(Call call) {
   Handle* out = nullptr;
@@ -121,8 +122,8 @@ Handle* made(Call call) {
   return out;
 }
 
-// Keeps an exception that a callback threw while C code runs, and rethrows it when the C call
-// returns.
+// Holds an exception that a callback threw while C code runs. Rethrows the exception when the C
+// call has returned.
 class Thrown {
  public:
   template <class Function>
@@ -154,8 +155,8 @@ inline std::vector<dlm_message> messages_of(const std::vector<Message>& chat) {
   return out;
 }
 
-// A request with the memory to which its pointers and callbacks refer. It must exist until the
-// request has ended.
+// A request, together with the memory to which its pointers and callbacks refer. This object must
+// exist until the request has ended.
 class Prepared {
  public:
   explicit Prepared(Request request);
@@ -193,7 +194,7 @@ inline Result result_of(const dlm_result& from) {
 
 }  // namespace detail
 
-// A compiled constraint on the text of requests.
+// A compiled constraint. It restricts the text of requests.
 class Automaton {
  public:
   // Opens a file that `dlm-export compile` wrote, or reads the content of such a file.
@@ -201,8 +202,8 @@ class Automaton {
       : Automaton(nullptr, DLM_CONSTRAINT_FILE, path.data(), path.size()) {}
   Automaton(const void* data, std::size_t bytes)
       : Automaton(nullptr, DLM_CONSTRAINT_COMPILED, static_cast<const char*>(data), bytes) {}
-  // Compiles a constraint for a bundle's vocabulary. kind is one of DLM_CONSTRAINT_..., and content
-  // has the form that this kind needs.
+  // Compiles a constraint for a bundle's vocabulary. kind is one of DLM_CONSTRAINT_.... It
+  // determines the form of content.
   Automaton(const Bundle& bundle, std::int32_t kind, const std::string& content);
   std::int32_t shortest() const { return dlm_automaton_describe(get())->shortest; }
   dlm_automaton* get() const noexcept { return handle_.get(); }
@@ -304,7 +305,7 @@ class Text {
   static std::vector<std::int32_t> ids(Call call) {
     std::vector<std::int32_t> out;
     std::size_t count = 0;
-    do {  // first for the size, then for the ids
+    do {  // the first call returns the number of ids, the second call returns the ids
       out.resize(count);
       detail::check([&](char* text, std::size_t size) { return call(text, size, out, &count); });
     } while (count > out.size());
@@ -337,8 +338,8 @@ class Bundle {
   Bundle(Bundle&&) noexcept = default;
   Bundle& operator=(Bundle&&) noexcept = default;
 
-  // preset is a name, or NULL for the default preset. effort is NULL or an effort level. Only one
-  // preset has levels.
+  // preset is a name, or NULL for the default preset. effort is NULL or an effort level. Effort
+  // levels exist only for one preset.
   Policy policy(const char* preset = nullptr, const char* effort = nullptr) const {
     Policy policy;
     detail::check([&](char* text, std::size_t size) {
@@ -366,7 +367,7 @@ class Bundle {
 inline Automaton::Automaton(const Bundle& bundle, std::int32_t kind, const std::string& content)
     : Automaton(bundle.get(), kind, content.data(), content.size()) {}
 
-// Runs requests for one thread at a time. Any thread may call cancel.
+// Runs requests. Only one thread may use a Session at a time, but any thread may call cancel.
 class Session {
  public:
   explicit Session(const Bundle& bundle)
@@ -382,8 +383,8 @@ class Session {
     check(dlm_session_generate(get(), prepared.get(), &found), prepared.thrown);
     return detail::result_of(*found);
   }
-  // Runs at most max_batch (1..4096) requests at a time. Throws the error of the first request that
-  // failed.
+  // Runs the requests, at most max_batch (1..4096) of them at a time. Throws the error of the first
+  // request that failed.
   std::vector<Result> generate_batch(std::vector<Request> requests, std::int32_t max_batch = 8) {
     std::vector<std::unique_ptr<detail::Prepared>> prepared;
     std::vector<const dlm_request*> given;
@@ -400,7 +401,8 @@ class Session {
     for (std::size_t number = 0; number < given.size(); ++number) results.push_back(result(number));
     return results;
   }
-  // Runs one pass per call. The step is valid until the next call.
+  // start() and step() run a request with one pass per call. The returned step is valid until the
+  // next call.
   void start(Request request) {
     started_ = std::make_unique<detail::Prepared>(std::move(request));
     check(dlm_session_start(get(), started_->get()), started_->thrown);
@@ -419,7 +421,7 @@ class Session {
     if (found->status != DLM_OK) throw Error(found->status, found->message);
     return detail::result_of(*found);
   }
-  // Sets a function that is called before every pass. An empty function removes it.
+  // Sets a function that is called before every pass. An empty function removes the earlier one.
   void before_pass(BeforePassFn function) {
     asked_->function = std::move(function);
     const dlm_before_pass_fn ask = [](void* user) {
@@ -453,7 +455,7 @@ class Session {
 
 namespace detail {
 
-// A request of a scheduler, with the objects that its callbacks use.
+// A request of a scheduler, together with the objects that its callbacks use.
 struct Handed {
   explicit Handed(Request request) : prepared(std::move(request)) {}
 
@@ -461,8 +463,8 @@ struct Handed {
   Owned<dlm_job, dlm_job_destroy> job;  // destroyed first
 };
 
-// Requests whose Job was destroyed before they ended. They are kept because the current pass may
-// still use their objects.
+// Requests whose Job was destroyed before the request had ended. Their objects stay alive, because
+// the current pass may still use them.
 class Orphans {
  public:
   void take(std::unique_ptr<Handed> one) {
@@ -490,7 +492,7 @@ class Orphans {
 
 }  // namespace detail
 
-// A request that was submitted to a scheduler. A job may outlive the scheduler. If a job is
+// A request that was submitted to a scheduler. A Job may outlive the scheduler. If a Job is
 // destroyed before its request has ended, the request is cancelled.
 class Job {
  public:
@@ -504,12 +506,12 @@ class Job {
     if (handed_ && !wait(0)) orphans_->take(std::move(handed_));
   }
 
-  // Waits at most timeout_ms milliseconds, without a limit if below 0. Returns whether the request
-  // has ended.
+  // Waits until the request has ended, or until timeout_ms milliseconds have passed. If timeout_ms
+  // is below 0, there is no time limit. Returns true if the request has ended.
   bool wait(double timeout_ms = -1) const { return dlm_job_wait(get(), timeout_ms) != 0; }
   void cancel() noexcept { dlm_job_cancel(get()); }  // any thread may call it
 
-  // The result of a job that has ended. Throws the error if the request failed.
+  // Returns the result of a request that has ended. Throws an error if the request failed.
   Result result() const {
     const dlm_result* found = nullptr;
     const dlm_status status = dlm_job_result(get(), &found);
@@ -529,7 +531,7 @@ class Job {
   std::shared_ptr<detail::Orphans> orphans_;
 };
 
-// Accepts requests from any thread. One thread runs their passes.
+// Accepts requests from any thread. One thread of the program runs all passes.
 class Scheduler {
  public:
   explicit Scheduler(const Bundle& bundle, const SchedulerOptions& options = {})
@@ -539,8 +541,8 @@ class Scheduler {
           return dlm_scheduler_create(bundle_.get(), &options, text, size, out);
         })) {}
 
-  // The thread that runs the passes calls the functions of the request. If one of them throws an
-  // exception, the request ends, and Job::result rethrows the exception.
+  // Submits a request. The thread that runs the passes calls the callbacks of the request. If a
+  // callback throws an exception, the request ends, and Job::result throws the exception again.
   Job submit(Request request) {
     orphans_->sweep_locked();
     auto handed = std::make_unique<detail::Handed>(std::move(request));
@@ -549,7 +551,8 @@ class Scheduler {
     }));
     return {std::move(handed), orphans_};
   }
-  // Runs passes on this thread until stop() is called or, if until_idle, until no request is left.
+  // Runs passes on this thread until stop() is called. If until_idle is true, also returns when no
+  // request remains.
   void run(bool until_idle = false, const BeforePassFn& before_pass = {}) {
     struct Asked {
       const BeforePassFn& function;

@@ -1,4 +1,4 @@
-// The C ABI of bundles: opening them, and reading their properties and policies.
+// The C ABI of bundles: opens bundles, and returns their properties and policies.
 #include <sched.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@ using dlm::require;
 
 namespace {
 
-// Returns a size if it is the same in all layers, otherwise 0.
+// Returns a size if it is the same in all layers. Otherwise returns 0.
 int32_t of_all_layers(const dlm::CacheShape& cache, int32_t dlm::CacheLayer::* size) {
   const int32_t first = cache.front().*size;
   const auto same = [&](const dlm::CacheLayer& layer) { return layer.*size == first; };
@@ -44,7 +44,8 @@ dlm::ProviderChoice provider_of(const dlm_open_options& options) {
           options.allow_fallback != 0};
 }
 
-// The engine kinds of bundles. With "auto", the manifest decides.
+// The engines that a caller can choose. There is also "auto", which takes the engine that the
+// manifest names.
 constexpr const char* kEngines[] = {"onnxruntime", "tensorrt", "none"};
 
 std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const std::string& library,
@@ -61,8 +62,8 @@ std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const st
   return dlm::open_tensorrt(manifest.graph, manifest.engines, library);
 }
 
-// Returns the engine that was requested, which may be "auto". Checks that a GPU provider is only
-// requested with ONNX Runtime.
+// Returns the engine that the caller chose, which may be "auto". Throws if a GPU provider was
+// chosen with an engine other than ONNX Runtime.
 std::string choose_engine(const dlm_open_options& options) {
   const std::string engine = options.engine == nullptr ? "" : options.engine;
   if (engine != "auto" &&
@@ -84,12 +85,12 @@ std::string choose_engine(const dlm_open_options& options) {
 int available_cores() {
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof cores, &cores) == 0) return CPU_COUNT(&cores);
-  // This is reached if the machine has more cores than cpu_set_t can hold.
+  // sched_getaffinity fails if the machine has more cores than cpu_set_t can hold.
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 
-// Limits threads to the number of cores. More threads would only wait for each other, and starting
-// thousands of them takes minutes.
+// Limits the number of threads to the number of cores. More threads would only wait for each other.
+// Starting thousands of threads would take minutes.
 int limit_threads(int32_t wanted) {
   dlm::check_range("threads", wanted, 0, 4096);
   const int cores = available_cores();
@@ -190,14 +191,14 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
     const std::string library = chosen.engine_library == nullptr ? "" : chosen.engine_library;
     const int threads = limit_threads(chosen.threads);
     opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, engine);
-    // The files are hashed on another thread, if possible, while the engine maps them into memory.
+    // If possible, another thread hashes the files while the engine maps them into memory.
     std::future<void> hashed = std::async([&files = opened->manifest.unhashed] {
       for (const dlm::FileHash& file : files) dlm::check_hash(file);
     });
     try {
       opened->engine = open_engine(opened->manifest, library, threads, provider_of(chosen));
     } catch (...) {
-      hashed.get();  // report a damaged file rather than an engine error that it caused
+      hashed.get();  // if the file is damaged, report this and not the engine error that it caused
       throw;
     }
     hashed.get();

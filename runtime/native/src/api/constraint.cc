@@ -1,4 +1,4 @@
-// The C ABI of constraints.
+// The C ABI of constraints: compiles, reads and writes them.
 #include "compile/constraint.h"
 
 #include <algorithm>
@@ -89,8 +89,8 @@ VocabularyPointer given_vocabulary(const dlm_bundle* bundle, const dlm_constrain
                                                           std::move(ends), std::move(first_token));
 }
 
-// The hash of a vocabulary that the program passes. Of the callback, only the address is hashed.
-// The callback is only called during the calls that pass it.
+// The hash of a vocabulary that the program passes. If the vocabulary is a callback, only the
+// callback's address is hashed. The library calls it only during the call that passes it.
 std::array<uint8_t, 32> hash_of_vocabulary(const dlm_constraint& given) {
   dlm::Sha256 hash;
   const auto add = [&](const auto& value) { hash.update(&value, sizeof value); };
@@ -105,8 +105,8 @@ std::array<uint8_t, 32> hash_of_vocabulary(const dlm_constraint& given) {
   return hash.digest();
 }
 
-// Indexing a vocabulary takes longer than compiling a small constraint. So a bundle keeps the last
-// vocabulary of the program.
+// Indexing a vocabulary takes longer than compiling a small constraint. So the bundle stores the
+// index of the program's last vocabulary, and uses it again if the hash is the same.
 VocabularyPointer kept_vocabulary(dlm_bundle& bundle, const dlm_constraint& given) {
   if (given.token_count > 0) require(given.token_sizes, "token_sizes");
   const std::array<uint8_t, 32> hash = hash_of_vocabulary(given);
@@ -144,7 +144,7 @@ dlm_automaton* made(dlm::Automaton automaton, const std::vector<std::string>& wa
   return out.release();
 }
 
-// Reads an automaton that was compiled and written earlier.
+// Reads an automaton that the program compiled and stored earlier.
 dlm_automaton* read(const dlm_constraint& given) {
   require(given.content, "content");
   const std::string_view content = dlm::view_of(given.content, given.content_size, "content");

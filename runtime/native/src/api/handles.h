@@ -1,5 +1,5 @@
-// Code that all files of the C ABI share: the handles, checks of arguments, and the function that
-// turns exceptions into statuses.
+// Code that all files of the C ABI share: the handles, the checks of arguments, and the function
+// that turns exceptions into statuses.
 #pragma once
 
 #include <array>
@@ -38,14 +38,15 @@ struct dlm_bundle {
   std::mutex text_mutex;
   dlm_text text;  // loaded by the first call that needs it
   std::mutex vocabulary_mutex;
-  std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;  // made by the first compile
+  // the bundle's vocabulary, made by the first call that compiles a constraint
+  std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;
   // last vocabulary that the program passed
   std::shared_ptr<const dlm::compile::Vocabulary> given_vocabulary;
   std::array<uint8_t, 32> given_hash{};  // hash of that vocabulary's source
 };
 
 // The handle of a compiled constraint. A request keeps the automaton that it started with, even if
-// the handle is destroyed.
+// the program destroys the handle.
 struct dlm_automaton {
   std::shared_ptr<const dlm::Automaton> automaton;
   std::string warnings;
@@ -61,8 +62,8 @@ inline void copy_message(const char* text, char* message, size_t capacity) {
   make_one_line(message, std::strlen(message));
 }
 
-// Runs `body`. If `body` throws an exception, returns the status of the exception and calls
-// `report` with its message. A ThreadExit is thrown on to the caller instead.
+// Runs `body`. If `body` throws an exception, returns the exception's status, and calls `report`
+// with its message. The exception ThreadExit is not caught.
 template <typename Body, typename Report>
 dlm_status guarded(Body body, Report report) {
   try {
@@ -79,7 +80,7 @@ dlm_status guarded(Body body, Report report) {
   } catch (const ThreadExit&) {
     throw;
   } catch (...) {
-    return DLM_OUT_OF_MEMORY;  // only reached if there is no memory for a message
+    return DLM_OUT_OF_MEMORY;  // reached only if there is no memory for the message
   }
 }
 
@@ -93,8 +94,8 @@ inline void require(const void* pointer, const char* name) {
   if (pointer == nullptr) dlm::fail(DLM_INVALID_ARGUMENT, "%s is NULL", name);
 }
 
-// Runs a call that creates an object. Sets *out to the object that `body` returns, or to NULL on
-// failure.
+// Runs a call that creates an object. Sets *out to the object that `body` returns. Sets *out to
+// NULL if the call fails.
 template <typename Out, typename Body>
 dlm_status make(Out** out, const char* name, char* message, size_t capacity, Body body) {
   if (out != nullptr) *out = nullptr;
@@ -104,21 +105,22 @@ dlm_status make(Out** out, const char* name, char* message, size_t capacity, Bod
   });
 }
 
-// Returns the policy `given`. If it is NULL, returns the bundle's default policy.
+// Returns the caller's policy. If the caller passes NULL, returns the bundle's default policy.
 Policy choose_policy(const dlm_bundle& bundle, const dlm_policy* given);
 
 // Returns the bundle's tokenizer. The first call reads the text file.
 const dlm_text& text_of(dlm_bundle& bundle);
 
-// Encodes a chat. If `special_tokens` is true, the text of a special token in a message's content
-// is encoded as that token.
+// Encodes a chat. If `special_tokens` is true, the text of a special token in a message becomes
+// that token.
 std::vector<int32_t> encode_chat(const dlm_text& text, const dlm_message* messages, size_t count,
                                  bool special_tokens);
 
-// Returns a view of a caller's text. `name` is the name of the argument, for messages.
+// Checks a caller's text and returns a view of it. `name` is the argument's name for error
+// messages.
 std::string_view view_of(const char* string, size_t size, const char* name);
 
-// Makes a canvas that has the given tokens, followed by `new_tokens` mask tokens.
+// Makes a canvas: first the caller's tokens, then `new_tokens` mask tokens.
 std::vector<int32_t> make_canvas(const Denoiser& denoiser, const int32_t* tokens, size_t count,
                                  int32_t new_tokens);
 
@@ -127,7 +129,8 @@ inline Clock::duration from_ms(double ms) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double, std::milli>(ms));
 }
 
-// A request that was read from a dlm_request and checked. It is ready to submit. Throws Error.
+// A request that was made from a dlm_request and checked. It is ready to submit. The constructor
+// throws Error.
 struct Wanted {
   Request request;
   JobOptions options;

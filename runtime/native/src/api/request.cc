@@ -1,4 +1,4 @@
-// Reads a dlm_request and checks it: its tokens, policy, constraint, limits and text.
+// Turns a dlm_request into a Request. Checks its tokens, policy, constraint, limits and text.
 #include <memory>
 #include <string>
 #include <utility>
@@ -38,7 +38,7 @@ void check_options(const dlm_request& request) {
          "text = %d is not one of DLM_TEXT_NONE, DLM_TEXT_RESULT and DLM_TEXT_STEPS", request.text);
 }
 
-// Encodes the request's prompt or chat. The result is empty if the request has neither.
+// Encodes the request's prompt or chat. The result is empty if the request has neither of them.
 std::vector<int32_t> encode_given(dlm_bundle& bundle, const dlm_request& request) {
   const bool has_tokens = request.tokens != nullptr || request.token_count > 0,
              has_prompt = request.prompt != nullptr || request.prompt_size > 0,

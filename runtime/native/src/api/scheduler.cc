@@ -1,4 +1,5 @@
-// The C ABI of schedulers and jobs. Any thread may submit a job. One thread makes the passes.
+// The C ABI of schedulers and jobs. Any thread may submit a job. One thread of the program runs the
+// jobs.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -43,8 +44,8 @@ void check_time(const char* name, double value) {
     dlm::fail(DLM_INVALID_ARGUMENT, "%s = %g is not a time: set milliseconds", name, value);
 }
 
-// The cost model for passes that requests share. It is unknown if the engine cannot run such
-// passes.
+// Returns the cost model for passes that several requests share. If the engine cannot run such
+// passes, the model is unknown.
 dlm::PassCost check_cost(const dlm_scheduler_options& options, const dlm::Engine& engine) {
   check_time("max_pass_ms", options.max_pass_ms);
   dlm::PassCost found;
@@ -70,12 +71,14 @@ dlm::PassCost check_cost(const dlm_scheduler_options& options, const dlm::Engine
   return {};
 }
 
-// The number of key/value rows to allocate for all running requests together.
+// Returns the number of cache rows (of keys and values) to allocate for all running requests
+// together.
 int64_t rows_for(const dlm_scheduler_options& options, const dlm::Denoiser& denoiser) {
   uint64_t row = 0;
   for (const dlm::CacheLayer& layer : denoiser.cache) row += 2 * layer.tensor_bytes(1, 1);
   const auto longest = static_cast<uint64_t>(denoiser.max_canvas_length);
-  // This is the most that max_running requests can use. A request with guidance has two canvases.
+  // This is the largest number of rows that max_running requests can use. The factor 2 is for
+  // requests with guidance, which have two canvases.
   const uint64_t most =
       std::min<uint64_t>(2 * longest * static_cast<uint64_t>(options.max_running), INT32_MAX);
   const uint64_t wanted =

@@ -1,4 +1,4 @@
-// The C ABI of sessions: requests run on the caller's thread.
+// The C ABI of sessions, which run requests on the caller's thread.
 #include <algorithm>
 #include <functional>
 #include <memory>
@@ -19,16 +19,19 @@ struct dlm_session {
       : bundle(opened),
         passes(opened.manifest.denoiser, *opened.engine, INT64_MAX, 1),
         runner(opened.manifest.denoiser, passes, {}) {
-    passes.spare_context();  // opened here, so that missing device memory is noticed now
+    // The context is opened now, so that an error about device memory is reported when the session
+    // is created.
+    passes.spare_context();
   }
 
   dlm_bundle& bundle;
   dlm::LockstepPasses passes;
   Runner runner;
-  dlm::Buffers buffers;  // for passes that do not belong to a request
+  dlm::Buffers buffers;  // used by passes that do not belong to a request
   std::mutex jobs_mutex;
   std::vector<std::shared_ptr<dlm::Job>> jobs;  // jobs of the requests that were started last
-  std::function<bool()> before_pass = [] { return true; };  // false: the session must stop
+  // returns false if the session must stop
+  std::function<bool()> before_pass = [] { return true; };
   std::string last_error;
   bool is_running = false;  // true during a call and its callbacks
 };
@@ -42,8 +45,8 @@ dlm_status guarded(dlm_session* session, Body body) {
     session->last_error = text;
     dlm::make_one_line(session->last_error.data(), session->last_error.size());
   };
-  // Rejects a call during another call of the same session. It would destroy the request or the
-  // buffers that the running call uses.
+  // Rejects a call that is made during another call of the same session, for example from a
+  // callback. The new call would destroy the request or the buffers that the running call uses.
   const auto refuse = [] {
     dlm::fail(DLM_INVALID_ARGUMENT,
               "this session is already in a call: callbacks must not call it, and each thread "
@@ -53,7 +56,8 @@ dlm_status guarded(dlm_session* session, Body body) {
   session->is_running = true;
   session->last_error.clear();
   const dlm_status status = dlm::guarded(body, report);
-  if (status == DLM_OK) session->last_error.clear();  // left by a call that a callback attempted
+  // A rejected call from a callback may have left an error.
+  if (status == DLM_OK) session->last_error.clear();
   session->is_running = false;
   return status;
 }
@@ -74,7 +78,7 @@ void require_before_pass(const dlm_session& session) {
   if (!session.before_pass()) dlm::fail(DLM_CANCELLED, "before_pass asked to stop");
 }
 
-// Runs the session's jobs. If this fails, drops them.
+// Runs the session's jobs. If an error is thrown, ends all jobs.
 void run(dlm_session& session, Runner& runner, Runner::Until until) {
   try {
     runner.run(until, session.before_pass);
@@ -97,7 +101,7 @@ void throw_error(const dlm::Job& job, const std::string& name = "") {
   if (result.status != DLM_OK) throw dlm::Error(result.status, name + result.message);
 }
 
-// Orders the indices of the requests so that requests that can run in lockstep are contiguous. Each
+// Sorts the indices of the requests, so that requests that can run in lockstep are neighbours. Each
 // request joins the first batch that it fits into.
 std::vector<size_t> lockstep_order(const dlm::Engine& engine,
                                    const std::vector<dlm::Wanted>& requests, size_t max_batch) {
@@ -117,7 +121,8 @@ std::vector<size_t> lockstep_order(const dlm::Engine& engine,
   return order;
 }
 
-// The largest number of key/value rows that `most` of the requests need together.
+// Returns the largest number of cache rows (of keys and values) that any `most` of the requests
+// need together.
 int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most) {
   std::vector<int64_t> rows;
   for (const dlm::Wanted& wanted : requests) rows.push_back(dlm::rows_of(wanted.request));
@@ -126,7 +131,7 @@ int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most) {
   return std::accumulate(rows.begin(), rows.end(), int64_t{0});
 }
 
-// Runs the requests, with at most max_batch at the same time, in shared passes or in lockstep.
+// Runs the requests in shared passes or in lockstep, at most max_batch of them at the same time.
 void run_batch(dlm_session& session, std::vector<dlm::Wanted> requests, int32_t max_batch) {
   const auto most = static_cast<size_t>(max_batch);
   const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;

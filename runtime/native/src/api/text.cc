@@ -1,4 +1,4 @@
-// The C ABI of text: encoding, decoding, and chats.
+// The C ABI of text: encodes and decodes text and chats.
 #include <algorithm>
 #include <string>
 #include <string_view>
@@ -12,8 +12,8 @@ using dlm::require, dlm::text_of, dlm::view_of;
 
 namespace {
 
-// Copies the result of `body` to the caller's buffer, at most `capacity` characters or ids. *count
-// is set to the number of all of them.
+// Copies the result of `body` to the caller's buffer, up to `capacity` characters or ids. Sets
+// *count to the full number of characters or ids, even if the buffer is too small.
 template <class Element, class Body>
 dlm_status give(const dlm_text* text, char* message, size_t message_capacity, Element* to,
                 size_t capacity, size_t* count, Body body) {

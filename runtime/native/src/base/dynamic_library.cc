@@ -24,7 +24,7 @@ void* open_library(const LibrarySearch& search, const std::string& given, std::s
   const std::string what = search.what;
   std::string reason, first_reason;
   if (!given.empty() || (variable != nullptr && *variable != '\0')) {
-    // If a path was given, no other library is tried.
+    // The user asked for this path, so no other library is tried.
     *name = !given.empty() ? given : variable;
     if (void* const handle = try_library(*name, &reason)) return handle;
     const std::string origin =

@@ -1,5 +1,5 @@
-// Loads third-party libraries at run time, when an engine needs them. The runtime is not linked
-// with them.
+// Loads third-party libraries at run time, when an engine needs them. The runtime does not link to
+// them.
 #pragma once
 
 #include <string>
@@ -14,10 +14,10 @@ struct LibrarySearch {
   const char* advice;              // what the user can do if the library is missing
 };
 
-// Opens the library at the path `given`. If `given` is empty, opens the path in the environment
-// variable, or else the first of the names that loads. Sets *name to the path or name opened. The
-// library is never closed, because such libraries run their own threads. Throws
-// Error(DLM_ENGINE_MISSING).
+// Opens a library and returns its handle. If `given` is a path, opens that path. Otherwise opens
+// the path in the environment variable. If the variable is empty, tries the file names in order
+// until one can be loaded. Sets *name to the path or file name that was opened. The library is
+// never closed, because such libraries run threads of their own. Throws Error(DLM_ENGINE_MISSING).
 void* open_library(const LibrarySearch& search, const std::string& given, std::string* name);
 
 }  // namespace dlm

@@ -1,4 +1,4 @@
-// The exception that the library throws inside: a status for the C ABI, and a message for people.
+// The exception of this library. It has a status for the C ABI, and a message for people.
 #pragma once
 
 #include <cxxabi.h>
@@ -23,8 +23,9 @@ class Error : public std::runtime_error {
   dlm_status status_;
 };
 
-// pthread_exit() in a callback unwinds the stack with this type. A catch-all handler must rethrow
-// it, or the process aborts. CPython up to 3.13 calls pthread_exit() at exit.
+// The type with which pthread_exit() unwinds the stack, for example in a callback. A handler that
+// catches all exceptions must rethrow this type, or the process aborts. CPython up to 3.13 calls
+// pthread_exit() when it exits.
 using ThreadExit = abi::__forced_unwind;
 
 // The status and the message of a caught exception.
@@ -33,8 +34,8 @@ struct Failure {
   std::string message;
 };
 
-// Describes the exception being handled. If there is no memory for its message, the result says
-// that memory ran out.
+// Describes the exception that is being handled. If memory runs out while the message is copied,
+// the result is DLM_OUT_OF_MEMORY.
 inline Failure thrown() noexcept {
   try {
     try {

@@ -11,7 +11,7 @@
 namespace dlm::json {
 namespace {
 
-// A number as messages show it: the shortest text that reads back as the same double.
+// Formats a number for messages: as the shortest text that becomes the same double when parsed.
 std::string shown(double number) {
   char text[40];
   const auto end = std::to_chars(text, text + sizeof text, number).ptr;
@@ -58,7 +58,7 @@ class Reader {
   }
 
  private:
-  std::string_view text_;  // the text not yet read
+  std::string_view text_;  // the part of the text that is not parsed yet
   const int max_depth_;
   int32_t line_ = 1;
 
@@ -131,7 +131,7 @@ class Reader {
     if (is_object) refuse_duplicates(out);
   }
 
-  // Finds duplicate keys by sorting. So a hostile object with n keys costs only n log n
+  // Finds duplicate keys by sorting. So even a hostile object with n keys costs only about n log n
   // comparisons.
   static void refuse_duplicates(const Value& object) {
     std::vector<const Value*> order;
@@ -190,7 +190,7 @@ class Reader {
     text_.remove_prefix(2);
   }
 
-  // Reads the four hex digits after \u.
+  // Parses the four hex digits after \u.
   uint32_t unit(std::string_view from) {
     uint32_t code = 0;
     const char* const digits = text_.data() + 2;
@@ -252,7 +252,7 @@ std::string Value::path() const {
       step += is_plain(value->key_) ? value->key_ : quoted(value->key_);
     }
     out.insert(0, step);
-    // Deep nesting makes long paths. Only the end of such a path is useful.
+    // Deep nesting makes paths long. Only the end of a long path is useful in a message.
     if (out.size() > 240) return "..." + out;
   }
   return out.empty() ? "the document" : out;

@@ -1,13 +1,16 @@
-// A strict JSON reader (RFC 8259) for text that may be damaged or hostile.
+// A strict JSON parser (RFC 8259) for text that may be damaged or hostile.
 //
 // It also rejects byte order marks, invalid UTF-8, unpaired surrogates, numbers that overflow a
-// double, and duplicate keys. It rejects an escaped NUL, because strings become C strings. Text
-// longer, or nested deeper, than the caller's limits is rejected too. Every failure throws
-// Error(DLM_BAD_BUNDLE). Syntax errors start with "line N: ". If a value has the wrong type or
-// range, the message starts with the path of the value, for example `denoiser.layers: expected an
-// integer in 1..65536, found "x"`. Text quoted in messages is escaped and cut to 60 characters.
+// double, and duplicate keys. It rejects an escaped NUL, because strings become C strings. It also
+// rejects text that is longer or more deeply nested than the caller allows.
 //
-// A value takes about 120 bytes, so reading n bytes of text may take 100 n bytes of memory.
+// Every failure throws Error(DLM_BAD_BUNDLE). The message of a syntax error starts with "line N: ".
+// If a value has the wrong type or range, the message starts with the path of the value, for
+// example `denoiser.layers: expected an integer in 1..65536, found "x"`. Messages quote the text
+// with escapes, and cut it to 60 characters.
+//
+// A parsed value takes about 120 bytes of memory. So parsing n bytes of text may take 100 n bytes
+// of memory.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +24,8 @@ namespace dlm::json {
 
 constexpr int kMaxDepth = 64;
 
-// `text` as messages quote it: in double quotes, with non-ASCII and control characters escaped, cut
-// to 60 characters.
+// Quotes `text` for a message: in double quotes, with non-ASCII and control characters escaped, and
+// cut to 60 characters.
 std::string quoted(std::string_view text);
 
 class Value {
@@ -37,28 +40,31 @@ class Value {
 
   Kind kind() const { return kind_; }
 
-  // key() is the key of an object's member, and "" for all other values. line() is the line where
-  // the value starts, counted from 1.
+  // key() is the key if this value is a member of an object, and otherwise "". line() is the number
+  // of the line where the value starts. The first line is 1.
   const std::string& key() const { return key_; }
   int32_t line() const { return line_; }
 
-  // The value's path for messages, such as presets[0].block_length.
+  // The path of this value, as messages show it, such as presets[0].block_length.
   std::string path() const;
-  // Throws an error "<path>: <reason>". For checks in the caller's code.
+  // Throws an error with the message "<path>: <reason>". Callers use it to report a value that they
+  // cannot accept.
   [[noreturn]] void refuse(const std::string& reason) const;
 
-  // These return the value as the named type. They throw if the value has another type.
+  // Each of these functions returns the value as the type that its name says. It throws if the
+  // value has another type.
   bool boolean() const;
-  double number(double low, double high) const;      // from low to high, both included
-  int64_t integer(int64_t low, int64_t high) const;  // written without fraction and exponent
+  double number(double low, double high) const;  // throws unless low <= number <= high
+  // Throws unless low <= integer <= high. A number with a fraction or exponent is an error too.
+  int64_t integer(int64_t low, int64_t high) const;
   const std::string& string() const;
   const std::string& written() const { return text_; }  // text of a number, as written in the file
-  const std::vector<Value>& elements() const;           // elements of an array
-  const std::vector<Value>& members() const;  // members of an object, in file order; each knows its
-                                              // key()
+  const std::vector<Value>& elements() const;           // of an array
+  // The members of an object, in file order. Each member knows its key().
+  const std::vector<Value>& members() const;
 
-  // The member of an object with this key. find returns nullptr if the key is missing; the others
-  // throw.
+  // Find the member of an object that has this key. If the key is missing, find returns nullptr.
+  // The other functions throw an error.
   const Value* find(std::string_view key) const;
   const Value& at(std::string_view key) const;
   bool boolean(std::string_view key) const { return at(key).boolean(); }
@@ -69,14 +75,14 @@ class Value {
   const std::vector<Value>& array(std::string_view key) const { return at(key).elements(); }
   const Value& object(std::string_view key) const;
 
-  // The value as canonical text: keys are sorted, there is no white space, and integers are
-  // decimal. The top-level member `without` is left out. Throws for fractions, and for strings with
-  // characters other than printable ASCII. Equals Python's json.dumps(value, sort_keys=True,
-  // separators=(",", ":")).
+  // Returns the value as canonical text: keys are sorted, there is no white space, and integers are
+  // decimal. The top-level member `without` is left out. The text equals Python's json.dumps(value,
+  // sort_keys=True, separators=(",", ":")). Throws an error for fractions, and for strings that are
+  // not printable ASCII.
   std::string canonical(std::string_view without = {}) const;
 
-  // Throws for the first member whose key is not in `known`. Unknown keys must not be ignored,
-  // because they could change the meaning of the file.
+  // Throws an error for the first member whose key is not in `known`. Unknown keys must not be
+  // ignored, because they could change the meaning of the file.
   void refuse_unknown(const std::vector<std::string_view>& known) const;
 
  private:
@@ -91,15 +97,16 @@ class Value {
   int32_t line_ = 0;
   int64_t integer_ = 0;
   double number_ = 0;
-  const Value* parent_ = nullptr;  // set when the tree is complete and no longer moves; the root
-                                   // owns the tree
+  // The value that contains this one. It is set when the tree is complete and no longer moves. The
+  // root owns the tree.
+  const Value* parent_ = nullptr;
   std::string key_;
-  std::string text_;  // value of a string; text of a number, as written
+  std::string text_;  // the text of a string, or of a number as written
   std::vector<Value> items_;
 };
 
-// Reads text that consists of exactly one value. max_bytes limits the length of the text, and
-// max_depth its nesting.
+// Parses text that consists of exactly one value. max_bytes limits the length of the text, and
+// max_depth the nesting.
 std::unique_ptr<const Value> parse(std::string_view text, size_t max_bytes,
                                    int max_depth = kMaxDepth);
 

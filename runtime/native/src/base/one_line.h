@@ -1,4 +1,4 @@
-// Makes messages for callers safe to print on a terminal. Each message is one line.
+// Turns messages for callers into one line that is safe to print on a terminal.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 
 namespace dlm {
 
-// A message may quote text of a file. This text must not control the terminal that prints the
-// message. So control characters become spaces, and each of U+0080 to U+009F becomes two question
-// marks.
+// A message may quote text of a hostile file. This text must not control the terminal that prints
+// the message. So control characters become spaces, and each of U+0080 to U+009F becomes two
+// question marks.
 inline void make_one_line(char* text, size_t size) noexcept {
   for (size_t i = 0; i < size; ++i) {
     const auto byte = static_cast<unsigned char>(text[i]);
@@ -22,8 +22,8 @@ inline void make_one_line(char* text, size_t size) noexcept {
   }
 }
 
-// Makes a third-party message one line of UTF-8, of at most 600 bytes. Such a message may quote a
-// hostile file.
+// Turns a third-party message into one line of UTF-8, of at most 600 bytes. Such a message may
+// quote a hostile file.
 inline std::string one_line(std::string text) {
   if (text.size() > 600) text.replace(600, std::string::npos, "...");
   make_one_line(text.data(), text.size());

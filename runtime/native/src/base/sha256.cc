@@ -80,9 +80,9 @@ bool has_instructions() {
          (b >> 29 & 1) != 0;
 }
 
-// sha256rnds2 computes two rounds. It needs the state split into (A, B, E, F) and (C, D, G, H),
-// with the high word first. sha256msg1 and sha256msg2 compute four words of the schedule (Intel
-// SDM, volume 2).
+// The instruction sha256rnds2 computes two rounds. It needs the hash state split into (A, B, E, F)
+// and (C, D, G, H), with the high word first. The instructions sha256msg1 and sha256msg2 compute
+// four words of the message schedule (Intel SDM, volume 2).
 __attribute__((target("sha,ssse3,sse4.1"))) void compress_special(uint32_t* state,
                                                                   const uint8_t* blocks,
                                                                   size_t count) {
@@ -101,7 +101,8 @@ __attribute__((target("sha,ssse3,sse4.1"))) void compress_special(uint32_t* stat
         now = _mm_shuffle_epi8(
             _mm_loadu_si128(reinterpret_cast<const __m128i*>(blocks + 16 * group)), big_endian);
       } else {
-        // The groups of words 12, 8 and 4 words back. `now` still holds the group 16 words back.
+        // w12, w8 and w4 are the groups that start 12, 8 and 4 words back. `now` still holds the
+        // group that starts 16 words back.
         const __m128i &w12 = w[(group + 1) & 3], &w8 = w[(group + 2) & 3], &w4 = w[(group + 3) & 3];
         now = _mm_sha256msg2_epu32(
             _mm_add_epi32(_mm_sha256msg1_epu32(now, w12), _mm_alignr_epi8(w4, w8, 4)), w4);
@@ -121,8 +122,8 @@ __attribute__((target("sha,ssse3,sse4.1"))) void compress_special(uint32_t* stat
 #elif defined(__aarch64__) && defined(__linux__)
 bool has_instructions() { return (getauxval(AT_HWCAP) & HWCAP_SHA2) != 0; }
 
-// sha256h and sha256h2 compute four rounds. sha256su0 and sha256su1 compute four words of the
-// schedule.
+// The instructions sha256h and sha256h2 compute four rounds. sha256su0 and sha256su1 compute four
+// words of the message schedule.
 __attribute__((target("+crypto"))) void compress_special(uint32_t* state, const uint8_t* blocks,
                                                          size_t count) {
   uint32x4_t abcd = vld1q_u32(state), efgh = vld1q_u32(state + 4);
@@ -162,7 +163,7 @@ Sha256::Sha256(bool portable)
 }
 
 void Sha256::update(const void* data, size_t bytes) {
-  if (bytes == 0) return;  // data may be NULL then, which memcpy does not allow
+  if (bytes == 0) return;  // `data` may be NULL then, which memcpy does not allow
   const uint8_t* from = static_cast<const uint8_t*>(data);
   total_bytes_ += bytes;
   if (pending_bytes_ > 0) {
@@ -201,8 +202,8 @@ std::string Sha256::hex() {
 }
 
 std::string sha256_file_hex(const std::string& path) {
-  // With O_NONBLOCK, opening a pipe without a writer does not wait. It has no effect on plain
-  // files.
+  // With O_NONBLOCK, open() does not wait if the path is a pipe that has no writer. The flag has no
+  // effect on plain files.
   const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!file.is_open())
     throw Error(errno == ENOENT ? DLM_NOT_FOUND : DLM_BAD_BUNDLE,

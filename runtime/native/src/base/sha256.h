@@ -1,8 +1,8 @@
-// Computes SHA-256 hashes (FIPS 180-4). A bundle's manifest has the hashes of the bundle's files.
+// Computes SHA-256 hashes (FIPS 180-4). A bundle's manifest lists the hashes of the bundle's files.
 //
-// Weights can be gigabytes, so the code uses the processor's SHA instructions if it has any (SHA-NI
-// of x86-64 or SHA2 of ARMv8, detected at run time). Otherwise it uses portable code, with the same
-// results.
+// Weight files can be several gigabytes large. So the code uses the processor's SHA instructions if
+// they exist (SHA-NI of x86-64 or SHA2 of ARMv8, detected at run time). Otherwise it uses portable
+// code, which gives the same results.
 #pragma once
 
 #include <array>
@@ -14,7 +14,8 @@ namespace dlm {
 
 class Sha256 {
  public:
-  // If `portable` is true, only the portable code is used. Tests compare it with the fast code.
+  // If `portable` is true, the object uses only portable code. Tests compare its results with those
+  // of the fast code.
   explicit Sha256(bool portable = false);
   void update(const void* data, size_t bytes);
   // Return the hash of the data. The object cannot be used afterwards. hex() is in lower case.
@@ -41,8 +42,8 @@ inline std::string sha256_hex(const std::string& text) {
 }
 
 // The hash of a file. Throws Error(DLM_NOT_FOUND) if the file is missing. Throws
-// Error(DLM_BAD_BUNDLE) if it cannot be read, or if it is not a plain file, because reading a pipe
-// or device might never end.
+// Error(DLM_BAD_BUNDLE) if the file cannot be read, or if it is not a plain file. A pipe or device
+// is rejected because it might never end.
 std::string sha256_file_hex(const std::string& path);
 
 // The hash of an open file, from its current position to the end. `path` is used in messages.

@@ -1,5 +1,5 @@
-// Reads UTF-8 text character by character. Some functions require valid UTF-8; the others accept
-// any bytes.
+// Reads UTF-8 text character by character. Some of the functions require valid UTF-8. The others
+// accept any bytes.
 #pragma once
 
 #include <cstddef>
@@ -12,13 +12,14 @@ namespace dlm {
 constexpr char32_t kCodePoints = 0x110000;
 constexpr std::string_view kReplacement = "\xEF\xBF\xBD";  // U+FFFD, which replaces invalid bytes
 
-// The length in bytes of the character that starts with `lead`. For valid UTF-8 only.
+// The length in bytes of the character whose first byte is `lead`. The text must be valid UTF-8.
 inline size_t char_bytes(char lead) {
   const auto byte = static_cast<uint8_t>(lead);
   return byte < 0x80 ? 1 : byte < 0xE0 ? 2 : byte < 0xF0 ? 3 : 4;
 }
 
-// Returns the character at offset `at`, and moves `at` to the next one. For valid UTF-8 only.
+// Returns the character at offset `at`, and increases `at` to the next character. The text must be
+// valid UTF-8.
 inline char32_t next_char(std::string_view text, size_t& at) {
   const auto byte = [&](size_t i) {
     return static_cast<char32_t>(static_cast<uint8_t>(text[at + i]));
@@ -55,15 +56,16 @@ inline bool is_scalar(int32_t point) {
   return point >= 0 && point < 0x110000 && (point < 0xD800 || point > 0xDFFF);
 }
 
-// What some bytes start with: a whole character, an invalid character, or a truncated character.
+// Describes the start of some bytes: a whole character, an invalid character, or a truncated
+// character.
 struct Utf8Start {
   enum Kind : uint8_t { whole, broken, cut } kind;
   size_t bytes;
 };
 
-// Examines the start of `bytes`, which must not be empty. For an invalid character, the size is
-// that of its longest valid start, as Unicode recommends. So one U+FFFD replaces the whole start.
-// Overlong forms and surrogates are invalid (Unicode 15, table 3-7).
+// Finds the first character of `bytes`, which must not be empty. If the character is invalid, the
+// size is that of its longest valid start, as Unicode recommends. So the caller replaces this whole
+// start by a single U+FFFD. Overlong forms and surrogates are invalid (Unicode 15, table 3-7).
 inline Utf8Start utf8_start(std::string_view bytes) {
   const auto lead = static_cast<uint8_t>(bytes[0]);
   if (lead < 0x80) return {Utf8Start::whole, 1};

@@ -1,4 +1,4 @@
-// A pointer and a length: elements that another object owns.
+// A pointer and a length. The elements belong to another object.
 #pragma once
 
 #include <cstddef>

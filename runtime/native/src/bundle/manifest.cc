@@ -22,7 +22,8 @@ constexpr int64_t kManifestLimitBytes = 4 << 20, kTextLimitBytes = 256 << 20;
 constexpr const char* kManifest = "manifest.json";
 constexpr const char* kAgain = "Build or copy the bundle again.";
 
-// The size of a plain file. `missing` is the status of the error if there is no file.
+// Returns the size of a plain file in bytes. If the file is missing, throws an error with the
+// status `missing`.
 int64_t file_bytes(const std::string& path, const char* advice = kAgain,
                    dlm_status missing = DLM_NOT_FOUND) {
   struct stat info{};
@@ -43,8 +44,9 @@ std::string read_file(const std::string& path, int64_t limit, const char* what) 
   return data;
 }
 
-// Throws if a file of the bundle is a link, because links may point outside the folder. The path to
-// the folder comes from the caller and may have links.
+// Throws if a file of the bundle is a symbolic link, or is in a linked folder of the bundle,
+// because links may point outside the bundle. The path to the bundle itself comes from the caller,
+// and may have links.
 void refuse_links(const std::string& folder, const std::string& name) {
   for (size_t end = name.find('/');; end = name.find('/', end + 1)) {
     const std::string path = folder + "/" + name.substr(0, end);
@@ -97,10 +99,11 @@ const std::string& read_hash(const json::Value& object, const char* key) {
 constexpr const char* kEngines = "engines/";  // folder of engine files
 constexpr int64_t kLarge = 16 << 20;  // bytes of a large file, which takes about 10 ms to hash
 
-// Checks the listed files. Engine files are checked only if one of them may run: if an engine is
-// damaged, the CPU must still be able to run the graph, and the engine must be rebuildable. If no
-// engine runs, large files are not hashed here but returned to the caller. `records` applies only
-// to large files, because hashing a small file is faster than looking for its record.
+// Checks the files that the manifest lists. Engine files are checked only if one of them may run.
+// So if an engine file is damaged, the CPU can still run the graph, and the user can rebuild the
+// engine. If no engine file runs, the hashes of large files are not checked here; these files are
+// returned to the caller. `records` applies only to large files, because hashing a small file is
+// faster than searching for its record.
 std::vector<FileHash> check_files(const json::Value& files, const std::string& folder,
                                   bool check_hashes, bool with_engines, Records records) {
   std::vector<FileHash> left;
@@ -131,8 +134,8 @@ std::vector<FileHash> check_files(const json::Value& files, const std::string& f
   return left;
 }
 
-// Returns the name of a file that the manifest mentions outside of `files`. It must also be listed
-// in `files`, so that it is checked.
+// Returns a file name that the manifest mentions outside of `files`. Throws if `files` does not
+// list the name, because then the file would not be checked.
 std::string listed(const json::Value& files, const json::Value& name) {
   if (files.find(name.string()) == nullptr) name.refuse("names a file that is not listed in files");
   return name.string();
@@ -152,7 +155,8 @@ int32_t read_size(const json::Value& object, const char* key, int32_t low, int32
   return static_cast<int32_t>(object.integer(key, low, high));
 }
 
-// The cache sizes of the layers that have keys and values, in the order of a pass's arrays.
+// Reads the cache sizes of the layers that have keys and values. The layers are in the order in
+// which a pass lists them.
 CacheShape read_cache(const json::Value& graph) {
   const int32_t type = read_cache_type(graph);
   if (type == kInt8 && graph.find("device_file") != nullptr)
@@ -170,8 +174,8 @@ CacheShape read_cache(const json::Value& graph) {
   return cache;
 }
 
-// Reads the names of the graph's inputs and outputs. ONNX Runtime and messages use them, so they
-// must be short, printable and unique.
+// Reads the names of the graph's inputs and outputs. The names are passed to ONNX Runtime and shown
+// in messages. So they must be short, printable and unique.
 PortNames read_ports(const json::Value& graph) {
   std::set<std::string> taken;
   const auto name = [&](const json::Value& object, const char* key) {
@@ -261,8 +265,8 @@ bool is_target_name(const std::string& name) {
          name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == std::string::npos;
 }
 
-// Advice for running a GPU bundle on a GPU. The exporter checks "targets", so here it may name no
-// device.
+// Returns advice for running a GPU bundle on a GPU. Only the exporter checks "targets", so the list
+// may name no device here.
 std::string device_advice(const json::Value& root, const std::string& folder) {
   using Kind = json::Value::Kind;
   const json::Value* const targets = root.find("targets");
@@ -275,8 +279,8 @@ std::string device_advice(const json::Value& root, const std::string& folder) {
          (is_target_name(first) ? first : "TARGET");
 }
 
-// Reads one of the bundle's engines. If `is_run` is true, also checks the hashes of the files that
-// it was built from.
+// Reads the entry of one engine. If `is_run` is true, also checks the hashes of the files that the
+// engine was built from.
 EngineSpec read_engine(const json::Value& entry, const json::Value& graph, const json::Value& files,
                        const std::string& folder, bool is_run) {
   const std::string& target = entry.key();
@@ -351,7 +355,7 @@ dlm_policy read_preset(const json::Value& preset) {
   return policy;
 }
 
-// Reads `loop.effort`, which has one policy for each level.
+// Reads `loop.effort`, which has one policy for each effort level.
 Policies read_efforts(const json::Value& effort, const json::Value& presets) {
   effort.refuse_unknown({"preset", "levels"});
   if (presets.find(effort.string("preset")) == nullptr)
@@ -364,7 +368,7 @@ Policies read_efforts(const json::Value& effort, const json::Value& presets) {
   return found;
 }
 
-// Reads the name of the compiled text file, or the reason why the build did not write one.
+// Reads the name of the compiled text file. If the build did not write this file, reads the reason.
 void read_text_entry(const json::Value& root, const json::Value& files, const std::string& folder,
                      bool check_hashes, Manifest& manifest) {
   const json::Value* const entry = root.find("text");
@@ -393,7 +397,7 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
          "schema_version %lld: this runtime reads version %lld only. Build the bundle again with "
          "`dlm-export build CHECKPOINT -o %s --force`, or update dlm-export if the bundle is newer",
          static_cast<long long>(version), static_cast<long long>(kSchemaVersion), folder.c_str());
-  // The reader only checks loop and files. The exporter checks the other members against
+  // This function checks only loop and files. The exporter checks the other members against
   // manifest.schema.json.
   root->refuse_unknown({"schema_version", "producer", "loop", "default_loop", "network", "opset",
                         "source", "precision", "kernels", "targets", "tokenizer", "chat_template",
@@ -452,7 +456,7 @@ std::shared_ptr<const Text> read_text(const Manifest& manifest) {
          "runs any tokenizer",
          manifest.text_refusal.c_str());
   const std::string data = read_file(path, kTextLimitBytes, "it");
-  // The file was hashed when the bundle was opened. But it may have been replaced since then.
+  // The file was hashed when the bundle was opened, but it may have been replaced since then.
   if (!manifest.text_sha256.empty() && sha256_hex(data) != manifest.text_sha256)
     refuse_hash(path, kAgain);
   return std::make_shared<const Text>(data.data(), data.size(), path);
@@ -468,8 +472,8 @@ Manifest read_bundle(const std::string& path, bool check_hashes, const std::stri
     return interpret(text, folder, check_hashes, engine, records);
   } catch (const Error& error) {
     const std::string message = error.what();
-    // An error about a file already starts with the file's path. An error about the manifest's text
-    // does not.
+    // If the error is about a file, the message already starts with the file's path. If it is about
+    // the manifest's content, the path of the manifest must be added.
     if (message.compare(0, folder.size(), folder) == 0) throw;
     throw Error(error.status(), folder + "/" + kManifest + ": " + message);
   }

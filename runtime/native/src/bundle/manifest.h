@@ -1,9 +1,10 @@
 // Opens a bundle: reads and checks manifest.json, and checks the sizes and hashes of the bundle's
 // files.
 //
-// docs/reference/bundle.md and manifest.schema.json define the format. Until it is checked, the
-// folder is untrusted. File names must stay inside the folder. Sizes are limited before memory is
-// allocated. Unknown keys are errors. Of the manifest, only `loop` and `files` are read.
+// docs/reference/bundle.md and manifest.schema.json define the format. The folder is untrusted
+// until it has been checked. File names must stay inside the folder. Sizes are limited before
+// memory is allocated. Unknown keys are errors. The runtime uses only the members `loop` and
+// `files` of the manifest.
 #pragma once
 
 #include <memory>
@@ -18,7 +19,7 @@
 
 namespace dlm {
 
-// A file, its expected SHA-256, and advice for the user if the hash differs.
+// A file, its expected SHA-256, and advice for the user if the hash is wrong.
 struct FileHash {
   std::string path, sha256;
   const char* advice;
@@ -28,7 +29,7 @@ struct FileHash {
 // The effort levels that a bundle may have. The level with the fewest passes comes first.
 constexpr const char* kEfforts[] = {"instant", "low", "medium", "high"};
 
-// Policies with their names, in the order of the manifest.
+// Policies with their names, in the order in which the manifest lists them.
 using Policies = std::vector<std::pair<std::string, dlm_policy>>;
 
 // Returns the policy with this name, or NULL.
@@ -39,33 +40,34 @@ inline const dlm_policy* find_policy(const Policies& policies, const std::string
 }
 
 struct Manifest {
-  std::string text;    // content of manifest.json
-  std::string engine;  // engine to run; if the caller chose "auto", the one the bundle was built
-                       // for
+  std::string text;  // content of manifest.json
+  // The engine to run. If the caller chose "auto", it is the engine that the bundle was built for.
+  std::string engine;
   Denoiser denoiser;
   GraphSpec graph;
   std::vector<EngineSpec> engines;  // in the manifest's order
-  bool is_for_gpus = false;         // true if built for GPUs, even if there is no engine yet
-  std::string device_advice;        // how to run it on a GPU; empty if it is not for GPUs
+  bool is_for_gpus = false;   // true if the bundle was built for GPUs, even if it has no engine yet
+  std::string device_advice;  // how to run the bundle on a GPU; empty if it was not built for GPUs
   std::string default_preset;
-  Policies presets;                // their strings are static
+  Policies presets;                // the strings in these policies are static
   Policies efforts;                // fitted effort levels, fewest passes first; may be empty
   std::string effort_preset;       // preset for which the effort levels were fitted
   std::string text_path;           // path of the compiled text file; empty if it is missing
-  std::string text_refusal;        // if it is missing: the reason
+  std::string text_refusal;        // the reason why the text file is missing; empty if it exists
   std::string text_sha256;         // expected hash of the text file; empty: not checked
-  std::vector<FileHash> unhashed;  // large files whose hash must still be checked with check_hash
+  std::vector<FileHash> unhashed;  // large files whose hashes must still be checked with check_hash
 };
 
 // Reads and checks the bundle in the folder `path`. `engine` is the field of dlm_open_options.
 //
 // If check_hashes is false, only the sizes of files are checked. Otherwise the hashes are checked
-// too. A large file is not hashed again if it has not changed since its hash was last found to be
-// right (bundle/verified_files.h). It is hashed every time if $DLM_HASH_FILES is "always", or if
-// `engine` is "none", which opens a bundle only to check it. Engine files, and the hashes in their
-// entries, are checked only if a TensorRT engine may run. Files in `unhashed` are not hashed yet.
-// The caller may hash them while an engine maps them into memory, but must do so before the first
-// pass.
+// too. A large file is not hashed again if it has not changed since a record said that its hash is
+// right (bundle/verified_files.h). Every file is hashed if $DLM_HASH_FILES is "always", or if
+// `engine` is "none", which opens a bundle only to check it.
+//
+// Engine files, and the hashes in their entries, are checked only if a TensorRT engine may run. The
+// files in `unhashed` are not hashed yet. The caller must hash them before the first pass. It may
+// do so while an engine maps them into memory.
 //
 // Throws Error(DLM_NOT_FOUND, DLM_BAD_BUNDLE, DLM_UNSUPPORTED, DLM_INVALID_ARGUMENT).
 Manifest read_bundle(const std::string& path, bool check_hashes, const std::string& engine);

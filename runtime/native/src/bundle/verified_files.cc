@@ -1,4 +1,4 @@
-// Records of files whose SHA-256 was right: how records are named, checked and written.
+// Names, checks and writes the records of files whose SHA-256 was right.
 #include "bundle/verified_files.h"
 
 #include <fcntl.h>
@@ -20,14 +20,13 @@
 namespace dlm {
 namespace {
 
-constexpr int64_t kSettledSeconds = 2;  // because some file systems store time stamps in whole
-                                        // seconds
+constexpr int64_t kSettledSeconds = 2;  // some file systems store times in whole seconds
 constexpr const char* kFolder = "dlm-runtime";
 
-// The file systems for which records are written. They are read-only, or update a file's change
-// time at every write. That includes the first write through mmap after a flush, because their
-// page_mkwrite calls file_update_time. The magic numbers are from linux/magic.h and the kernel's
-// fs/.
+// The file systems for which records are written. Some of them are read-only. The others update a
+// file's change time at every write. This includes the first write through mmap after a flush,
+// because their page_mkwrite calls file_update_time. The magic numbers are from linux/magic.h and
+// from the kernel's fs/.
 struct FileSystem {
   uint32_t magic;
   bool is_read_only;
@@ -42,8 +41,9 @@ constexpr FileSystem kTrusted[] = {
     {0xE0F5E1E2, true},   // EROFS
 };
 
-// Describes a file and its current state. The text changes whenever the file changes, and is
-// different for different files. A record contains just this text, so reading it needs no parser.
+// Describes a file and its current state. The text changes whenever the file changes, and no two
+// files have the same text. A record contains just this text, so a record can be compared without a
+// parser.
 std::string describe(const struct stat& info, const std::string& sha256) {
   char text[512];
   std::snprintf(text, sizeof text,
@@ -55,8 +55,9 @@ std::string describe(const struct stat& info, const std::string& sha256) {
   return text;
 }
 
-// The name of a file's record. There are at most 65,536 names, so records do not fill the disk. If
-// two files have the same name, their records replace each other.
+// Returns the file name of a file's record. There are at most 65,536 names, so that records cannot
+// fill the disk. If two files have the same record name, each new record replaces the other file's
+// record.
 std::string record_name(const struct stat& info) {
   char text[16];
   std::snprintf(text, sizeof text, "%04x",
@@ -78,8 +79,9 @@ bool is_ours_alone(const struct stat& info) {
   return info.st_uid == geteuid() && (info.st_mode & (S_IWGRP | S_IWOTH)) == 0;
 }
 
-// The user's cache directory, by the XDG Base Directory Specification. Returns "" if there is none,
-// and for a program with raised privileges, because another user controls its environment.
+// Returns the user's cache directory, as the XDG Base Directory Specification defines it. Returns
+// "" if there is no such directory. Also returns "" for a program with raised privileges, because
+// another user controls the program's environment.
 std::string cache_home() {
   const auto is_absolute = [](const char* path) { return path != nullptr && *path == '/'; };
   const char *const chosen = secure_getenv("XDG_CACHE_HOME"), *const home = secure_getenv("HOME");
@@ -89,8 +91,8 @@ std::string cache_home() {
   return found;
 }
 
-// Creates the folder of records and its parent, if they are missing. In another user's directory,
-// creates nothing, because that user could not use the folder later.
+// Creates the folder of records and its parent if they are missing. Creates no folder in another
+// user's directory, because that user could not use it later.
 void make_folder(const std::string& home) {
   const std::string above = home.substr(0, home.find_last_of('/') + 1);
   struct stat info{};
@@ -99,7 +101,8 @@ void make_folder(const std::string& home) {
     mkdir((home + "/" + kFolder).c_str(), S_IRWXU);
 }
 
-// Opens the folder of records, if it belongs only to the user. Otherwise the result is not open.
+// Opens the folder of records. If other users can change the folder, the returned descriptor is not
+// open.
 Descriptor open_folder(bool is_made) {
   const std::string home = cache_home();
   if (home.empty()) return Descriptor(-1);
@@ -123,7 +126,8 @@ bool is_recorded(const struct stat& info, const std::string& sha256) {
   if (!file.is_open() || fstat(file.number(), &record) != 0 || !S_ISREG(record.st_mode) ||
       !is_ours_alone(record))
     return false;
-  // The record is from the future. So the clock was set back, and time stamps may repeat.
+  // The record's time stamp is in the future. So the clock was set back, and time stamps may
+  // repeat.
   if (is_before(now(), record.st_mtim)) return false;
   const std::string expected = describe(info, sha256);
   char found[512];
@@ -158,7 +162,8 @@ bool will_show_changes(int descriptor, const struct stat& info) {
   if (fstatfs(descriptor, &system) != 0) return false;
   for (const FileSystem& trusted : kTrusted) {
     if (static_cast<uint32_t>(system.f_type) != trusted.magic) continue;
-    // A page that was not flushed can be changed through mmap without an update of the time.
+    // As long as a changed page is not flushed, mmap can change this page again without an update
+    // of the change time. fsync flushes all pages.
     return trusted.is_read_only || fsync(descriptor) == 0;
   }
   return false;
@@ -173,8 +178,8 @@ bool has_sha256(const std::string& path, const std::string& sha256, Records reco
   if (!file.is_open() || fstat(file.number(), &before) != 0 || !S_ISREG(before.st_mode))
     return sha256_file_hex(path) == sha256;  // throws if the file cannot be read
   if (records == Records::use && is_recorded(before, sha256)) return true;
-  // The order matters. First the file is flushed, then it is hashed, and then its time stamps are
-  // compared.
+  // The order of these steps matters. First the file is flushed, then it is hashed, and then its
+  // time stamps are compared.
   const bool shows_changes = will_show_changes(file.number(), before);
   const bool is_right = sha256_file_hex(file.number(), path) == sha256;
   if (is_right && shows_changes && fstat(file.number(), &after) == 0 &&

@@ -1,21 +1,19 @@
 // Remembers which files had the right SHA-256, so that opening a bundle need not hash them again.
 //
 // For each file, a small record is written to $XDG_CACHE_HOME/dlm-runtime or ~/.cache/dlm-runtime.
-// It has the file's device, inode, size, modification time, change time and hash. The kernel
-// updates the change time at every change, and programs cannot set it. So a file that still has the
-// recorded change time also has the recorded hash. A record does not detect disk damage. It also
-// does not detect root changing the clock or the blocks of the disk. To detect these, hash the
-// file.
+// The record has the file's device, inode, size, modification time, change time and hash. The
+// kernel updates the change time at every change, and programs cannot set it. So if a file still
+// has the recorded change time, it still has the recorded hash. There are exceptions: damage of the
+// disk, and a root user who changes the clock or the blocks of the disk. Only hashing the file
+// detects such changes.
 //
-// In these cases, a later change could go unnoticed, so no record is written:
-//   - The file changed less than two seconds ago. Its time stamp may be too coarse to tell two
-//   changes
-//     apart. (Git calls such index entries "racy", see gitformat-index and racy-git in its
+// In these cases, a later change could stay undetected, so no record is written:
+//   - The file changed less than two seconds ago. Its time stamp may be too coarse to show a second
+//     change. (Git calls such index entries "racy", see gitformat-index and racy-git in its
 //     documentation.)
 //   - The file system is not known to update time stamps at every write. Network file systems and
-//   FUSE
-//     depend on other programs for this, and tmpfs misses writes through mmap.
-// If the user has no cache directory of their own, files are hashed at every open.
+//     FUSE depend on other programs for this. tmpfs misses writes through mmap.
+// If the user has no cache directory, files are hashed each time a bundle is opened.
 #pragma once
 
 #include <string>
@@ -24,16 +22,16 @@ namespace dlm {
 
 enum class Records {
   none,   // always hash the file
-  write,  // hash the file, and record it if its hash was right
-  use,    // if a record says that the hash was right, do not hash the file; otherwise like `write`
+  write,  // hash the file, and write a record if its hash is right
+  use,    // if a record says that the hash is right, do not hash the file; otherwise like `write`
 };
 
-// True if the file at `path` has the SHA-256 `sha256`, in lower-case hex. Throws like
-// sha256_file_hex. If a record cannot be read or written, that is not an error.
+// Returns true if the file at `path` has the SHA-256 `sha256`, which is in lower-case hex. Throws
+// the same errors as sha256_file_hex. A record that cannot be read or written is not an error.
 bool has_sha256(const std::string& path, const std::string& sha256, Records records);
 
-// What the user chose with $DLM_HASH_FILES. "changed" means Records::use, and is also the default
-// if the variable is unset or empty. "always" means Records::none. Throws
+// Returns the user's choice in $DLM_HASH_FILES. "changed" means Records::use. This is also the
+// default if the variable is unset or empty. "always" means Records::none. Throws
 // Error(DLM_INVALID_ARGUMENT) for any other value.
 Records chosen_records();
 

@@ -27,8 +27,8 @@ std::byte* Arena::rows_of(const Place& place, size_t tensor, size_t head) const 
 }
 
 bool Arena::has_room(const std::vector<int32_t>& wanted) const {
-  std::vector<int64_t> gaps;  // lengths of the gaps between places; a place takes the first gap
-                              // that fits
+  // The lengths of the gaps between places. A request takes the first gap that is long enough.
+  std::vector<int64_t> gaps;
   int64_t end = 0;
   for (const Place& place : places_) {
     gaps.push_back(place.start - end);
@@ -60,7 +60,8 @@ Arena::Handle Arena::take(int32_t rows) {
 }
 
 void Arena::make_room() {
-  storage_.reset(new std::byte[starts_.back()]);  // make_unique would fill all of it with zeros
+  // make_unique would fill all the memory with zeros.
+  storage_.reset(new std::byte[starts_.back()]);
   for (size_t i = 0; i < 2 * shape_.size(); ++i) pointers_.set_past(i, storage_.get() + starts_[i]);
 }
 

@@ -1,4 +1,5 @@
-// The contexts of host engines. Each keeps its own keys and values in host memory.
+// The context of an engine that runs in host memory. Each context has its own keys and values
+// there.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -60,14 +61,16 @@ class HostContext final : public Context {
   uint64_t cache_bytes() const override { return used_bytes_; }
 
  private:
-  // Layers with the same number of heads. Their rows are laid out and moved in the same way.
+  // Layers that have the same number of heads. Their rows have the same layout, and are moved in
+  // the same way.
   struct Group {
     int32_t kv_heads;
     std::vector<size_t> layers;
     Slots slots;
   };
 
-  // Where each tensor starts if all have `rows` rows per head. The last element is the total size.
+  // Returns where each tensor starts in the storage if every head has `rows` rows. The last element
+  // is the total size in bytes.
   std::vector<size_t> starts_of(int32_t batch, int32_t rows) const {
     std::vector<size_t> starts(1, 0);
     for (size_t i = 0; i < 2 * cache_.size(); ++i) {
@@ -79,15 +82,15 @@ class HostContext final : public Context {
     return starts;
   }
 
-  // Lays out `rows` rows per head. If the storage has room for more, uses up to `most` rows per
-  // head. The storage never shrinks.
+  // Lays out the storage with `rows` rows per head. If the storage is larger than needed, uses up
+  // to `most` rows per head. The storage never shrinks.
   void lay_out(int32_t batch, int32_t rows, int32_t most) {
     used_bytes_ = 0;
     size_t bytes = starts_of(batch, rows).back();
     if (bytes > storage_bytes_) {
       storage_bytes_ = 0;
       storage_.reset();
-      storage_.reset(new std::byte[bytes]);  // make_unique would fill all of it with zeros
+      storage_.reset(new std::byte[bytes]);  // make_unique would fill all the memory with zeros
       storage_bytes_ = bytes;
     }
     capacity_ =
@@ -102,8 +105,8 @@ class HostContext final : public Context {
       group.slots.lay_out(static_cast<size_t>(batch) * group.kv_heads, capacity_);
   }
 
-  // Makes room for `tokens` new rows after the `cached` rows of each head. The cached rows are
-  // kept.
+  // Makes room for `tokens` new rows after the `cached` rows of each head. The cached rows keep
+  // their content.
   void make_room(int32_t batch, int32_t cached, int32_t tokens) {
     const int32_t rows = cached + tokens;
     if (cached == 0) {
@@ -127,8 +130,8 @@ class HostContext final : public Context {
   HostEngine& engine_;
   const CacheShape& cache_;  // belongs to the engine
   const int32_t longest_;
-  std::unique_ptr<std::byte[]> storage_;  // keys of layer 0, values of layer 0, keys of layer 1,
-                                          // ...
+  // Keys of layer 0, values of layer 0, keys of layer 1, ...
+  std::unique_ptr<std::byte[]> storage_;
   std::vector<size_t> starts_;  // [2 * layers + 1]: where each tensor starts in the storage
   int32_t capacity_ = 0;        // allocated rows per head
   size_t storage_bytes_ = 0, used_bytes_ = 0;

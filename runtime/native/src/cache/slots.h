@@ -1,5 +1,5 @@
-// Keeps track of where each row of a key or value tensor is stored. The rows that passes read are
-// stored first.
+// Keeps track of where each row of a key or value tensor is stored. The rows that the next passes
+// read are at the start of the tensor.
 #pragma once
 
 #include <algorithm>
@@ -11,24 +11,26 @@
 
 namespace dlm {
 
-// Maps the rows of a key or value tensor to slots. A row belongs to one position and one head. The
-// heads of all requests in a batch are counted together, so there are heads * L slots. A pass reads
-// [heads, S] at the start of the tensor, and writes [heads, T] after that. L is S + T. It is the
-// length of the canvas or, with appended rows, grows with them.
+// Assigns the rows of a key or value tensor to slots. A row belongs to one position and one head.
+// The heads of all requests in a batch are counted together, so there are heads * L slots. Here L =
+// S + T, S is the number of cached positions, and T is the number of positions that the pass
+// computes. L is the length of the canvas. If rows are appended, L grows with them. A pass reads
+// the first part of the tensor, [heads, S], and writes the part after it, [heads, T].
 //
-// The cached rows of a head may be in any order. So when S or the positions change, only rows
-// outside their head's new part move. These are a few blocks of rows for each preceding head,
-// whatever the length of the canvas.
+// The cached rows of a head may be in any order. When S or the positions change, each head gets a
+// new part of the tensor. Only rows outside this new part must move. Their number depends on the
+// number of heads before this head, but not on the length of the canvas.
 class Slots {
  public:
-  // Moves the rows [from, from + rows) of a tensor to `to`, or swaps them with the rows there. The
-  // two ranges do not overlap.
+  // Moves `rows` rows of a tensor, starting at row `from`, to row `to`. With is_swap, exchanges
+  // them with the rows there. The two ranges do not overlap.
   struct Move {
     size_t from, to, rows;
     bool is_swap;
   };
 
-  // Makes room for `capacity` rows per head. The kept rows stay if the number of heads is the same.
+  // Makes room for `capacity` rows per head. If the number of heads stays the same, the cached rows
+  // stay.
   void lay_out(size_t heads, int32_t capacity) {
     const std::vector<size_t> before(
         row_at_.begin(),
@@ -45,8 +47,8 @@ class Slots {
   int32_t kept() const { return static_cast<int32_t>(kept_); }
   int32_t length() const { return static_cast<int32_t>(length_); }
 
-  // Records that a pass that read `cached` rows has written the rows of `tokens` positions from
-  // `first` on.
+  // Records that a pass has read `cached` rows, and has written the rows of `tokens` positions that
+  // start at `first`.
   void note_written(int32_t first, int32_t tokens, int32_t cached) {
     const size_t from = first, written = tokens;
     kept_ = cached;
@@ -57,15 +59,16 @@ class Slots {
       for (size_t i = from; i < hole_.last; ++i) put(head * stride_ + i, slot++);
   }
 
-  // Collects the rows outside the positions [first, last) of each head in the head's part at the
-  // start. Returns the moves that the caller must apply.
+  // From now on, the cached rows are those outside the positions from `first` to `last` - 1. They
+  // must be at the start of the tensor, head by head. Returns the moves that the caller must apply
+  // for this.
   std::vector<Move> keep_outside(int32_t first, int32_t last) {
     const Range hole{std::min(static_cast<size_t>(first), length_),
                      std::min(static_cast<size_t>(last), length_)};
     const size_t kept = length_ - (hole.last - hole.first);
-    // These lists exist per head. `slots` has the slots of the head's new part whose rows may have
-    // to leave. `rows` has the head's rows that may be outside the part. All other slots of the
-    // part hold rows that stay.
+    // There are two lists per head. `slots` lists the slots in the head's new part whose rows may
+    // have to move away. `rows` lists the rows of the head that may be outside its new part. All
+    // other slots of the new part have rows that stay there.
     std::vector<std::vector<size_t>> slots(heads_), rows(heads_);
     for (size_t head = 0; head < heads_; ++head) {
       const Range part{head * kept, (head + 1) * kept}, before{head * kept_, (head + 1) * kept_};
@@ -77,8 +80,8 @@ class Slots {
     }
     std::vector<Move> moves;
     for (size_t n = 0; n < heads_; ++n) {
-      // The heads are processed in the direction in which the parts shift. So the target slots are
-      // rarely occupied.
+      // The heads are processed in the direction in which their parts shift. So the target slots
+      // are rarely in use.
       const size_t head = kept < kept_ ? n : heads_ - 1 - n;
       const Range part{head * kept, (head + 1) * kept},
           own{head * stride_, head * stride_ + length_};
@@ -89,15 +92,15 @@ class Slots {
       auto row = rows[head].begin();
       for (const size_t slot : slots[head]) {
         if (!part.holds(slot) || belongs(row_at_[slot])) continue;
-        // there is one such row for each such slot
+        // The loop always finds such a row, because there are as many of these rows as slots.
         while (!belongs(*row) || part.holds(slot_of_[*row])) ++row;
         const size_t from = slot_of_[*row];
         const bool is_swap = !hole.holds(row_at_[slot] % stride_);
         put(row_at_[slot], from);
         put(*row, slot);
-        // Moves are merged only within a head. A head's rows come from outside its part, so source
-        // and target of a merged move cannot overlap. But the next head's source may start where
-        // this head's target is.
+        // Moves are merged only within a head. The head's rows come from outside its part, so the
+        // source and the target of a merged move cannot overlap. Moves of two heads could overlap,
+        // because the source of the next head may start where the target of this head is.
         const Move before = moves.size() == begun ? Move{} : moves.back();
         if (before.rows > 0 && before.is_swap == is_swap && before.from + before.rows == from &&
             before.to + before.rows == slot)
@@ -117,7 +120,7 @@ class Slots {
     bool holds(size_t i) const { return i >= first && i < last; }
   };
 
-  // Visits the elements of the range `one` that are not in the range `other`.
+  // Calls `visit` for the elements of the range `one` that are not in the range `other`.
   template <class Visit>
   static void each_in_one(const Range& one, const Range& other, const Visit& visit) {
     for (size_t i = one.first; i < std::min(one.last, other.first); ++i) visit(i);
@@ -129,11 +132,14 @@ class Slots {
     slot_of_[row] = slot;
   }
 
-  size_t heads_ = 0, length_ = 0;  // L
+  size_t heads_ = 0, length_ = 0;  // length_ is L, the number of positions per head
   size_t stride_ = 1;              // allocated rows per head
-  size_t kept_ = 0;  // S: rows per head at the start; they are the positions outside hole_
+  // S, the number of cached rows per head. They are at the start of the tensor, and their positions
+  // are outside hole_.
+  size_t kept_ = 0;
   Range hole_{0, 0};
-  // Both [heads * stride]. The row of head h and position i has index h * stride + i.
+  // Both arrays have heads * stride elements. The row of head h and position i has the index h *
+  // stride + i.
   std::vector<size_t> row_at_, slot_of_;
 };
 

@@ -1,6 +1,7 @@
-// Compiles expressions: builds a non-deterministic automaton, then applies the subset construction.
+// Compiles nodes of an expression graph to automata. First builds a non-deterministic automaton,
+// then makes it deterministic with the subset construction.
 //
-// Each pair of a node and the state that follows it is built once. So nodes with the same
+// Each pair of a node and the state that follows it is built only once. So nodes with the same
 // continuation share states. Nodes of the kinds `both`, `without` and `characters` are compiled
 // first, and their automata are copied in.
 #include "compile/automata.h"
@@ -17,20 +18,22 @@ namespace {
 
 using State = uint32_t;
 using Kind = Expressions::Kind;
-constexpr State kEnd = 0;  // the end of a text
+constexpr State kEnd = 0;  // the state at the end of a text
 constexpr State kUnknown = UINT32_MAX;
-constexpr size_t kUnminimised = 8;  // most states before minimisation, times the limit
+// An automaton may have this many times the limit of states before it is minimised.
+constexpr size_t kUnminimised = 8;
 
 // ---- UTF-8 ------------------------------------------------------------------------------------
 
-// Builds the automaton that accepts one character of `points`. A state represents the bits of the
-// code point that have not been read yet.
+// Builds the automaton that accepts the UTF-8 bytes of one character of `points`. A state
+// represents the bits of the code point that are still to be read.
 class Utf8 {
  public:
   ByteAutomaton make(const CodePoints& points, Budget& budget) {
     out_.starts.push_back(0);
-    // For UTF-8 sequences of 1, 2, 3 and 4 bytes: the code points, the fixed bits of the first
-    // byte, and the number of bits in the following bytes.
+    // One entry for each length of a UTF-8 sequence, 1 to 4 bytes. An entry has the code points of
+    // this length, the fixed bits of the first byte, and the number of code point bits in the other
+    // bytes.
     struct Length {
       char32_t low, high;
       int lead, bits;
@@ -42,14 +45,14 @@ class Utf8 {
     std::vector<ByteEdge> first;
     for (const auto& [low, high, lead, bits] : kLengths)
       add_edges(first, points, low, high, lead, 0, bits, budget);
-    // The start state was added last. The minimiser renumbers all states.
+    // The start state was added last. minimised() makes it state 0.
     const int32_t start = add(first, false);
     return minimised(out_, start, budget);
   }
 
  private:
-  // Adds edges for the values low..high in `points`. The byte of an edge is `lead` plus the bits of
-  // the value from bit `bits` up.
+  // Adds edges for the values from `low` to `high` that are in `points`. The byte of an edge is
+  // `lead` + (value >> `bits`).
   void add_edges(std::vector<ByteEdge>& edges, const CodePoints& points, char32_t low,
                  char32_t high, int lead, char32_t base, int bits, Budget& budget) {
     auto range = std::lower_bound(
@@ -58,7 +61,9 @@ class Utf8 {
     while (low <= high && range != points.end() && range->low <= high) {
       budget.check();
       const char32_t from = std::max(low, range->low), to = std::min(high, range->high);
-      // Blocks that are completely inside the range share one state. Other blocks get a state each.
+      // A block is the range of all values that have the same upper bits. All blocks that are
+      // completely inside the range lead to one common state. Each other block leads to its own
+      // state.
       const char32_t block = from >> bits, block_low = block << bits;
       const char32_t block_high = block_low + (char32_t{1} << bits) - 1;
       char32_t end = block;
@@ -79,7 +84,7 @@ class Utf8 {
     }
   }
 
-  // Returns the state that accepts any values of the last `bits` bits.
+  // Returns the state that accepts all values of the last `bits` bits.
   int32_t whole(int bits, Budget& budget) {
     int32_t& made = whole_[static_cast<size_t>(bits / 6)];
     if (made >= 0) return made;
@@ -113,10 +118,10 @@ struct Transition {
   State state;
 };
 
-// A state is kEnd, has transitions, or is a branch: a list of alternative states.
+// A state is kEnd, a state with transitions, or a branch. A branch is a list of alternative states.
 struct Graph {
   struct Item {
-    uint32_t first, count;  // a range of transitions, or of branches
+    uint32_t first, count;  // index and size of a range in transitions or in branches
     bool is_branch;
   };
   std::vector<Item> items;
@@ -144,26 +149,26 @@ class GraphMaker {
   }
 
  private:
-  // A node that is being built. An explicit stack is used because expressions can nest deeper than
-  // the call stack of a thread allows.
+  // A node that is being built. The builder uses an explicit stack, because expressions can nest
+  // deeper than the call stack of a thread allows.
   struct Frame {
     Node node;
-    State follows;   // state after the node
+    State follows;   // the state after the node
     uint32_t stage;  // number of stages that are done
     State loop;      // for unbounded repetitions: the state where the loop starts
     size_t held;     // for choices: index in held_ of their first state
   };
 
-  // A node that is built, and the state that follows it.
+  // A node that is already built, the state that follows it, and its start state.
   struct Entered {
     Node node;
     State follows, start;
   };
 
-  // Builds `top`, followed by kEnd, and returns its start state.
+  // Builds the node `top`, followed by the state kEnd. Returns the start state.
   State enter(Node top) {
     std::vector<Frame> frames{{top, kEnd, 0, 0, 0}};
-    State result = kUnknown;  // of the frame that finished last
+    State result = kUnknown;  // start state of the frame that finished last
     while (!frames.empty()) {
       budget_.check();
       budget_.check_memory(graph_.bytes() + entered_.size() * 64 + frames.size() * sizeof(Frame));
@@ -229,7 +234,7 @@ class GraphMaker {
           break;
       }
       if (done == kUnknown) continue;
-      // This frame is still the last: a frame is pushed only if `done` is unknown.
+      // This frame is still the last one, because a new frame is pushed only if `done` is unknown.
       entered_index_.add(mixed(node, follows), static_cast<int32_t>(entered_.size()));
       entered_.push_back({node, follows, done});
       result = done;
@@ -238,8 +243,8 @@ class GraphMaker {
     return result;
   }
 
-  // Does one more stage of a repetition. Pushes the next copy of the repeated part, or returns the
-  // start state if the repetition is complete.
+  // Does the next stage of a repetition. Pushes a frame for the next copy of the repeated part. If
+  // the repetition is complete, returns the start state of the repetition instead.
   State repeat(std::vector<Frame>& frames, uint32_t stage, State result) {
     Frame& frame = frames.back();
     const Node part = expressions_.first(frame.node);
@@ -256,7 +261,7 @@ class GraphMaker {
         graph_.branches[graph_.items[frame.loop].first] = result;
         if (low == 0) return frame.loop;
       }
-      if (stage >= low) return result;  // `stage` copies exist, including the one in the loop
+      if (stage >= low) return result;  // `stage` copies exist now, including the copy in the loop
       frames.push_back({part, result, 0, 0, 0});
       return kUnknown;
     }
@@ -281,7 +286,8 @@ class GraphMaker {
     return static_cast<State>(graph_.items.size() - 1);
   }
 
-  // Adds a state without transitions. The transitions that are appended next belong to it.
+  // Adds a state without transitions. The transitions that are appended afterwards belong to this
+  // state.
   State add_state() {
     graph_.items.push_back({static_cast<uint32_t>(graph_.transitions.size()), 0, false});
     return static_cast<State>(graph_.items.size() - 1);
@@ -313,13 +319,13 @@ class GraphMaker {
     return state;
   }
 
-  // Copies an automaton. Its accepting states also continue with `follows`.
+  // Copies an automaton. A text may continue with `follows` at each of its accepting states.
   State add_copy(const ByteAutomaton& part, State follows) {
     if (part.is_empty()) return add_branch({});
     const size_t count = part.states();
     const auto base = static_cast<State>(graph_.items.size());
     const auto degree = [&](size_t state) { return part.starts[state + 1] - part.starts[state]; };
-    // First the states, then a branch for each accepting state that has edges.
+    // First come the copied states. Then comes one branch for each accepting state that has edges.
     std::vector<State> names(count);
     State next = base + static_cast<State>(count);
     for (size_t state = 0; state < count; ++state)
@@ -349,7 +355,8 @@ class GraphMaker {
 
 // ---- Deterministic ----------------------------------------------------------------------------
 
-// The subset construction. A subset is an ascending list of kEnd and states with transitions.
+// The subset construction. A subset is a set of states that a text can reach at the same time. It
+// is stored as an ascending list of states with transitions. The list may also contain kEnd.
 class Subsets {
  public:
   Subsets(const Graph& graph, Budget& budget)
@@ -385,8 +392,8 @@ class Subsets {
       }
       return;
     }
-    // Sort all transitions by their first byte. `active_` holds those that include the current
-    // byte.
+    // Sorts all transitions by their first byte. `active_` has the transitions that include the
+    // current byte.
     transitions_.clear();
     for (size_t i = first; i < last; ++i) {
       const Graph::Item& item = graph_.items[content_[i]];
@@ -418,7 +425,8 @@ class Subsets {
     }
   }
 
-  // Returns the number of the subset for the given states; branches are replaced by their states.
+  // Returns the number of the subset of the given states. Each branch is replaced by its
+  // alternatives.
   int32_t number_of(const State* states, size_t count) {
     if (count == 1 && alone_[states[0]] >= 0) return alone_[states[0]];
     ++round_;
@@ -471,11 +479,13 @@ class Subsets {
   const Graph& graph_;
   Budget& budget_;
   ByteAutomaton out_;
-  std::vector<State> content_;     // of all subsets
-  std::vector<size_t> begins_{0};  // subset s has content [begins_[s], begins_[s + 1])
-  HashIndex numbers_;              // of subsets of several states, and of none
-  std::vector<uint32_t> seen_;     // by state: the last round that visited it
-  std::vector<int32_t> alone_;     // by state: the subset that contains only it
+  std::vector<State> content_;  // the lists of all subsets, one after another
+  // List s has the elements begins_[s] to begins_[s + 1] - 1 of content_.
+  std::vector<size_t> begins_{0};
+  HashIndex numbers_;           // finds the subsets that do not consist of exactly one state
+  std::vector<uint32_t> seen_;  // for each state: the last round that visited it
+  // For each state: the subset that has only this state; -1 if it does not exist.
+  std::vector<int32_t> alone_;
   uint32_t round_ = 0;
   std::vector<State> subset_, open_, targets_;
   std::vector<Transition> transitions_, active_;
@@ -485,7 +495,7 @@ class Subsets {
 
 const ByteAutomaton& Automata::of(Node node) {
   Budget& budget = expressions_.budget();
-  // The parts of a node have lower numbers than the node.
+  // The parts of a node have lower numbers than the node. So the loop below compiles parts first.
   std::vector<Node> needed, open{node};
   std::vector<uint8_t> seen(expressions_.size(), 0);
   while (!open.empty()) {

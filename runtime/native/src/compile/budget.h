@@ -1,4 +1,4 @@
-// Limits for compiling one constraint, and a budget that checks them.
+// Limits for the time, memory and size of compiling one constraint, and a Budget that checks them.
 #pragma once
 
 #include <time.h>
@@ -11,7 +11,7 @@
 
 namespace dlm::compile {
 
-// The automaton of a constraint is larger than the limits of states or edges allow.
+// Thrown if the automaton of a constraint has more states or edges than the limits allow.
 class TooLarge : public Error {
  public:
   explicit TooLarge(const std::string& message) : Error(DLM_INVALID_ARGUMENT, message) {}
@@ -19,14 +19,15 @@ class TooLarge : public Error {
 
 struct Limits {
   double seconds = 30;                      // processor time of the thread, for all stages
-  size_t memory_bytes = size_t{192} << 20;  // per stage
-  size_t states = size_t{1} << 17;          // of the result
-  size_t edges = size_t{1} << 22;           // of the result
+  size_t memory_bytes = size_t{192} << 20;  // limit for each stage of the compiler
+  size_t states = size_t{1} << 17;          // of the compiled automaton
+  size_t edges = size_t{1} << 22;           // of the compiled automaton
 };
 
-// Measures the processor time of the thread that creates it, so only that thread may use it. Call
-// check() in every loop that grows with the input. A call costs about a nanosecond, because only
-// every 4,096th call reads the clock.
+// Checks the limits while a constraint is compiled. A Budget measures the processor time of the
+// thread that creates it, so only that thread may use it. Call check() in every loop that grows
+// with the constraint. A call takes about a nanosecond, because only every 4,096th call looks at
+// the clock.
 class Budget {
  public:
   // `what` is the start of each error message.

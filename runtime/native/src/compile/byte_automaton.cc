@@ -8,22 +8,24 @@
 namespace dlm::compile {
 namespace {
 
-// Returns the edge in [first, last) that takes the byte, or `last`.
+// Returns the edge from `first` to `last` - 1 that accepts the byte. Returns `last` if there is
+// none.
 const ByteEdge* find_edge(const ByteEdge* first, const ByteEdge* last, uint8_t byte) {
   const ByteEdge* const edge = std::lower_bound(
       first, last, byte, [](const ByteEdge& each, uint8_t value) { return each.high < value; });
   return edge != last && edge->low <= byte ? edge : last;
 }
 
-// The product of two automata. Its states are pairs of states, numbered in the order of their first
-// visit.
+// Combines two automata. A state of the result is a pair of states, one of each automaton. Pairs
+// are numbered in the order of their first visit.
 class Product {
  public:
   Product(const ByteAutomaton& first, const ByteAutomaton& second, Budget& budget)
       : first_(first), second_(second), budget_(budget) {}
 
-  // If is_both, accepts the texts that both automata accept. Otherwise, accepts the texts that only
-  // the first accepts; then the second state of a pair may be -1.
+  // If is_both is true, the result accepts the texts that both automata accept. Otherwise it
+  // accepts the texts that only the first automaton accepts. In that case, the second state of a
+  // pair may be -1, which means that the second automaton accepts no continuation.
   ByteAutomaton make(bool is_both) {
     ByteAutomaton out;
     if (first_.is_empty()) return out;
@@ -131,7 +133,7 @@ ByteAutomaton between(const ByteAutomaton& texts, const std::string& before,
   for (size_t i = 0; i < before.size(); ++i) {
     first = texts.next(first, static_cast<uint8_t>(before[i]));
     if (first < 0) {
-      size_t good = i;  // bytes up to the last whole character
+      size_t good = i;  // number of bytes up to the end of the last whole character
       while (good > 0 && (static_cast<uint8_t>(before[good]) & 0xC0) == 0x80) --good;
       throw Error(DLM_INVALID_ARGUMENT, "no text of the constraint starts with " +
                                             json::quoted(before) + ", though some may with " +

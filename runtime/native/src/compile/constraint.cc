@@ -60,7 +60,8 @@ std::string layout_hint(const Constraint& constraint) {
 
 Compiled compile_constraint(const Constraint& constraint, const Vocabulary& vocabulary) {
   Budget budget(constraint.limits, name_of(constraint.kind));
-  // The estimated number of states may be too low. If so, try again with a lower limit.
+  // The number of states is only estimated, and may be too low. If the automaton is too large, try
+  // again with a lower limit for the estimate.
   for (double most_states = 0;;) {
     Expressions expressions(budget);
     schema::Texts texts = texts_of(expressions, constraint, most_states);

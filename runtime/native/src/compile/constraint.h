@@ -22,10 +22,11 @@ struct Constraint {
 
   Kind kind;
   std::string_view content;
-  std::string before, behind;  // fixed text around the output; the constraint covers it too
+  // Fixed text before and after the output; the constraint also covers this text.
+  std::string before, behind;
   schema::Layout layout;
   std::optional<uint32_t> max_depth;
-  bool any_order = false, more_properties = false;  // for JSON objects; see schema.h
+  bool any_order = false, more_properties = false;  // for JSON objects, see schema.h
   Limits limits;
 };
 

@@ -1,5 +1,5 @@
-// Limits for recursion. `max_depth` limits how often a JSON Schema, an XML element or a grammar
-// rule may contain itself.
+// Limits for recursion. `max_depth` is the largest number of times that a JSON Schema, an XML
+// element or a grammar rule may contain itself.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 namespace dlm::compile {
 
 constexpr uint32_t kMostDepth = 10'000;  // largest max_depth
-constexpr uint32_t kUsualDepth = 3;      // the default, if max_depth is not set
+constexpr uint32_t kUsualDepth = 3;      // the default for max_depth
 
 inline void check_max_depth(std::optional<uint32_t> max_depth) {
   if (max_depth.value_or(0) > kMostDepth)

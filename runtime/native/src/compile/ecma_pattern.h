@@ -1,15 +1,15 @@
-// Compiles the values of the keyword `pattern` of JSON Schema to regular languages. A pattern is a
-// regular expression in the syntax of ECMA-262 with the flag u. See
+// Compiles the keyword `pattern` of JSON Schema to regular languages (sets of texts). A pattern is
+// a regular expression in the syntax of ECMA-262 with the flag u. See
 // https://tc39.es/ecma262/#sec-patterns.
 //
 // The flag u forbids escapes such as \- and \_. Browsers accept these escapes without the flag.
-// This compiler accepts them too, and matches the escaped character.
+// This compiler also accepts them. They match the escaped character.
 //
 // Validators use the regex engine of their programming language, and these engines differ. In
 // Python, for example, \d and \w match more than ASCII, the dot matches every character except \n,
 // and $ also matches before a \n at the end. So the compiler can return two languages for a
-// pattern: the strings in which every engine finds a match, and the strings in which at least one
-// engine does. The first language is used where a string must match, and the second one is excluded
+// pattern. The first has the strings in which every engine finds a match. It is used where a string
+// must match. The second has the strings in which at least one engine finds a match. It is excluded
 // where a string must not match. So the output never contains a string on which engines disagree.
 #pragma once
 
@@ -20,16 +20,17 @@
 
 namespace dlm::compile {
 
-// Selects the strings of a pattern. surely: strings in which every engine finds a match. perhaps:
-// strings in which at least one engine finds a match.
+// Which strings of a pattern to return. `surely` means the strings in which every engine finds a
+// match. `perhaps` means the strings in which at least one engine finds a match.
 enum class Found : uint8_t { surely, perhaps };
 
-// Returns the JSON strings in which `pattern` is found somewhere. The strings have no quotes and
+// Returns the JSON strings in which the pattern is found anywhere. The strings have no quotes, and
 // are escaped as in json_text.h. For example, the pattern ^a$ returns only the string a. Throws if
 // the pattern is not valid or not supported. The message is "pattern '...' has ... at character N".
 Node pattern_in_string(Expressions& expressions, std::string_view pattern, Found found);
 
-// Like pattern_in_string(), but returns plain UTF-8 text instead of escaped JSON strings.
+// Does the same as pattern_in_string(), but returns plain UTF-8 text instead of escaped JSON
+// strings.
 Node pattern_in_text(Expressions& expressions, std::string_view pattern, Found found);
 
 }  // namespace dlm::compile

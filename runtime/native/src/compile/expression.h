@@ -1,11 +1,11 @@
-// Represents regular languages (sets of byte strings) as a graph of nodes. The front ends, such as
-// regex.h and schema/schema.h, build the graph. automata.h compiles a node of the graph to an
+// Represents regular languages (sets of byte strings) as a graph of nodes. Front ends build the
+// graph, for example regex.h and schema/schema.h. automata.h compiles a node of the graph to an
 // automaton.
 //
-// Two nodes with the same content are the same node. So the graph stores a shared part once. The
-// compiler also compiles a part once for all places where the same text follows. Build sequences
-// from right to left to share as much as possible. For example, the members [b][c] at the end of
-// [a][b][c] and of [b][c] are then the same node.
+// Two nodes with the same content are the same node. So the graph stores a common part only once.
+// The compiler also compiles a part only once for all places where the same text follows. To make
+// as many parts common as possible, build sequences from right to left. For example, the members
+// [b][c] at the end of [a][b][c] and of [b][c] are then the same node.
 #pragma once
 
 #include <bitset>
@@ -23,28 +23,27 @@ namespace dlm::compile {
 using ByteSet = std::bitset<256>;
 
 struct CodePointRange {
-  char32_t low, high;  // first and last, both included
+  char32_t low, high;  // first and last code point of the range
   bool operator==(const CodePointRange& other) const {
     return low == other.low && high == other.high;
   }
 };
-using CodePoints = std::vector<CodePointRange>;  // ascending; no two overlap or touch
+using CodePoints = std::vector<CodePointRange>;  // ascending ranges that neither overlap nor touch
 
-// Sorts ranges, and merges ranges that overlap or touch.
+// Sorts ranges of code points, and merges ranges that overlap or touch.
 CodePoints normalised(CodePoints ranges);
-// Returns all code points that are not in `points`. The result has no surrogates. `points` must be
-// normalised.
+// Returns all code points that are not in `points`, except surrogates. `points` must be normalised.
 CodePoints complement(const CodePoints& points);
 
 using Node = uint32_t;
 constexpr uint32_t kUnbounded = UINT32_MAX;
 
 // Stores the graph of nodes and creates new nodes. For example, the regular expression a|b* is
-// `either(bytes("a"), repeat(bytes("b"), 0, kUnbounded))`. Each function that creates a node
-// returns the existing node if there is one with the same content.
+// `either(bytes("a"), repeat(bytes("b"), 0, kUnbounded))`. Each function that creates a node first
+// looks for a node with the same content. If there is one, it returns that node.
 class Expressions {
  public:
-  // The memory of the nodes counts against the budget. The budget must outlive this object.
+  // The memory of the nodes is limited by the budget. The budget must outlive this object.
   explicit Expressions(Budget& budget);
   Expressions(const Expressions&) = delete;
   Expressions& operator=(const Expressions&) = delete;
@@ -55,10 +54,10 @@ class Expressions {
     bytes,       // one fixed text
     set,         // one byte of a set
     characters,  // one code point of a set, in UTF-8
-    machine,     // every text that an automaton accepts
-    sequence,    // a text of `first`, followed by a text of `second`
-    either,      // the texts of several nodes; the list of nodes is ascending
-    repeat,      // `low` to `high` texts of `first`, one after the other
+    machine,     // every text that a given automaton accepts
+    sequence,    // a text of `first`, then a text of `second`
+    either,      // a text of one of several nodes, which are listed in ascending order
+    repeat,      // `low` to `high` texts of `first`, one after another
     both,        // texts that are in `first` and in `second`
     without      // texts that are in `first` and not in `second`
   };
@@ -67,7 +66,8 @@ class Expressions {
   Node empty() const { return 1; }
   Node bytes(std::string_view text);
   Node set(const ByteSet& bytes);
-  Node characters(const CodePoints& points);  // `points` must be normalised; leaves out surrogates
+  // `points` must be normalised. Surrogates are left out.
+  Node characters(const CodePoints& points);
   Node machine(const ByteAutomaton& automaton);  // minimises `automaton`
   Node sequence(Node first, Node second);
   Node sequence(const std::vector<Node>& parts);  // in the order of `parts`
@@ -81,7 +81,8 @@ class Expressions {
   Budget& budget() const { return budget_; }
   size_t size() const { return nodes_.size(); }
 
-  // Read the content of a node. Which functions are valid depends on the kind of the node.
+  // Return the content of a node. The kind of the node determines which of these functions may be
+  // called.
   Kind kind(Node node) const { return nodes_[node].kind; }
   Node first(Node node) const { return nodes_[node].first; }
   Node second(Node node) const { return nodes_[node].second; }
@@ -99,7 +100,7 @@ class Expressions {
     Kind kind;
     bool is_nullable;
     uint32_t first, second, low,
-        high;  // first of bytes, set, characters, machine, either: an index
+        high;  // first: an index, for the kinds bytes, set, characters, machine and either
   };
   Node add(const Item& item, const std::string& content);
 
@@ -111,7 +112,7 @@ class Expressions {
   std::vector<CodePoints> points_;
   std::vector<ByteAutomaton> automata_;
   std::vector<std::vector<Node>> choices_;
-  std::unordered_map<std::string, Node> numbers_;  // by kind and content
+  std::unordered_map<std::string, Node> numbers_;  // finds a node by its kind and content
 };
 
 }  // namespace dlm::compile

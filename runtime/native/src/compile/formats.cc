@@ -28,7 +28,7 @@ string date() {
          fours + "|" + fours + "00)-02-29)";
 }
 
-// Leap seconds are left out, because few readers support them.
+// Leap seconds are left out, because few programs that read dates support them.
 string time() {
   return "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,9})?"
          "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])";
@@ -46,8 +46,9 @@ string duration() {
 
 // ---- Hosts ----
 
-// Returns a label of a host name, with up to `most` characters. The third and the fourth character
-// must not both be "-". Labels with "--" there can be Punycode, which readers decode and check.
+// Returns a label of a host name, with up to `most` characters. A label is the part between two
+// points. Its third and fourth character must not both be "-", because such a label can be
+// Punycode, which programs decode and check.
 string label(int most) {
   const string end = "[A-Za-z0-9]", any = "[A-Za-z0-9-]";
   const string rest = end + "(?:" + any + "{0," + std::to_string(most - 4) + "}" + end + ")?|-" +
@@ -55,14 +56,15 @@ string label(int most) {
   return end + "(?:" + end + "|" + any + "(?:" + rest + "))?";
 }
 
-// Returns host names of at least `fewest` labels and at most 253 characters (RFC 1123, RFC 5890).
+// Returns host names of at least `fewest` labels and at most 253 characters (RFC 1123, RFC 5890). A
+// label is the part between two points.
 //
-// An automaton that counts the characters of all labels would have too many states. So a host name
-// has one of three forms:
+// An automaton that counts the characters of all labels would have too many states. So the function
+// allows only host names in one of three forms:
 //
-//   - up to three labels of at most 63 characters
-//   - three labels of at most 63 characters, and a fourth label of at most 61 characters
-//   - up to eight labels of at most 30 characters
+// - up to three labels of at most 63 characters
+// - three labels of at most 63 characters, and a fourth label of at most 61 characters
+// - up to eight labels of at most 30 characters
 string host(int fewest) {
   const string long_label = label(63) + "\\.";
   return "(?:" + many(long_label, fewest - 1, 2) + label(63) + "|" + many(long_label, 3, 3) +
@@ -70,7 +72,8 @@ string host(int fewest) {
 }
 
 // Letters of common scripts that are written from left to right. IDNA 2008 allows these letters
-// unchanged. Twelve letters take less than 63 characters in Punycode, so they fit into a label.
+// unchanged. Twelve such letters take less than 63 characters in Punycode, so they fit into a
+// label.
 const char kLetters[] =
     "a-z0-9\\u{DF}-\\u{F6}\\u{F8}-\\u{FF}\\u{3B1}-\\u{3C9}\\u{430}-\\u{45F}\\u{3041}-\\u{3096}"
     "\\u{30A1}-\\u{30FA}\\u{4E00}-\\u{9FA5}\\u{AC00}-\\u{D7A3}";
@@ -116,7 +119,7 @@ Node email(Expressions& e) { return mail(e, "A-Za-z0-9", 64, host(2)); }
 struct Uri {
   string character, segment, tail, authority;
 
-  // `letters` has the allowed letters outside ASCII.
+  // `letters` are the letters outside ASCII that are allowed.
   explicit Uri(const string& letters) {
     const string escape = "%[0-9A-Fa-f]{2}";
     const string plain = "A-Za-z0-9._\\~!$\\&'()*+,;=\\-" + letters;
@@ -129,7 +132,7 @@ struct Uri {
         "(?:[A-Za-z0-9._\\~-]+@)?(?:" + (letters.empty() ? host(1) : international_host(1)) +
         "|\\[" + ipv6() + "\\])(?:" + port + ")?";
   }
-  // Returns the rest of a URI after the scheme: a path that may follow an authority.
+  // Returns the part of a URI after the scheme: an optional authority and a path.
   string hierarchy() const {
     return "(?://" + authority + "(?:/" + segment + ")*|/(?:" + character + "+(?:/" + segment +
            ")*)?";
@@ -138,8 +141,8 @@ struct Uri {
     return "[A-Za-z][A-Za-z0-9+.-]*:" + hierarchy() + "|" + character + "+(?:/" + segment + ")*)" +
            tail;
   }
-  // A reference may be empty. Its first segment must not contain a colon, because readers would
-  // take the text before the colon as a scheme.
+  // Returns a relative reference, which may be empty. Its first segment must not contain a colon.
+  // Otherwise programs would take the text before the colon as a scheme.
   string reference() const {
     string first = character;
     first.erase(first.find(":@]"), 1);
@@ -151,7 +154,7 @@ struct Uri {
 const char kBeyondAscii[] =
     "\\u{A1}-\\u{1FFF}\\u{2070}-\\u{D7FF}\\u{F900}-\\u{FDCF}\\u{FDF0}-\\u{FEFE}";
 
-// The syntax is in RFC 6570. Escapes in names are left out.
+// Returns URI templates. The syntax is in RFC 6570. Escapes in names are left out.
 string uri_template() {
   const string name = "[A-Za-z0-9_]+(?:\\.[A-Za-z0-9_]+)*";
   const string variable = name + "(?::[1-9][0-9]{0,2}|\\*)?";
@@ -159,8 +162,8 @@ string uri_template() {
          variable + ")*\\})*";
 }
 
-// Returns simple regular expressions that all engines accept. Their groups nest at most twice, and
-// their only ranges are those of letters and digits.
+// Returns simple regular expressions that all engines accept. Their groups are nested at most
+// twice, and their only ranges are ranges of letters and digits.
 string expression() {
   // JSON writes each backslash as two backslashes.
   const string plain = "(?:[A-Za-z0-9 _:;,<>@%=!'/`.-]|\\\\\\\\[dDwWsS.*+?()\\[\\]{}|^$/])";
@@ -174,7 +177,7 @@ string expression() {
   return "\\^?" + all + "(?:\\|" + all + ")*\\$?";
 }
 
-// Returns JSON pointers (RFC 6901). They may contain any characters. ~ and / are escaped.
+// Returns JSON pointers (RFC 6901). They may contain any characters; ~ and / are escaped.
 Node pointer(Expressions& e) {
   const Node escape = e.sequence(e.bytes("~"), e.either(e.bytes("0"), e.bytes("1")));
   const Node letter = spelled(e, complement({{'/', '/'}, {'~', '~'}}));
@@ -223,8 +226,8 @@ Node format_in_string(Expressions& e, std::string_view name) {
     return e.either(email(e), mail(e, "A-Z" + string(kLetters), 21, international_host(2)));
   if (name == "json-pointer") return pointer(e);
   if (name == "relative-json-pointer")
-    // A 0 that is not the whole number comes last, because the validator jsonschema accepts no
-    // digit after a 0.
+    // The form with a 0 at the end comes last, because the validator jsonschema accepts no digit
+    // after a 0.
     return e.sequence(regex(e, "0|[1-9]{1,8}0?"), e.either(e.bytes("#"), pointer(e)));
   return regex(e, written(name));
 }

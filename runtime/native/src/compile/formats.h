@@ -1,5 +1,5 @@
-// Builds regular languages for the keyword `format` of JSON Schema, such as "date" and "email"
-// (https://json-schema.org/draft/2020-12/json-schema-validation#section-7).
+// Builds regular languages (sets of texts) for the keyword `format` of JSON Schema, such as "date"
+// and "email" (https://json-schema.org/draft/2020-12/json-schema-validation#section-7).
 #pragma once
 
 #include <string_view>
@@ -8,13 +8,13 @@
 
 namespace dlm::compile {
 
-// Returns whether the specification defines the format `name`. Formats with other names do not
-// constrain the value.
+// Returns true if the specification defines the format `name`. Formats with other names allow any
+// value.
 bool is_format(std::string_view name);
 
-// Returns the JSON strings that every validator accepts for a format. Leaves out strings that only
-// some validators accept. The strings have no quotes and are escaped as in json_text.h. Requires
-// is_format(name).
+// Returns the JSON strings that every validator accepts for a format. Strings that only some
+// validators accept are left out. The strings have no quotes, and are escaped as in json_text.h.
+// Requires is_format(name).
 Node format_in_string(Expressions& expressions, std::string_view name);
 
 }  // namespace dlm::compile

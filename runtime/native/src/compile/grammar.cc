@@ -14,11 +14,11 @@
 namespace dlm::compile {
 namespace {
 
-using Graph = std::vector<std::vector<uint32_t>>;  // [rule]: the rules to which it refers
+using Graph = std::vector<std::vector<uint32_t>>;  // for each rule: the rules to which it refers
 
 // The strongly connected components of a graph, found with Tarjan's algorithm. numbers[v] is the
-// component of vertex v. If there is an edge from one component to another, the target has the
-// lower number.
+// component of vertex v. If an edge leads from one component to another, the component at its end
+// has the lower number.
 struct Components {
   std::vector<uint32_t> numbers;
   uint32_t count = 0;
@@ -42,7 +42,7 @@ struct Components {
       last = open_.back();
       open_.pop_back();
       numbers[last] = count;
-      low_[last] = UINT32_MAX;  // later vertices are not in this component
+      low_[last] = UINT32_MAX;  // marks the vertex as finished, so that it joins no other component
     }
     ++count;
   }
@@ -52,11 +52,11 @@ struct Components {
   uint32_t visited_ = 0;
 };
 
-// Compiles the rules of a grammar to regular languages.
+// Compiles the rules of a grammar to regular languages (sets of texts).
 //
-// Some rules refer to each other only at their ends, like `root ::= "a" root | "b"`. Such rules
-// form a set. They are a system of linear equations, and the solution of the system is a regular
-// language.
+// Some rules refer to themselves or to each other only at their ends, like `root ::= "a" root |
+// "b"`. Rules that are connected in this way form a set. They are a system of linear equations, and
+// the solution of the system is a regular language.
 //
 // Any other reference is a call. A call that leads back to its own caller goes one level deeper. At
 // the deepest level, such calls match no text.
@@ -83,7 +83,7 @@ class Compiler {
     for (uint32_t level = is_recursive() ? max_depth + 1 : 1; level-- > 0;) {
       std::vector<Node> made(grammar_.rules.size(), expressions_.nothing());
       for (const uint32_t set : order_) solve(set, made, below);
-      if (made == below) break;  // further levels add no text
+      if (made == below) break;  // more levels add no text
       below = std::move(made);
     }
     return below[grammar_.root];
@@ -93,8 +93,9 @@ class Compiler {
   enum class State : uint8_t { unknown, open, done };
 
   // The texts of a part at the end of a rule, as one side of a linear equation. `whole` has the
-  // texts that contain no reference to a rule of the same set. `before` has one entry for each rule
-  // of the set to which the part refers at its end: the texts before that reference.
+  // texts without a reference to a rule of the same set. `before` has an entry for each rule of the
+  // set to which the part refers at its end. The entry has the texts that come before this
+  // reference.
   struct Linear {
     Node whole;
     std::map<uint32_t, Node> before;
@@ -128,7 +129,7 @@ class Compiler {
     });
   }
 
-  // Collects the references with which a text of `choices` can start.
+  // Collects the references that can be at the start of a text of `choices`.
   void starts_of(const GrammarChoices& choices, const std::vector<uint8_t>& nullable,
                  std::vector<const GrammarPart*>& out) {
     for (const GrammarSequence& each : choices)
@@ -165,8 +166,8 @@ class Compiler {
                   "' starts with itself. Write a repetition, such as item (\",\" item)*");
   }
 
-  // Adds a set to order_, after all sets that it calls. Also fills deeper_ with the calls that lead
-  // back to their caller.
+  // Adds a set of rules to order_, after all sets that it calls. Also adds to deeper_ the calls
+  // that lead back to their caller.
   void order_calls(uint32_t set) {
     states_[set] = State::open;
     std::vector<Call> calls;
@@ -181,7 +182,7 @@ class Compiler {
     order_.push_back(set);
   }
 
-  // A reference, and whether it is at the end of its rule.
+  // A reference to a rule. The bool is true if the reference is at the end of its own rule.
   using Call = std::pair<const GrammarPart*, bool>;
 
   void calls_of(const GrammarChoices& choices, bool is_tail, std::vector<Call>& out) {
@@ -196,14 +197,14 @@ class Compiler {
 
   // ---- Texts ----
 
-  // Fills `made` with the texts of all rules of a set. `made` already has the texts of the sets
-  // that this set calls. `below` has the texts one level deeper.
+  // Computes the texts of all rules of a set, and writes them to `made`. `made` must already have
+  // the texts of the sets that this set calls. `below` has the texts one level deeper.
   void solve(uint32_t set, std::vector<Node>& made, const std::vector<Node>& below) {
     std::map<uint32_t, Linear> equations;
     for (const uint32_t rule : members_[set])
       equations.emplace(rule, choices(grammar_.rules[rule].choices, set, true, made, below));
-    // The solution of x = a x + b is x = a* b (Arden's rule). Substitute the solution into all
-    // other equations.
+    // The solution of x = a x + b is x = a* b (Arden's rule). The loop puts the solution of each
+    // rule into all other equations.
     for (const uint32_t rule : members_[set]) {
       Linear solved = equations.at(rule);
       if (const auto own = solved.before.find(rule); own != solved.before.end()) {
@@ -276,17 +277,19 @@ class Compiler {
   Expressions& expressions_;
   const std::string_view text_;
   const GrammarText grammar_;
-  std::vector<uint32_t> sets_;   // [rule]: the set that contains the rule
-  Graph members_;                // [set]: the rules of the set
-  std::vector<State> states_;    // [set]
-  std::vector<uint32_t> order_;  // sets reachable from root; called sets come first
-  std::unordered_set<const GrammarPart*> deeper_;  // references that go one level deeper
+  std::vector<uint32_t> sets_;  // for each rule: the number of the set that contains it
+  Graph members_;               // for each set: its rules
+  std::vector<State> states_;   // for each set: whether order_calls() has visited it
+  // The sets that can be reached from root. A set comes after the sets that it calls.
+  std::vector<uint32_t> order_;
+  std::unordered_set<const GrammarPart*> deeper_;  // the references that go one level deeper
 };
 
-// Estimates the number of states that a node needs. A part that is used several times is counted
-// each time.
+// Estimates the number of states that a node needs. If a part occurs several times, each occurrence
+// counts.
 double unfolded_states(const Expressions& expressions, Node root) {
-  std::vector<double> sizes(root + 1, 1);  // the parts of a node have lower numbers
+  // Sizes are computed in the order of the nodes, because the parts of a node have lower numbers.
+  std::vector<double> sizes(root + 1, 1);
   for (Node node = 0; node <= root; ++node) {
     double& size = sizes[node];
     switch (expressions.kind(node)) {

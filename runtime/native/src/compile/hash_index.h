@@ -1,4 +1,4 @@
-// Finds numbers by hash. The caller keeps the data that each number names.
+// A hash index of numbers. The caller stores the data that each number stands for.
 #pragma once
 
 #include <cstddef>
@@ -7,11 +7,12 @@
 
 namespace dlm::compile {
 
-// Open addressing with linear probing. The load factor is at most 1/2. Numbers must not be
-// negative.
+// The index uses open addressing with linear probing. The load factor is at most 1/2. Numbers must
+// not be negative.
 class HashIndex {
  public:
-  // Returns a number that was added with this hash and for which is_equal(number) holds, or -1.
+  // Searches the numbers that were added with this hash. Returns one for which is_equal(number) is
+  // true, or -1 if there is none.
   template <class Equal>
   int32_t find(uint64_t hash, const Equal& is_equal) const {
     if (slots_.empty()) return -1;
@@ -48,7 +49,7 @@ class HashIndex {
       if (slot.number >= 0) put(slot);
   }
 
-  std::vector<Slot> slots_;  // a power of two
+  std::vector<Slot> slots_;  // the number of slots is a power of two
   size_t count_ = 0;
 };
 

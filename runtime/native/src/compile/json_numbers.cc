@@ -13,23 +13,24 @@ namespace dlm::compile {
 namespace {
 
 constexpr int64_t kMostExponent = 100000;
-constexpr size_t kMostWholeDigits = 400;  // maximum number of digits of a bound before the point
-// If a number has at most nine digits before the point, a double also keeps six digits after it.
+// Largest number of digits that a bound may have before the point.
+constexpr size_t kMostWholeDigits = 400;
+// A double preserves six digits after the point if at most nine digits are before the point.
 constexpr size_t kFractionDigits = 6;
-constexpr size_t kExactDigits = 15;  // number of decimal digits that a double always keeps
+constexpr size_t kExactDigits = 15;  // number of decimal digits that survive in every double
 constexpr uint64_t kMostRemainders = 5000;
-constexpr int64_t kMostListed = 10000;  // maximum number of multiples that are listed one by one
+constexpr int64_t kMostListed = 10000;  // largest number of multiples that are listed one by one
 constexpr double kMostNearest = 1e6;    // the listed multiples must start below this value
 constexpr int64_t kSixDigits = 1000000;
 
 [[noreturn]] void refuse(const char* reason) { throw Error(DLM_INVALID_ARGUMENT, reason); }
 
-// A bound of a range of non-negative numbers.
+// A lower or upper bound of a range of non-negative numbers.
 struct Bound {
   std::string whole = "0";  // digits before the point, without leading zeros
   std::string fraction;     // digits after the point, padded with zeros
   bool is_excluded = false;
-  bool is_plain = true;  // written as an integer, so readers parse it as one
+  bool is_plain = true;  // the number is written as an integer, so programs parse it as an integer
 };
 
 Bound bound_of(const Decimal& value, bool is_excluded) {
@@ -54,9 +55,9 @@ Bound bound_of(const Decimal& value, bool is_excluded) {
   return bound;
 }
 
-// Moves a bound into the range by one unit of the 15th digit, the last digit that a double keeps.
-// Use this function for a bound with more digits. Otherwise, rounding could move a number that is
-// close to the bound to the other side of it.
+// Moves a bound into the range by one unit of its 15th digit, which is the last digit that every
+// double represents. Used for bounds with more than 15 digits. Otherwise, a number close to such a
+// bound could be rounded to the other side of the bound.
 void keep_away(Bound& bound, bool is_low) {
   std::string digits = bound.whole + bound.fraction;
   const size_t places = bound.fraction.size();
@@ -76,18 +77,18 @@ void keep_away(Bound& bound, bool is_low) {
 }
 
 // Builds the texts of the non-negative numbers between two bounds. The functions process a number
-// digit by digit, like an automaton does. Their parameter `is_low` means that all digits so far are
-// equal to the digits of the lower bound, so the next digit must not be smaller than that of the
-// bound. `is_high` is the same for the upper bound.
+// digit by digit, like an automaton. Their parameter `is_low` means that all digits so far are
+// equal to the digits of the lower bound. Then the next digit must not be smaller than the next
+// digit of that bound. `is_high` is the same for the upper bound.
 class Naturals {
  public:
   Naturals(Expressions& expressions, const Bound& low, const std::optional<Bound>& high,
            size_t fraction_digits)
       : expressions_(expressions), low_(low), has_high_(high.has_value()), most_(fraction_digits) {
     if (high) high_ = *high;
-    // Cut the bounds to `most_` digits after the point, because numbers have no more digits. If the
-    // cut removes a digit other than 0, the lower bound becomes smaller, so the cut bound itself is
-    // excluded. The upper bound also becomes smaller, so the cut bound itself is allowed.
+    // Cuts the bounds to `most_` digits after the point, because numbers have no more digits. If
+    // the cut removes a digit other than 0, the bound becomes smaller. In this case, the cut lower
+    // bound is excluded, because it is below the real bound. The cut upper bound is allowed.
     const auto cut = [&](Bound& bound, bool is_low) {
       const bool is_between = bound.fraction.size() > most_ &&
                               bound.fraction.find_first_not_of('0', most_) != std::string::npos;
@@ -115,7 +116,8 @@ class Naturals {
   }
 
  private:
-  using Tight = std::array<std::array<Node, 2>, 2>;  // texts that may follow, by [is_low][is_high]
+  // Texts that may follow, as an array [is_low][is_high].
+  using Tight = std::array<std::array<Node, 2>, 2>;
 
   static ByteSet set(char low, char high) {
     ByteSet bytes;
@@ -130,8 +132,8 @@ class Naturals {
                                   fractions_[0][0]});
   }
 
-  // Returns the texts of the next digit, followed by `after`. `low` and `high` are the digits of
-  // the bounds at this place.
+  // Returns the texts of the next digit, each followed by `after`. `low` and `high` are the digits
+  // of the two bounds at this place.
   Node step(bool is_low, bool is_high, char low, char high, bool is_first, const Tight& after) {
     std::vector<Node> choices;
     const char least = is_low ? low : '0', most = is_high ? high : '9';
@@ -157,8 +159,8 @@ class Naturals {
     return expressions_.either(std::move(choices));
   }
 
-  // Returns whether a number may end before the digit of the fraction at index `from`. The missing
-  // digits count as zeros.
+  // Returns true if a number may end before the digit with the index `from` after the point. The
+  // missing digits count as zeros.
   bool may_end(bool is_low, bool is_high, size_t from) const {
     const auto is_zero = [&](const Bound& bound) {
       return bound.fraction.find_first_not_of('0', from) == std::string::npos;
@@ -168,7 +170,7 @@ class Naturals {
   }
 
   void make_fractions() {
-    Tight after{};  // the texts that may follow a digit
+    Tight after{};  // texts that may follow the current digit
     for (size_t from = most_;; --from) {
       Tight made{};
       for (const bool is_low : {false, true})
@@ -213,7 +215,7 @@ class Naturals {
 
 Node naturals(Expressions& expressions, Bound low, std::optional<Bound> high, size_t most,
               bool integers) {
-  size_t excluded_digits = 0;  // most digits before the point in an excluded bound
+  size_t excluded_digits = 0;  // largest number of digits before the point in an excluded bound
   const auto prepare = [&](Bound& bound, bool is_low) {
     const size_t whole = bound.whole.size(), digits = whole + bound.fraction.size();
     const bool is_exact = integers && bound.is_plain;
@@ -243,7 +245,7 @@ Node in_range(Expressions& e, const NumberRange& range, size_t fraction_digits) 
   }
   if (!range.low || sign(range.low) < 0) {
     Bound low;
-    low.is_excluded = true;  // zero is written without a sign
+    low.is_excluded = true;  // zero must be written without a sign
     if (range.high && sign(range.high) < 0) low = bound_of(*range.high, range.high_excluded);
     std::optional<Bound> high;
     if (range.low) high = bound_of(*range.low, range.low_excluded);
@@ -255,14 +257,14 @@ Node in_range(Expressions& e, const NumberRange& range, size_t fraction_digits) 
 
 // ---- Multiples ----
 
-// Returns the texts of numbers that are a multiple of `divisor` * 10^-`places`. Digits after the
-// point may be missing, and count as zeros. The language also contains texts that are not valid
-// numbers, so intersect it with a language of numbers.
+// Returns the texts of numbers that are a multiple of `divisor` * 10^-`places`. If there are fewer
+// than `places` digits after the point, the missing digits count as zeros. The result also contains
+// texts that are not valid numbers. So the caller must intersect it with a language of numbers.
 Node with_remainder(Expressions& expressions, uint64_t divisor, size_t places) {
   if (divisor > kMostRemainders) refuse("multipleOf with so many digits is not supported");
-  // State 0 is the start state. Every other state is a pair of a phase and a remainder. The phase
-  // is 0 before the point. After the point, the phase is the number of characters since the point,
-  // including the point itself.
+  // State 0 is the start state. Every other state is a pair of a phase and a remainder. Before the
+  // point, the phase is 0. After the point, the phase is the number of characters from the point
+  // on, and the point itself counts.
   const size_t phases = places == 0 ? 1 : places + 2;
   const auto state = [&](size_t phase, uint64_t remainder) {
     return static_cast<int32_t>(1 + phase * divisor + remainder % divisor);
@@ -294,7 +296,7 @@ Node with_remainder(Expressions& expressions, uint64_t divisor, size_t places) {
   return expressions.machine(automaton);
 }
 
-// Parses at most nine digits. Throws if there are more.
+// Parses a number of at most nine digits. Throws if there are more digits.
 uint64_t number_of(const std::string& digits) {
   if (digits.size() > 9) refuse("multipleOf with so many digits is not supported");
   return std::strtoull(digits.c_str(), nullptr, 10);
@@ -306,7 +308,7 @@ uint64_t power(uint64_t base, size_t exponent) {
   return made;
 }
 
-// Returns the integers that are multiples of an integer.
+// Returns the texts of the integers that are multiples of the integer `divisor`.
 Node integer_multiples(Expressions& e, const Decimal& divisor) {
   const Node tens = with_remainder(e, number_of(divisor.digits), 0);
   if (divisor.exponent == 0) return tens;
@@ -327,7 +329,7 @@ Node with_digits(Expressions& e, size_t digits, size_t places) {
   return in_range(e, range, places);
 }
 
-// Returns whether `multiple` divided by `divisor` is an integer if both are doubles.
+// Returns true if `multiple` / `divisor`, computed in doubles, is an integer.
 bool divides(const std::string& multiple, double divisor) {
   const double quotient = std::strtod(multiple.c_str(), nullptr) / divisor;
   return std::isfinite(quotient) && quotient == std::trunc(quotient);
@@ -343,8 +345,8 @@ std::string written(int64_t count, size_t places) {
   return count < 0 ? "-" + digits : digits;
 }
 
-// Returns multiples of the fraction `units` * 10^-`places`, which has no exact double. See
-// numbers() for the multiples that are included.
+// Returns the texts of multiples of a fraction, `units` * 10^-`places`. The fraction has no exact
+// double. numbers() describes which multiples are included.
 Node rounded_multiples(Expressions& e, const NumberRange& range, int64_t units, size_t places) {
   const auto tens = static_cast<int64_t>(power(10, places));
   const double divisor = static_cast<double>(units) / static_cast<double>(tens);
@@ -366,8 +368,8 @@ Node rounded_multiples(Expressions& e, const NumberRange& range, int64_t units, 
       if (divides(text, divisor)) choices.push_back(e.bytes(text));
     }
   }
-  // Add the integers below a million that are multiples, if the division of each one in doubles
-  // gives an exact integer.
+  // Adds the multiples that are integers below a million, if each of them divided by the divisor in
+  // doubles gives an exact integer.
   int64_t step = units;
   for (int64_t other = tens; other != 0;) step = std::exchange(other, step % other);
   step = units / step;
@@ -486,7 +488,8 @@ Node numbers(Expressions& e, const NumberRange& range) {
       continue;
     }
     made = e.both(made, integer_multiples(e, divisor));
-    // If the divisor is written with a point or an exponent, validators compute in doubles.
+    // If the divisor is written with a point or an exponent, validators compute with doubles. So
+    // only numbers of up to 15 digits are allowed.
     if (!divisor.is_plain) made = e.both(made, with_digits(e, kExactDigits, 0));
   }
   return made;

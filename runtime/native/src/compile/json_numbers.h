@@ -1,5 +1,5 @@
-// Builds regular languages of JSON numbers, for the keywords `minimum`, `maximum` and `multipleOf`
-// of JSON Schema.
+// Builds regular languages (sets of texts) of JSON numbers, for the keywords `minimum`, `maximum`
+// and `multipleOf` of JSON Schema.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@
 
 namespace dlm::compile {
 
-// An exact decimal number with the value `digits` * 10^`exponent`. For example, -1200 has the
-// digits "12" and the exponent 2. `digits` is empty if the number is zero. Otherwise, the first
-// digit and the last digit are not zero.
+// An exact decimal number. Its value is `digits` * 10^`exponent`, with a minus sign if is_negative
+// is true. For example, -1200 has the digits "12" and the exponent 2. `digits` is empty if the
+// number is zero. Otherwise, neither the first nor the last digit is zero.
 struct Decimal {
   bool is_negative = false;
-  bool is_plain = true;  // whether the JSON text has no decimal point and no exponent
+  bool is_plain = true;  // true if the JSON text has no decimal point and no exponent
   std::string digits;
   int64_t exponent = 0;
 
@@ -25,8 +25,8 @@ struct Decimal {
   static Decimal parse(std::string_view number);
   bool is_integer() const { return exponent >= 0; }
   bool is_zero() const { return digits.empty(); }
-  // Returns a negative value, 0 or a positive value if this is less than, equal to or greater than
-  // `other`.
+  // Returns a negative number if this number is less than `other`. Returns 0 if they are equal.
+  // Otherwise returns a positive number.
   int compare(const Decimal& other) const;
 };
 
@@ -34,25 +34,25 @@ struct NumberRange {
   std::optional<Decimal> low, high;
   bool low_excluded = false, high_excluded = false;
   bool integers = false;
-  std::vector<Decimal> multiples;  // each is positive; a number must be a multiple of each one
+  std::vector<Decimal> multiples;  // positive divisors; a number must be a multiple of each of them
 };
 
-// Returns the texts of all numbers whose exponent has at most two digits. Every JSON reader parses
-// such numbers to finite values.
+// Returns the texts of all numbers that have an exponent of at most two digits or no exponent.
+// Every JSON parser reads such numbers as finite numbers.
 Node any_number(Expressions& expressions);
 // Returns the texts of the numbers in a range. Returns nothing() if the range is empty. Throws if
-// the range is not supported. The error message has only the reason, so the caller must add the
-// place.
+// the range is not supported. The error message gives only the reason, so the caller must add the
+// place in the schema.
 //
-// If `integers` is set, the numbers are written without a fraction and without an exponent. Other
-// numbers with a bound are written without an exponent and with few digits after the point. So a
-// number is still inside the bounds after a reader has rounded it to a double.
+// If `integers` is true, the numbers are written without a fraction and without an exponent. Other
+// numbers that have a bound are written without an exponent and with few digits after the point. So
+// a number is still inside the bounds after a program has rounded it to a double.
 //
 // If a divisor in `multiples` is an integer, all numbers are integers. A divisor such as 0.01 has
 // no exact double. Validators divide the number by this divisor in doubles, and check that the
-// result is an integer. The language contains only numbers that pass this check. These are up to
-// 10,000 multiples around the value inside the bounds that is nearest to zero. If the check is
-// exact for all integers of up to six digits, these integers are added.
+// result is an integer. The returned texts contain only numbers that pass this check. These are up
+// to 10,000 multiples around the number inside the bounds that is nearest to zero. All integers of
+// up to six digits that are multiples are added if all of them pass the check.
 Node numbers(Expressions& expressions, const NumberRange& range);
 
 }  // namespace dlm::compile

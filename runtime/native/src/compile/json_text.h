@@ -1,6 +1,6 @@
-// Builds regular languages of the characters and strings of JSON text.
+// Builds regular languages (sets of texts) of the characters and strings of JSON text.
 //
-// Characters are written like json.dumps(ensure_ascii=False) writes them. A character is written as
+// Characters are written as json.dumps(ensure_ascii=False) writes them. A character is written as
 // itself if JSON allows that. Otherwise it is written as an escape of two characters, such as \n.
 // Characters that need an escape of the form \uXXXX are left out. DEL and the control characters
 // U+0080 to U+009F are left out too.
@@ -14,13 +14,13 @@
 
 namespace dlm::compile {
 
-// Returns the spellings, inside a JSON string, of one code point of `points`.
+// Returns the ways to write a code point of `points` inside a JSON string.
 Node spelled(Expressions& expressions, const CodePoints& points);
-// Like spelled(), for any code point.
+// Does the same as spelled(), for all code points.
 Node any_character(Expressions& expressions);
 // Returns all strings of `low` to `high` code points. The strings include their quotes.
 Node any_string(Expressions& expressions, uint32_t low = 0, uint32_t high = kUnbounded);
-// Returns UTF-8 text as a JSON string with quotes, like json.dumps(ensure_ascii=False).
+// Returns UTF-8 text as a JSON string with quotes, as json.dumps(ensure_ascii=False) writes it.
 std::string json_string(std::string_view text);
 
 }  // namespace dlm::compile

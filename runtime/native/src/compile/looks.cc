@@ -9,13 +9,15 @@
 namespace dlm::compile {
 namespace {
 
-constexpr size_t kMostClasses = 64;          // maximum of before_.size() and of after_.size()
-constexpr size_t kMostBoundaries = 16;       // maximum number of states in close()
-constexpr uint32_t kMostRepetitions = 1000;  // maximum for a part with conditions
-constexpr int kDeepest = 2000;               // maximum depth of nested calls
+// Largest number of character classes before or after a position.
+constexpr size_t kMostClasses = 64;
+constexpr size_t kMostBoundaries = 16;  // maximum number of states in close()
+// Largest number of repetitions of a part that has conditions.
+constexpr uint32_t kMostRepetitions = 1000;
+constexpr int kDeepest = 2000;  // maximum depth of nested calls
 constexpr int kDeepestEdge = 64;
 
-// Increments a depth counter while this object exists.
+// Increases a depth counter by 1 while this object exists.
 struct Deeper {
   explicit Deeper(int& depth) : depth_(++depth) {}
   ~Deeper() { --depth_; }
@@ -74,7 +76,7 @@ Looks::Piece Looks::ahead(Piece piece, bool is_negative) {
 }
 
 Looks::Piece Looks::sequence(std::vector<Piece> parts) {
-  // Merge neighbouring parts without conditions into one node, from right to left.
+  // Merges neighbouring parts that have no conditions into one node, from right to left.
   std::vector<Piece> merged;
   for (auto part = parts.rbegin(); part != parts.rend(); ++part) {
     if (part->item == 0 && !merged.empty() && merged.back().item == 0)
@@ -114,7 +116,8 @@ Looks::Piece Looks::repeat(Piece part, uint32_t low, uint32_t high) {
   return add(std::move(item));
 }
 
-// Splits classes until each class lies completely inside or completely outside each set.
+// Splits classes of characters until each class is completely inside or completely outside of each
+// set.
 void Looks::divide(const std::array<CodePoints, 2>& sets, std::vector<CodePoints>& classes) const {
   for (const CodePoints& set : sets) {
     if (set.empty()) continue;
@@ -187,8 +190,8 @@ Node Looks::edged(Node node, Side side, const CodePoints& points, int depth) {
   if (node == e.nothing() || node == e.empty()) return e.nothing();
   const K kind = e.kind(node);
   if (kind == K::characters) return e.characters(intersection(e.code_points(node), points));
-  // A backslash may start an escape. Texts with a backslash are handled by the automata at the end
-  // of this function, because these compare whole escaped characters.
+  // A backslash may start an escape. Texts with a backslash are compiled by the automata at the end
+  // of this function, which compare whole escaped characters.
   if (kind == K::bytes && e.text(node).find('\\') == std::string::npos) {
     const std::string& text = e.text(node);
     size_t at = 0;
@@ -268,7 +271,8 @@ Looks::Rest Looks::rest_from_node(Node node, const Rest& rest) {
   if (node == e.empty()) return rest;
   if (std::all_of(rest.begin(), rest.end(), [&](Node each) { return each == rest[0]; }))
     return Rest(rest.size(), e.sequence(node, rest[0]));
-  std::map<Node, uint64_t> targets;  // continuation -> classes of the character before it
+  // Maps each continuation to the classes of the character before it.
+  std::map<Node, uint64_t> targets;
   for (size_t before = 1; before < rest.size(); ++before)
     targets[rest[before]] |= uint64_t{1} << (before - 1);
   std::vector<Node> choices;
@@ -326,8 +330,8 @@ Looks::Rest Looks::rest_from_repeat(const Item& item, Piece piece, const Rest& r
   return made;
 }
 
-// Returns the texts of any number of repetitions, followed by `rest`. The caller has already
-// handled the required repetitions.
+// Returns the texts of any number of repetitions, followed by `rest`. The caller adds the required
+// repetitions.
 Looks::Rest Looks::rest_from_endless(Piece piece, const Rest& rest) {
   Expressions& e = expressions_;
   const Item& item = items_[piece.item];
@@ -340,7 +344,7 @@ Looks::Rest Looks::rest_from_endless(Piece piece, const Rest& rest) {
       made.push_back(rest_from_node(endless(piece, before, 0), rest)[before]);
       continue;
     }
-    std::vector<Node> choices{rest[before]};  // no repetition
+    std::vector<Node> choices{rest[before]};  // the texts without a repetition
     for (size_t end = 1; end < rest.size(); ++end) {
       for (size_t after = 0; after <= last; ++after) {
         Node head = not_empty(endless(piece, before, after));
@@ -412,7 +416,8 @@ Node Looks::in_turn(const First& first, bool first_looks_after, const Second& se
   return e.either(std::move(choices));
 }
 
-// Returns the texts that the parts of a sequence match, starting with the part at index `from`.
+// Returns the texts that match the parts of a sequence, from the part with the index `from` to the
+// last part.
 Node Looks::tail(const Item& item, Piece piece, size_t from, size_t before, size_t after) {
   const Piece part = item.parts[from];
   if (from + 1 == item.parts.size()) return texts(part, before, after);
@@ -450,7 +455,7 @@ Node Looks::repeated(Piece piece, uint32_t low, uint32_t high, size_t before, si
 
 // Returns the texts of any number of repetitions. A state is a position between two repetitions,
 // together with the classes of the characters before and after it. The state alone determines which
-// texts may follow, so the repetitions form an automaton over these states.
+// texts may follow. So the repetitions are an automaton over these states.
 Node Looks::endless(Piece piece, size_t before, size_t after) {
   Expressions& e = expressions_;
   Item& item = items_[piece.item];
@@ -474,9 +479,9 @@ Node Looks::endless(Piece piece, size_t before, size_t after) {
   return known_[key] = e.either(std::move(choices));
 }
 
-// Fills item.steps. For each pair of states, the result has the texts that lead from the first
-// state to the second one over any number of repetitions. Uses the algorithm of Kleene (1956),
-// which allows one more intermediate state in each round.
+// Fills item.steps. For each pair of states, it has the texts that lead from the first state to the
+// second one by any number of repetitions. This is the algorithm of Kleene (1956), which allows one
+// more intermediate state in each round.
 void Looks::close(Item& item) {
   Expressions& e = expressions_;
   const Piece part = item.parts[0];

@@ -1,5 +1,5 @@
-// Compiles regular expressions that contain conditions on neighbouring characters. Such conditions
-// are anchors (^ and $), word boundaries (\b), look-ahead and look-behind.
+// Compiles regular expressions that have conditions on neighbouring characters. Such conditions are
+// anchors (^ and $), word boundaries (\b), look-ahead and look-behind.
 #pragma once
 
 #include <array>
@@ -15,32 +15,33 @@ namespace dlm::compile {
 
 // A condition on the character before a position and the character after it. For example, ^
 // requires that there is no character before the position. `before` has two sets of characters, and
-// so has `after`. They divide the neighbouring characters into four kinds:
+// `after` has two more. Each pair of sets divides the neighbouring characters into four kinds:
 //
 //   0: no character, because the position is at the start or the end of the text
 //   1: a character of the first set
 //   2: a character of the second set
 //   3: any other character
 //
-// `holds` tells for each pair of kinds whether the condition is true.
+// `holds` says for each pair of kinds whether the condition is true.
 struct Look {
   std::array<CodePoints, 2> before, after;
-  std::array<std::array<bool, 4>, 4> holds{};  // [kind before][kind after]
+  // [kind of the character before][kind of the character after].
+  std::array<std::array<bool, 4>, 4> holds{};
 };
 
 // Compiles one regular expression. The parser of the expression builds pieces with look(), ahead(),
 // sequence(), either() and repeat(). Then node() turns the last piece into a language. Parts
-// without conditions are plain nodes, which are used as they are.
+// without conditions are plain nodes, which need no further work.
 class Looks {
  public:
-  // Returns a node for one character of a set. The function decides how characters are written, for
-  // example in UTF-8 or with the escapes of JSON strings.
+  // A function that returns a node for one character of a set. The function decides how characters
+  // are written, for example in UTF-8 or with the escapes of JSON strings.
   using Spell = Node (*)(Expressions&, const CodePoints&);
 
   // `subject` is the start of each error message, for example "regex".
   Looks(Expressions& expressions, Spell spell, std::string subject);
 
-  // A part of an expression. If the part contains no conditions, it is just the node `node`.
+  // A part of an expression. If the part has no conditions, it is the node `node`, and `item` is 0.
   // Otherwise `item` is its index in items_.
   struct Piece {
     Node node = 0;
@@ -48,15 +49,15 @@ class Looks {
   };
   Piece plain(Node node) const { return {node, 0}; }
   Piece look(Look look);
-  // Returns a look-ahead: the condition that `piece` matches the text that follows. If
-  // `is_negative`, the condition is that `piece` does not match there.
+  // Returns a look-ahead. It is the condition that `piece` matches the text after the position. If
+  // `is_negative` is true, it is the condition that `piece` does not match there.
   Piece ahead(Piece piece, bool is_negative);
   Piece sequence(std::vector<Piece> parts);
   Piece either(std::vector<Piece> choices);
   Piece repeat(Piece part, uint32_t low, uint32_t high);
 
   // Returns all texts that `piece` matches from the first character to the last one. Call this
-  // once, after building all pieces.
+  // function once, after all pieces are built.
   Node node(Piece piece);
 
  private:
@@ -71,14 +72,14 @@ class Looks {
   };
   // The texts that may follow a position. They depend on the character before the position, so
   // there is one node for each class of that character. Index 0 is for the start of the text, where
-  // there is no such character. Index i + 1 is for the class before_[i].
+  // there is no character before. Index i + 1 is for the class before_[i].
   using Rest = std::vector<Node>;
-  // The key of a cached result. Its elements are:
+  // The key of a cached result. It has these elements:
   //
   //   - the index of the item
-  //   - the index of the item's part, or its minimum number of repetitions
-  //   - its maximum number of repetitions
-  //   - the classes of the characters before and after it, where class 0 is an end of the text
+  //   - the index of the item's part, or its smallest number of repetitions
+  //   - its largest number of repetitions
+  //   - the classes of the characters before and after it; class 0 means that there is no character
   using Key = std::tuple<uint32_t, size_t, uint32_t, size_t, size_t>;
 
   Piece add(Item item);
@@ -90,10 +91,10 @@ class Looks {
   bool holds(const Look& look, size_t before, size_t after) const;
 
   enum class Side : uint8_t { start, end };
-  // not_empty() returns the texts of `node` except the empty text. edged() returns the texts that
-  // start or end with a character of some classes. For Side::start, these are classes of `after_`.
-  // For Side::end, these are classes of `before_`. Bit i of `classes` selects the class with index
-  // i.
+  // not_empty() returns the texts of `node` except the empty text. edged() returns the texts of
+  // `node` that start or end with a character of some classes. With Side::start, these are classes
+  // of `after_`. With Side::end, these are classes of `before_`. Bit i of `classes` selects the
+  // class with the index i.
   Node not_empty(Node node, int depth = 0);
   Node edged(Node node, Side side, uint64_t classes);
   Node edged(Node node, Side side, const CodePoints& points, int depth);
@@ -120,8 +121,8 @@ class Looks {
   template <class First, class Second>
   Node in_turn(const First& first, bool first_looks_after, const Second& second,
                bool second_looks_before, size_t before, size_t after);
-  // Return how many classes of the neighbouring character must be distinguished at a position
-  // between two repetitions.
+  // Return the number of classes of the neighbouring character that must be distinguished at a
+  // position between two repetitions. The result is 1 if the item does not look at this character.
   size_t classes_before(const Item& item) const { return item.looks_before ? before_.size() : 1; }
   size_t classes_after(const Item& item) const { return item.looks_after ? after_.size() : 1; }
   [[noreturn]] void refuse(const char* what) const;
@@ -130,8 +131,8 @@ class Looks {
   const Spell spell_;
   const std::string subject_;
   std::vector<Item> items_{Item{}};  // index 0 is unused
-  // The classes of characters before and after a position. All conditions treat the characters of
-  // one class alike.
+  // The classes of characters before and after a position. All conditions treat the characters of a
+  // class in the same way.
   std::vector<CodePoints> before_, after_;
   Node any_texts_ = 0;  // all texts of any length
   int depth_ = 0;

@@ -1,11 +1,12 @@
-// Minimises an automaton, one strongly connected component at a time, from the ends of texts to
-// their starts.
+// Minimises an automaton. The code takes one strongly connected component at a time, from the ends
+// of texts to their starts. It replaces the states of each component by new states, which are the
+// states of the minimal automaton.
 //
 // Outside cycles, two states are equal if they lead to equal states. One look-up finds an equal
 // state, as in Revuz (1992). Inside a component, partition refinement separates the states that
 // differ (Hopcroft 1971). Afterwards, either the whole component equals states that were found
 // before, or none of its states do. Most states of real constraints are outside cycles, so most
-// states are visited once.
+// states are visited only once.
 #include <algorithm>
 #include <utility>
 
@@ -42,7 +43,8 @@ class Minimiser {
   }
 
  private:
-  // Computes the fewest bytes from each state to the end of a text. -1 means that there is no end.
+  // Computes the smallest number of bytes from each state to the end of a text. The number is -1 if
+  // no end can be reached.
   void measure_distances() {
     std::vector<uint32_t> begins(raw_.states() + 2);
     for (const ByteEdge& edge : raw_.edges) ++begins[index(edge.state) + 2];
@@ -69,8 +71,8 @@ class Minimiser {
     }
   }
 
-  // Tarjan's algorithm (1972) with an explicit stack. A component is complete after all components
-  // that it leads to.
+  // Finds the strongly connected components with Tarjan's algorithm (1972) and an explicit stack. A
+  // component is complete only after all components that it leads to are complete.
   void visit_components() {
     struct Frame {
       int32_t state;
@@ -128,8 +130,8 @@ class Minimiser {
     if (!merge_component()) add_component();
   }
 
-  // Fills edges_ with the state's edges to states that can reach an end. `name` renames the
-  // targets.
+  // Writes to edges_ the state's edges to states that can reach an end. `name` returns the new name
+  // of a target.
   template <class Name>
   void edges_of(int32_t state, Name name) {
     edges_.clear();
@@ -157,7 +159,7 @@ class Minimiser {
            equal(made_.edges.data() + from, edges_.data(), edges_.size());
   }
 
-  // Returns the new state that has the edges edges_. Adds it if it does not exist.
+  // Returns the new state whose edges are edges_. Adds this state if it does not exist.
   int32_t find_or_add(bool accepting) {
     const uint64_t hash = hash_edges(accepting);
     const int32_t known =
@@ -176,11 +178,12 @@ class Minimiser {
     return made;
   }
 
-  // Assigns each member a class in class_, starting from 0. Equal states get the same class. An
-  // edge that leaves the component is written as ~state, where `state` is a new state.
+  // Assigns a class to each member of the component, in class_. Equal states get the same class.
+  // Classes are numbered from 0. An edge that leaves the component is written as ~state, where
+  // `state` is a new state.
   //
-  // When a class splits, its largest part keeps the number. Only states that lead to the other
-  // parts are visited again. So each state is visited O(log n) times.
+  // When a class is split, its largest part keeps the class number. Only states that lead to the
+  // other parts are visited again. So each state is visited O(log n) times.
   void refine() {
     const size_t count = members_.size();
     if (local_.empty()) local_.assign(raw_.states(), 0);
@@ -213,10 +216,13 @@ class Minimiser {
     }
   }
 
-  // Fills class_ with first classes: equal states get the same class, and most others do not. A
-  // class has one distance to an end and one hash. The hash of a state includes those of the next
-  // states: the ones of this round if they are nearer to an end, and the ones of the round before
-  // otherwise. split() does the rest once a round separates few states.
+  // Computes the first classes, in class_. Equal states get the same class, and most other states
+  // get different classes.
+  //
+  // The states of a class have the same distance to an end and the same hash. The hash of a state
+  // is computed from the hashes of its next states, in several rounds. If a next state is nearer to
+  // an end, its hash of this round is used. Otherwise its hash of the round before is used. When a
+  // round separates only few states, split() does the rest.
   void seed_classes() {
     constexpr int kMostRounds = 16;
     const size_t count = members_.size();
@@ -229,7 +235,7 @@ class Minimiser {
     size_t found = 0;
     for (int round = 0; round < kMostRounds; ++round) {
       HashIndex by_key;
-      std::vector<uint64_t> keys;  // of each class
+      std::vector<uint64_t> keys;  // one key for each class
       class_.assign(count, kNone);
       for (const int32_t member : order) {
         budget_.check();
@@ -257,8 +263,8 @@ class Minimiser {
     }
   }
 
-  // Returns the members in the order of their distances. All distances between the smallest and the
-  // largest occur, because a byte takes a text at most one byte nearer to an end.
+  // Returns the members sorted by their distance to an end. Between the smallest and the largest
+  // distance, all distances occur, because one byte reduces the distance by at most 1.
   std::vector<int32_t> by_distance() const {
     int32_t least = distances_[index(members_.front())], most = least;
     for (const int32_t state : members_) {
@@ -279,7 +285,7 @@ class Minimiser {
                                                 : ~canonical_[index(to)];
   }
 
-  // Lists, for each member, the members that have an edge to it.
+  // Lists the sources of each member: the members that have an edge to it.
   void list_sources() {
     const size_t count = members_.size();
     begins_.assign(count + 2, 0);
@@ -297,14 +303,14 @@ class Minimiser {
     each_edge([&](int32_t from, size_t to) { sources_[begins_[to + 1]++] = from; });
   }
 
-  // Splits the classes of `changed` by the current classes of the states that their members lead
-  // to.
+  // Splits the classes that contain the states in `changed`. States stay together if their edges
+  // lead to the same classes.
   template <class Relabelled>
   void split(const std::vector<int32_t>& changed, Relabelled relabelled) {
     struct Signature {
       uint64_t hash;
-      int32_t number;        // of the member's class
-      uint32_t start, size;  // in `content`
+      int32_t number;        // class of the member
+      uint32_t start, size;  // start and size in `content`
       int32_t member;
     };
     std::vector<ByteEdge> content;
@@ -336,7 +342,7 @@ class Minimiser {
     for (size_t first = 0; first < signatures.size();) {
       const int32_t number = signatures[first].number;
       size_t last = first;
-      std::vector<std::pair<size_t, size_t>> runs;  // of equal signatures
+      std::vector<std::pair<size_t, size_t>> runs;  // the ranges of equal signatures
       while (last < signatures.size() && signatures[last].number == number) {
         size_t end = last + 1;
         while (end < signatures.size() && compare(signatures[last], signatures[end]) == 0) ++end;
@@ -348,8 +354,8 @@ class Minimiser {
       for (size_t i = 1; i < runs.size(); ++i)
         if (runs[i].second - runs[i].first > runs[largest].second - runs[largest].first)
           largest = i;
-      // States that were not visited form one part. They lead only to classes that kept their
-      // numbers, and the visited states do not.
+      // The states that were not visited form one part of their own. They lead only to classes that
+      // kept their numbers. Each visited state leads to at least one other class.
       const bool keeps_unchanged = unchanged >= runs[largest].second - runs[largest].first;
       std::vector<std::vector<int32_t>> others;
       for (size_t i = 0; i < runs.size(); ++i) {
@@ -396,7 +402,7 @@ class Minimiser {
     parts_[index(number)].push_back(member);
   }
 
-  // A hash that is the same for equal states, and differs for most others.
+  // Returns a hash that is the same for equal states. It is different for most other states.
   uint64_t hash_shape(bool accepting, int32_t distance) const {
     uint64_t hash = mixed(accepting, static_cast<uint64_t>(distance));
     int first = -2, last = -2;
@@ -410,8 +416,8 @@ class Minimiser {
     return mixed(hash, static_cast<uint64_t>(first) << 16 | static_cast<uint16_t>(last));
   }
 
-  // Returns whether the component equals new states that exist already. If so, fills canonical_. It
-  // is enough to compare one member, because every member can reach every other.
+  // Returns true if the component equals new states that exist already. If so, fills canonical_. It
+  // is enough to compare one member, because each member can reach all others.
   bool merge_component() {
     const int32_t pivot = parts_.front().front();
     const int32_t state = members_[index(pivot)];
@@ -436,7 +442,8 @@ class Minimiser {
     return false;
   }
 
-  // Compares a class with its image edge by edge. Assigns images to the classes that it leads to.
+  // Compares a class with the new state that may be equal to it (its image), edge by edge. Assigns
+  // images to the classes to which its edges lead.
   bool matches_image(int32_t number, std::vector<int32_t>& images, std::vector<int32_t>& open) {
     const int32_t state = members_[index(parts_[index(number)].front())];
     const int32_t image = images[index(number)];
@@ -514,19 +521,19 @@ class Minimiser {
   const ByteAutomaton& raw_;
   const int32_t first_;
   Budget& budget_;
-  std::vector<int32_t> distances_, component_;  // [raw states]
-  std::vector<int32_t> canonical_;              // the new state of each finished state
+  std::vector<int32_t> distances_, component_;  // one entry per raw state
+  std::vector<int32_t> canonical_;  // for each finished state: the new state that replaces it
   int32_t components_ = 0;
   ByteAutomaton made_;
-  HashIndex by_edges_;               // new states
-  HashIndex by_shape_;               // the first new state with each hash_shape()
-  std::vector<int32_t> next_shape_;  // by new state: another one with the same hash, or -1
-  std::vector<ByteEdge> edges_;      // of the current state
+  HashIndex by_edges_;               // finds new states by their edges
+  HashIndex by_shape_;               // finds the first new state with a given hash_shape()
+  std::vector<int32_t> next_shape_;  // for each new state: the next one with the same hash, or -1
+  std::vector<ByteEdge> edges_;      // edges of the current state
 
-  // Data of the current component. Members are numbered as in members_.
+  // The data of the current component. Members are numbered by their index in members_.
   std::vector<int32_t> members_, local_, class_;
   std::vector<std::vector<int32_t>> parts_;  // the members of each class
-  std::vector<size_t> place_;                // the index of each member in its part
+  std::vector<size_t> place_;                // the index of each member in the part of its class
   std::vector<uint32_t> begins_;
   std::vector<int32_t> sources_;
 };

@@ -13,7 +13,8 @@
 namespace dlm::compile {
 namespace {
 
-constexpr size_t kDeepestGroup = 250;  // the limit of Rust's regex crate
+// The largest nesting depth of groups. It is the same as in Rust's regex crate.
+constexpr size_t kDeepestGroup = 250;
 constexpr uint32_t kMostCount = 1000000;
 
 Node in_utf8(Expressions& expressions, const CodePoints& points) {
@@ -45,7 +46,7 @@ class Reader : RegexText {
     size_t place = 0;
     RegexFlags flags_outside;
     std::vector<Looks::Piece> choices = {}, parts = {};
-    bool can_repeat = false;  // whether the last part can be repeated
+    bool can_repeat = false;  // true if the last part can be repeated
   };
 
   // ---- Terms ----
@@ -129,7 +130,7 @@ class Reader : RegexText {
     const CodePoints feed{{'\n', '\n'}}, carriage{{'\r', '\r'}};
     const bool has_crlf = is_multiline && flags_.has_crlf;
     if (is_multiline) {
-      // With the flag R, no line starts or ends between \r and \n.
+      // With the flag R, \r\n is one line break: no line starts or ends between \r and \n.
       look.before = is_start || has_crlf ? std::array{is_start ? feed : carriage, CodePoints{}}
                                          : std::array<CodePoints, 2>{};
       look.after =
@@ -179,7 +180,7 @@ class Reader : RegexText {
       at_ = place;
       refuse("nothing to repeat");
     }
-    take("?");  // lazy quantifiers match the same texts
+    take("?");  // lazy quantifiers match the same texts as greedy ones
     group.parts.back() = looks_.repeat(group.parts.back(), low, high);
   }
 
@@ -254,8 +255,8 @@ class Reader : RegexText {
     ++at_;
   }
 
-  // Parses flags such as the i-s in (?i-s) or (?i-s:...). Returns the character after them: ) if
-  // the flags apply to the rest of the group, : if they start a new group.
+  // Parses flags, such as the i-s in (?i-s) or (?i-s:...). Returns the character after them. It is
+  // ")" if the flags apply to the rest of the group, or ":" if they start a new group.
   char read_flags() {
     RegexFlags flags = flags_;
     bool is_on = true, is_empty = true, has_minus = false;

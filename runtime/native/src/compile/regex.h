@@ -8,7 +8,7 @@
 
 namespace dlm::compile {
 
-// Returns the UTF-8 texts that `expression` matches as a whole. Throws "regex: ..." with the
+// Returns the UTF-8 texts that `expression` matches from start to end. Throws "regex: ..." with the
 // position if the expression is not valid, or if an automaton cannot match it.
 Node regex(Expressions& expressions, std::string_view expression);
 

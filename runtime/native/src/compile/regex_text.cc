@@ -45,7 +45,7 @@ void RegexText::refuse(const std::string& what) const {
   fail(DLM_INVALID_ARGUMENT, "regex: %s at character %zu", what.c_str(), place);
 }
 
-// Skips white space and comments if the flag x is set.
+// Skips white space and comments if the flag x is set. Otherwise does nothing.
 void RegexText::skip() {
   if (!flags_.is_verbose) return;
   while (!is_end()) {
@@ -69,7 +69,7 @@ CodePoints RegexText::folded(const CodePoints& points) const {
   return normalised(std::move(all));
 }
 
-// Parses \d, \p{...} and similar sets. The backslash has been read already.
+// Parses \d, \p{...} and similar sets. The backslash was parsed already.
 bool RegexText::escaped_set(CodePoints& set) {
   const char letter = text_[at_];
   if (std::string_view("dDsSwW").find(letter) != std::string_view::npos) {
@@ -96,8 +96,8 @@ bool RegexText::escaped_set(CodePoints& set) {
   return true;
 }
 
-// Parses the name in \p{name} or \p{name=value}. If the name has != instead of =, inverts
-// `is_negated`.
+// Parses the name in \p{name} or \p{name=value}. If the name is followed by != instead of =,
+// inverts `is_negated`.
 CodePoints RegexText::property(bool& is_negated) {
   skip();
   std::string name;
@@ -239,8 +239,8 @@ void RegexText::open_class(std::vector<OpenClass>& open) {
   if (made.items.empty() && take("]")) made.items.push_back({']', ']'});
 }
 
-// Applies the last operator to the characters read since then. `operation` becomes the new last
-// operator.
+// Applies the last operator to the characters that were parsed after it. `operation` becomes the
+// new last operator.
 void RegexText::operate(OpenClass& open, char operation) const {
   CodePoints right = normalised(std::move(open.items));
   open.items.clear();
@@ -260,7 +260,7 @@ void RegexText::operate(OpenClass& open, char operation) const {
   open.operation = operation;
 }
 
-// Parses [:alpha:] or a similar ASCII class, if there is one here.
+// Parses [:alpha:] or a similar ASCII class. Returns false if there is no such class here.
 bool RegexText::ascii_class(CodePoints& items) {
   static const std::pair<std::string_view, CodePoints> kClasses[] = {
       {"alnum", {{'0', '9'}, {'A', 'Z'}, {'a', 'z'}}},
@@ -292,8 +292,8 @@ bool RegexText::ascii_class(CodePoints& items) {
   return false;
 }
 
-// Parses one character or one set inside a class in brackets. Returns true for a character, because
-// only a character can start a range such as a-z.
+// Parses one character or one set inside a class in brackets. Returns true if it is a character,
+// because only a character can start a range such as a-z.
 bool RegexText::class_item(CodePoints& set, char32_t& point) {
   if (!take("\\")) {
     point = next("a class");

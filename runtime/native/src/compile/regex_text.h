@@ -1,5 +1,5 @@
-// Parses characters, escapes and classes of a regular expression in Rust's syntax. regex.cc parses
-// the rest.
+// Parses characters, escapes and character classes of a regular expression in Rust's syntax.
+// regex.cc parses the rest.
 #pragma once
 
 #include <string>
@@ -16,7 +16,7 @@ struct RegexFlags {
        is_unicode = true, is_verbose = false;
 };
 
-// The base class of the parser in regex.cc. It reads the text from left to right and keeps the
+// The base class of the parser in regex.cc. It parses the text from left to right, and holds the
 // position and the flags.
 class RegexText {
  public:
@@ -29,14 +29,14 @@ class RegexText {
   bool is_at(char letter) const { return !is_end() && text_[at_] == letter; }
   bool is_at_space() const;
   bool take(std::string_view wanted);
-  char32_t next(const char* what);  // `what` is for the error if the text ends here
-  // If the flag x is set, skips white space and comments.
+  char32_t next(const char* what);  // `what` is used in the error message if the text ends here
+  // Skips white space and comments if the flag x is set. Otherwise does nothing.
   void skip();
 
-  // If the flag i is set, adds the characters that differ from a character of the set only in case.
+  // If the flag i is set, adds the characters that differ only in case from a character of the set.
   CodePoints folded(const CodePoints& points) const;
-  // Parses \d, \p{...} and similar sets. The backslash has been read already. Returns false if
-  // there is no such set here.
+  // Parses \d, \p{...} and similar sets. The backslash was parsed already. Returns false if there
+  // is no such set here.
   bool escaped_set(CodePoints& set);
   // Parses the rest of an escaped character, after the backslash.
   char32_t escaped_character();
@@ -49,11 +49,11 @@ class RegexText {
   RegexFlags flags_;
 
  private:
-  // The state of a class in brackets that is being parsed. A class can contain other classes.
+  // The state of a class in brackets while it is parsed. A class can contain other classes.
   struct OpenClass {
     bool is_negated = false;
-    CodePoints items = {};  // the characters after the last operator
-    CodePoints left = {};   // the result of everything before the last operator
+    CodePoints items = {};  // characters after the last operator
+    CodePoints left = {};   // result of all operators before the last one
     char operation = 0;     // the last operator (& - or ~), or 0 if there is none
   };
 

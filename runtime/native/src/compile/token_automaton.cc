@@ -1,5 +1,5 @@
-// Builds the automaton of token ids from the edges that the walks over tokens found. Drops states
-// and edges that lead to no end of a text. Numbers the states, classes and groups.
+// Builds an automaton over token ids from the edges that token_walks.h found. Drops states and
+// edges from which no end of a text can be reached. Numbers the states, classes and groups.
 #include "compile/token_automaton.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int32_t kNone = -1;
 
-// Builds an automaton from the edges between states of `texts`.
+// Builds an automaton over token ids. Its edges connect states of the byte automaton `texts`.
 class Assembly {
  public:
   Assembly(const ByteAutomaton& texts, const Vocabulary& vocabulary, TokenEdges edges,
@@ -32,7 +32,7 @@ class Assembly {
     const std::vector<int32_t> distances = measure();
     Automaton out{};
     out.vocab_size = vocabulary_.vocab_size();
-    // The groups that remain, in the order of their first use.
+    // Collects the groups that are still in use, in the order of their first use.
     std::vector<int32_t> used(index(groups_.size()), kNone), groups;
     std::vector<int32_t> renamed(texts_.states(), kNone);
     for (size_t state = 0; state < texts_.states(); ++state) {
@@ -82,8 +82,8 @@ class Assembly {
   }
 
  private:
-  // Returns the fewest tokens from each state to the end of a text. -1 if tokens do not reach the
-  // state, or if there is no end.
+  // Returns the smallest number of tokens from each state to the end of a text. The number is -1 if
+  // tokens do not reach the state, or if there is no end.
   std::vector<int32_t> measure() const {
     const size_t states = texts_.states();
     std::vector<uint32_t> begins(states + 2);

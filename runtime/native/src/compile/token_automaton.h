@@ -8,12 +8,12 @@
 
 namespace dlm::compile {
 
-// Returns an automaton over token ids that accepts the texts of `texts`. At each end of a text, it
-// accepts any number of end tokens.
+// Returns an automaton over token ids that accepts the same texts as the byte automaton `texts`. At
+// each end of a text, it accepts any number of end tokens.
 //
-// If only one text can follow a state, the state has few edges: one for the token with which the
-// tokenizer starts that text, and others for tokens that are longer than that text. So the decoding
-// loop can predict forced tokens. The accepted texts do not change.
+// If only one text can follow a state, this state gets only few edges: one for the token with which
+// the tokenizer starts that text, and others for tokens that are longer than the text. So the
+// decoding loop can predict forced tokens. This does not change which texts are accepted.
 //
 // `texts` must be minimal and not empty. Throws if no tokens make an accepted text, or if a limit
 // is exceeded.

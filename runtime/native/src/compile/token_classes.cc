@@ -1,9 +1,10 @@
-// Assigns classes to tokens.
+// Assigns classes to tokens. Tokens get the same class if they are in the same groups.
 //
-// First, nodes are separated by the sets that contain them. Then tokens are separated by their
-// nodes. This is cheaper than visiting all tokens of all groups, because there are far fewer nodes
-// and sets. The two steps separate more tokens than needed, because sets are parts of groups. So at
-// the end, classes that are in the same groups are joined.
+// A node is a prefix of tokens in the tree of token_sets.h. First, nodes are separated by the sets
+// that contain them. Then tokens are separated by their nodes. This is cheaper than visiting all
+// tokens of all groups, because there are far fewer nodes and sets. The two steps separate more
+// tokens than necessary, because sets are only parts of groups. So at the end, classes that are in
+// the same groups are joined.
 #include "compile/token_classes.h"
 
 #include <algorithm>
@@ -43,7 +44,8 @@ void Partition::split(const Each& each) {
   ++round_;
 }
 
-// Returns for each set whether it is one of `groups` or a part of one.
+// Returns a 1 for each group that is one of `groups` or a part of one of them, and a 0 for each
+// other group.
 std::vector<uint8_t> TokenClasses::needed_for(const std::vector<int32_t>& groups) const {
   std::vector<uint8_t> is_needed(index(groups_.size()), 0);
   for (const int32_t group : groups) is_needed[index(group)] = 1;
@@ -69,8 +71,8 @@ Partition TokenClasses::split_nodes(const std::vector<uint8_t>& is_needed) {
   return nodes;
 }
 
-// Splits tokens by the parts of their nodes. Also fills the lists of tokens of each part of nodes,
-// and of the parts of tokens that contain them.
+// Splits tokens by their nodes: tokens stay together if the same parts of `nodes` contain them.
+// Also lists the tokens of each part of `nodes`, and the resulting parts of tokens in it.
 Partition TokenClasses::split_tokens(const Partition& nodes, int32_t vocab_size) {
   node_starts_.assign(index(nodes.parts()) + 2, 0);
   const auto each_tokens = [&](auto see) {  // see(part, first token, last token)
@@ -114,7 +116,8 @@ Partition TokenClasses::split_tokens(const Partition& nodes, int32_t vocab_size)
   return tokens;
 }
 
-// Lists the parts of tokens in each set. Returns the number of each set's list.
+// For each group, makes the list of the parts of tokens in it. Returns the number of each group's
+// list.
 std::vector<int32_t> TokenClasses::list_parts(const std::vector<uint8_t>& is_needed,
                                               const Partition& nodes, Lists& lists) {
   std::vector<int32_t> list_of(index(groups_.size()), kNone);
@@ -152,7 +155,7 @@ std::vector<int32_t> TokenClasses::name(const std::vector<int32_t>& groups, Auto
   Lists lists;
   const std::vector<int32_t> list_of = list_parts(is_needed, nodes, lists);
 
-  // Number the parts of tokens by the groups that contain them.
+  // Numbers the parts of tokens. Parts that are in the same groups get the same number.
   std::vector<int32_t> number_of(index(lists.size()), kNone), numbers, used;
   for (const int32_t group : groups) {
     int32_t& number = number_of[index(list_of[index(group)])];

@@ -1,5 +1,5 @@
-// Partitions tokens into classes that belong to the same groups, and writes groups as lists of
-// classes.
+// Divides the tokens into classes, so that the tokens of a class are in the same groups. Writes
+// groups as lists of classes.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,14 @@
 
 namespace dlm::compile {
 
-// A partition of 0..n-1 that can be refined. At first, part 0 contains all members. Later, it
-// contains the members that were in no set.
+// A partition of the numbers 0 to n - 1, which can be refined. At first, all members are in part 0.
+// Later, part 0 has the members that were in no set.
 class Partition {
  public:
   explicit Partition(int32_t count) : part_of_(static_cast<size_t>(count), 0), sizes_{count} {}
 
-  // Splits each part into its members inside a set and its members outside it. each(see) must call
-  // see(member) for each member of the set, in any order. split() calls `each` twice.
+  // Splits each part into the members inside a set and the members outside of it. each(see) must
+  // call see(member) for each member of the set, in any order. split() calls `each` twice.
   template <class Each>
   void split(const Each& each);
   int32_t part(int32_t member) const { return part_of_[static_cast<size_t>(member)]; }
@@ -27,7 +27,7 @@ class Partition {
 
  private:
   struct Mark {
-    int32_t round, count, fresh;  // fresh: the new part, for members in the set
+    int32_t round, count, fresh;  // fresh: the new part, which gets the members in the set
   };
   std::vector<int32_t> part_of_, sizes_;
   std::vector<Mark> marks_{{-1, 0, -1}};
@@ -40,9 +40,8 @@ class TokenClasses {
   TokenClasses(const TokenGroups& groups, Budget& budget) : groups_(groups), budget_(budget) {}
 
   // Fills token_class, group_starts and group_classes of an automaton that has no states yet.
-  // `groups` must not have duplicates. Returns the number of each group in the automaton. Groups
-  // with the same tokens get the same number. Classes are numbered in the order of their lowest
-  // tokens.
+  // `groups` must not have duplicates. Returns the number that each group has in the automaton.
+  // Groups with the same tokens get the same number. Classes are sorted by their lowest token.
   std::vector<int32_t> name(const std::vector<int32_t>& groups, Automaton& out);
 
  private:
@@ -54,7 +53,7 @@ class TokenClasses {
 
   const TokenGroups& groups_;
   Budget& budget_;
-  // The tokens of each part of nodes, and the parts of tokens that contain them.
+  // The tokens of each part of nodes, and the parts of tokens in each part of nodes.
   std::vector<size_t> node_starts_;
   std::vector<int32_t> node_tokens_;
   std::vector<std::vector<int32_t>> token_parts_;

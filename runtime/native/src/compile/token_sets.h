@@ -1,9 +1,10 @@
-// Sets of nodes of a tree of tokens. Walks over tokens go from set to set.
+// Sets of nodes in a tree of tokens. The compiler follows tokens byte by byte, from set to set, so
+// that it handles many tokens at once (token_walks.h).
 //
-// A state of an automaton divides the bytes into parts: the bytes that lead to the same next state.
-// From a set, each part leads to the set of the children whose last byte is in that part. So
-// "hello" and "world" are one path for a state inside a string. Sets are computed when a walk needs
-// them, and each of them is computed once.
+// A state of an automaton divides the bytes into parts. The bytes of a part lead to the same next
+// state. From a set of nodes, each part leads to a new set: the children whose last byte is in that
+// part. For example, "hello" and "world" take the same path from a state inside a string. A set is
+// computed when it is first needed, and only once.
 #pragma once
 
 #include <cstddef>
@@ -17,20 +18,22 @@
 
 namespace dlm::compile {
 
-// A tree of the prefixes of all tokens. Parents come before their children. The children of a node
-// are in the order of their last bytes.
+// A tree of the prefixes of all tokens. Each node is a prefix. Parents come before their children.
+// The children of a node are sorted by their last bytes.
 struct TokenTree {
-  std::vector<uint8_t> bytes;                 // [nodes]: the last byte
-  std::vector<int32_t> depths;                // [nodes]: length in bytes
-  std::vector<int32_t> behind;                // [nodes]: the first node after its subtree
-  std::vector<int32_t> token_starts, tokens;  // node n has [starts[n], starts[n + 1])
+  std::vector<uint8_t> bytes;   // [nodes]: the last byte of the prefix
+  std::vector<int32_t> depths;  // [nodes]: length of the prefix in bytes
+  std::vector<int32_t> behind;  // [nodes]: the first node after the node's subtree
+  // Node n has the tokens token_starts[n] to token_starts[n + 1] - 1.
+  std::vector<int32_t> token_starts, tokens;
 
   int32_t size() const { return static_cast<int32_t>(bytes.size()); }
 };
 
 class TokenSets {
  public:
-  // Bytes low..high belong to a part. The parts of a shape are numbered from 0.
+  // A range of bytes that belongs to a part. A list of such ranges is a shape. The parts of a shape
+  // are numbered from 0.
   struct Range {
     uint8_t low, high;
     uint16_t part;
@@ -43,29 +46,31 @@ class TokenSets {
   // The tree must outlive this object.
   explicit TokenSets(const TokenTree& tree);
 
-  // Returns the number of a shape: ranges in ascending order. Adds the shape if it is new.
+  // Returns the number of a shape, which is a list of ranges in ascending order. Adds the shape if
+  // it is new.
   int32_t shape_of(const std::vector<Range>& ranges);
 
-  // Returns the children of a set that are not empty, in the order of their parts, as a range for
-  // child().
+  // Returns the children of a set that are not empty, in the order of their parts. The result is a
+  // range of indices for child().
   std::pair<size_t, size_t> children(int32_t set, int32_t shape, Budget& budget);
   const Child& child(size_t at) const { return children_[at]; }
 
   int32_t size() const { return static_cast<int32_t>(sets_.size()); }
   int32_t depth(int32_t set) const { return sets_[index(set)].depth; }
-  // The number of nodes below those of the set.
+  // The number of nodes below the nodes of the set.
   int32_t below(int32_t set) const { return sets_[index(set)].below; }
   bool has_tokens(int32_t set) const { return sets_[index(set)].has_tokens; }
   size_t count(int32_t set) const { return sets_[index(set)].count; }
-  // Returns the set of one node of a set.
+  // Returns the set that has only one node of the given set: the node with the index `number`.
   int32_t alone(int32_t set, size_t number) {
     return set_of({nodes_[sets_[index(set)].first + number]}, depth(set));
   }
-  // Returns whether a set has only this node.
+  // Returns true if the set has exactly this one node.
   bool is_node(int32_t set, int32_t node) const {
     return sets_[index(set)].count == 1 && nodes_[sets_[index(set)].first] == node;
   }
-  // Calls see(first, last) for the tokens of each node of a set.
+  // Calls see(first, last) for each node of a set. `first` and `last` are pointers to the start and
+  // the end of the node's tokens.
   template <class See>
   void each_tokens(int32_t set, const See& see) const {
     for (size_t i = 0; i < sets_[index(set)].count; ++i) {
@@ -78,17 +83,17 @@ class TokenSets {
 
  private:
   struct Set {
-    size_t first, count;  // in nodes_
+    size_t first, count;  // index of the first node in nodes_, and number of nodes
     int32_t depth, below;
     bool has_tokens;
-    int32_t last;  // in opened_: the shape that was asked for last, or -1
+    int32_t last;  // index in opened_ of the shape that was asked for last, or -1
   };
   struct Opened {
     int32_t set, shape;
-    size_t first, last;  // in children_
+    size_t first, last;  // range of indices in children_
   };
   struct Shape {
-    size_t first, count;  // in ranges_
+    size_t first, count;  // index of the first range in ranges_, and number of ranges
     int32_t parts;
   };
 
@@ -96,13 +101,14 @@ class TokenSets {
 
   const TokenTree& tree_;
   std::vector<Set> sets_;
-  std::vector<int32_t> nodes_;  // of all sets
+  std::vector<int32_t> nodes_;  // the nodes of all sets
   std::vector<Shape> shapes_;
-  std::vector<Range> ranges_;  // of all shapes
+  std::vector<Range> ranges_;  // the ranges of all shapes
   std::vector<Opened> opened_;
-  std::vector<Child> children_;  // of all opened sets
+  std::vector<Child> children_;  // the children of all opened sets
   HashIndex set_index_, shape_index_, opened_index_;
-  std::vector<std::vector<int32_t>> found_;  // by part: the children of the set being opened
+  // For each part: the children of the set that is being opened.
+  std::vector<std::vector<int32_t>> found_;
 };
 
 }  // namespace dlm::compile

@@ -1,5 +1,5 @@
 // Computes tables about the states of a byte automaton: the next states, the text that must follow,
-// and the states that take many bytes.
+// and whether the state accepts many bytes.
 #include "compile/token_states.h"
 
 #include <algorithm>
@@ -10,10 +10,12 @@
 namespace dlm::compile {
 namespace {
 
-// A state inside a string takes nearly all bytes, and most of them lead to one state. States inside
-// words and numbers take few bytes.
+// A state inside a string accepts nearly all bytes, and most of them lead to one state. A state
+// inside a word or number accepts only few bytes. These two limits tell the two kinds of states
+// apart.
 constexpr int kManyBytes = 24, kBytesAlike = 16;
-constexpr int32_t kEncodedBytes = 96;  // most bytes of a forced text that the tokenizer is given
+// Largest size of a forced text, in bytes, that is passed to the tokenizer.
+constexpr int32_t kEncodedBytes = 96;
 constexpr int32_t kNone = -1;
 
 }  // namespace
@@ -28,8 +30,8 @@ void TokenStates::find_shapes(TokenSets& sets) {
   const size_t states = texts_.states();
   budget_.check_memory(states * 4 * sizeof(int32_t) + texts_.edges.size() * sizeof(int32_t));
   states_.reserve(states);
-  std::vector<int32_t> part_of(states, kNone);  // by target of the current state
-  std::vector<int> bytes;                       // of each part
+  std::vector<int32_t> part_of(states, kNone);  // for each target of the current state: its part
+  std::vector<int> bytes;                       // number of bytes of each part
   std::vector<TokenSets::Range> ranges;
   for (size_t state = 0; state < states; ++state) {
     budget_.check();
@@ -93,7 +95,7 @@ std::string TokenStates::text_after(int32_t state) const {
   }
   const auto byte_at = [&](size_t i) { return static_cast<uint8_t>(out[i]); };
   if ((byte_at(0) & 0xC0) == 0x80) return "";
-  size_t last = out.size() - 1;  // where the last character starts
+  size_t last = out.size() - 1;  // index at which the last character starts
   while (last > 0 && (byte_at(last) & 0xC0) == 0x80) --last;
   const uint8_t lead = byte_at(last);
   const size_t needed = lead < 0x80 ? 1 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;

@@ -1,4 +1,4 @@
-// Tables about the states of a byte automaton, used by the walks over tokens.
+// Tables about the states of a byte automaton. token_walks.h uses them.
 #pragma once
 
 #include <cstddef>
@@ -17,27 +17,29 @@ class TokenStates {
  public:
   TokenStates(const ByteAutomaton& texts, TokenSets& sets, Budget& budget);
 
-  // The bytes that a state takes, divided by their next states.
+  // Returns the number of a shape of TokenSets. It divides the bytes that the state accepts into
+  // parts by their next states.
   int32_t shape(int32_t state) const { return states_[static_cast<size_t>(state)].shape; }
-  // The next state of a part of the shape.
+  // The next state for one part of the state's shape.
   int32_t target(int32_t state, int32_t part) const {
     return targets_[states_[static_cast<size_t>(state)].first + static_cast<size_t>(part)];
   }
-  // The number of bytes after the state that are forced, because no other bytes are allowed.
+  // The number of forced bytes after the state. A byte is forced if no other byte is allowed.
   int32_t forced(int32_t state) const { return forced_[static_cast<size_t>(state)]; }
-  // Returns whether many bytes are allowed, and many of them lead to the same state.
+  // Returns true if the state accepts many bytes, and many of them lead to the same state.
   bool is_wide(int32_t state) const { return states_[static_cast<size_t>(state)].is_wide; }
-  // Returns whether many bytes lead from the state back to itself. Many walks reach such a state.
+  // Returns true if many bytes lead from the state back to itself. Tokens from many other states
+  // reach such a state.
   bool is_hub(int32_t state) const { return states_[static_cast<size_t>(state)].is_hub; }
-  // The text that must follow a state. The text is cut to whole characters and to the length that
-  // the tokenizer is given.
+  // The text that must follow a state. It is cut to whole characters, and to the length that may be
+  // passed to the tokenizer.
   std::string text_after(int32_t state) const;
   size_t bytes() const;
 
  private:
   struct State {
     int32_t shape;
-    uint32_t first;  // in targets_
+    uint32_t first;  // index of the first target in targets_
     bool is_wide, is_hub;
   };
 
@@ -47,7 +49,7 @@ class TokenStates {
   const ByteAutomaton& texts_;
   Budget& budget_;
   std::vector<State> states_;
-  std::vector<int32_t> targets_;  // by state and part
+  std::vector<int32_t> targets_;  // one target for each state and part
   std::vector<int32_t> forced_;   // [states]
 };
 

@@ -1,17 +1,17 @@
-// Walks the tokens from state to state, starting only from states that tokens reach. Three things
-// keep the walks short:
+// Finds the tokens that lead from state to state. A walk follows all tokens from one state. Walks
+// start only from states that tokens reach. Three things make the walks short:
 //
-// - A walk goes over sets of nodes of the tree of tokens (token_sets.h), so it visits all tokens
-//   that a state treats alike in one step.
-// - If several states reach the same state at the same set, the walk continues in the same way.
-// That
-//   walk is done once and stored as groups of tokens. This happens where a token enters or leaves
-//   the states that take many bytes, and where it reaches a state to which most bytes lead back.
-//   Suppose that a text is one of 100 listed words or any other string: then a state inside a word
-//   shares nearly all of its tokens with the other states.
-// - The tokens from one state to another are a list of sets and groups. Equal lists are one group,
-//   no matter how many states use it. For example, a string with a counted length uses one group
-//   for all tokens of n characters.
+// - A walk does not visit single tokens. It visits sets of nodes of the token tree (token_sets.h).
+//   So it visits all tokens that a state treats alike in one step.
+// - Several walks may reach the same state with the same set of nodes. The rest of these walks is
+//   the same, so it is walked only once. Its result is stored as groups of tokens. Such a common
+//   rest starts where tokens enter or leave the states that accept many bytes, and at states to
+//   which most bytes lead back. For example, suppose that a text is one of 100 listed words or any
+//   other string. Then a state inside a word has nearly all of its tokens in common with the other
+//   states.
+// - The tokens from one state to another are stored as a list of sets and groups. Equal lists are
+//   one group, no matter how many states use it. For example, in a string with a counted length,
+//   all tokens of n characters are one group.
 #include "compile/token_walks.h"
 
 #include "compile/numbers.h"
@@ -19,13 +19,14 @@
 namespace dlm::compile {
 namespace {
 
-constexpr int32_t kSharedNodes = 8;  // steps of larger subtrees are stored
-constexpr int kMostNesting = 16;     // nested walks
+constexpr int32_t kSharedNodes = 8;  // results of walks below more nodes than this are stored
+constexpr int kMostNesting = 16;     // largest depth of nested walks
 // Many states may lead to a hub by nearly all first bytes, for example if "abc" may occur anywhere
-// in a text. After the first such walks to a hub, each first byte is walked alone, and shared.
-constexpr int32_t kLargeSet = 4096;  // nodes below it
+// in a text. (A hub is a state to which many bytes lead back.) After kMostLargeSets such walks to a
+// hub, each first byte is walked alone, and the results are stored.
+constexpr int32_t kLargeSet = 4096;  // number of nodes below a large set
 constexpr int kMostLargeSets = 3;
-constexpr size_t kTextBytes = 192;  // an estimate for an entry of first_nodes_
+constexpr size_t kTextBytes = 192;  // estimated memory of an entry in first_nodes_, in bytes
 constexpr int32_t kNone = -1;
 
 }  // namespace
@@ -44,7 +45,7 @@ TokenEdges TokenWalks::walk_all() {
   const size_t states = state_count_;
   TokenEdges out;
   out.row_of.assign(states, kNone);
-  std::vector<int32_t> met{0};  // in the order of their rows
+  std::vector<int32_t> met{0};  // the states that tokens reach, in the order of their rows
   out.row_of[0] = 0;
   for (size_t row = 0; row < met.size(); ++row) {
     budget_.check();
@@ -83,7 +84,7 @@ void TokenWalks::sort_steps(const std::vector<Step>& steps) {
   for (const int32_t to : targets_) slot_[index(to)] = kNone;
 }
 
-// Fills steps_ with the tokens that can follow a state.
+// Finds the tokens that can follow a state, and writes them to steps_.
 void TokenWalks::walk(int32_t state) {
   steps_.clear();
   walk_below(TokenSets::kRoot, state, steps_);

@@ -1,4 +1,4 @@
-// Finds the tokens that lead from state to state.
+// Finds the tokens that lead from one state of a byte automaton to another.
 #pragma once
 
 #include <algorithm>
@@ -16,15 +16,15 @@
 
 namespace dlm::compile {
 
-// Stores groups of tokens. Each group is a list of items. An item n >= 0 has the tokens of a set of
-// nodes. An item ~n means all tokens of group n, which must have a lower number than the group that
-// contains it. Equal lists are one group.
+// Stores groups of tokens. Each group is a list of items. An item n >= 0 means the tokens of one
+// set of nodes. An item ~n means all tokens of group n, which must have a lower number than the
+// group that contains the item. Equal lists are one group.
 class TokenGroups {
  public:
   // The sets must outlive this object.
   explicit TokenGroups(const TokenSets& sets) : sets_(sets) {}
 
-  // Returns the item of a set of nodes. Items are numbered in the order of their first use.
+  // Returns the item for a set of nodes. Items are numbered in the order of their first use.
   int32_t item_of(int32_t set) {
     if (index(set) >= items_of_.size()) items_of_.resize(index(sets_.size()), -1);
     int32_t& item = items_of_[index(set)];
@@ -36,7 +36,7 @@ class TokenGroups {
   }
   int32_t item_count() const { return static_cast<int32_t>(item_sets_.size()); }
   int32_t set_of(int32_t item) const { return item_sets_[index(item)]; }
-  // Returns the number of the group with these items; adds the group if it is new.
+  // Returns the number of the group with these items. Adds the group if it is new.
   int32_t group_of(const std::vector<int32_t>& items) { return items_.number_of(items); }
   int32_t size() const { return items_.size(); }
   size_t bytes() const {
@@ -49,7 +49,8 @@ class TokenGroups {
     const auto [first, end] = items_.list(group);
     std::for_each(first, end, see);
   }
-  // Calls see(first, last) for ranges of tokens, which together are those of an item n >= 0.
+  // Calls see(first, last) several times. Each call gets the start and the end of some tokens.
+  // Together they are the tokens of an item n >= 0.
   template <class See>
   void each_tokens(int32_t item, const See& see) const {
     sets_.each_tokens(set_of(item), see);
@@ -57,9 +58,9 @@ class TokenGroups {
 
  private:
   const TokenSets& sets_;
-  std::vector<int32_t> items_of_;   // by set: its item, or -1
-  std::vector<int32_t> item_sets_;  // by item
-  Lists items_;                     // by group
+  std::vector<int32_t> items_of_;   // for each set: its item, or -1
+  std::vector<int32_t> item_sets_;  // for each item: its set
+  Lists items_;                     // for each group: its items
 };
 
 struct TokenEdge {
@@ -68,18 +69,19 @@ struct TokenEdge {
 
 // The edges of the states that tokens reach.
 struct TokenEdges {
-  // Returns the edges of a state that tokens reach.
+  // Returns the edges of a state. Tokens must reach the state.
   std::pair<const TokenEdge*, const TokenEdge*> of(size_t state) const {
     const auto row = index(row_of[state]);
     return {edges.data() + starts[row], edges.data() + starts[row + 1]};
   }
 
   std::vector<int32_t> row_of;    // [states]: -1 if tokens do not reach the state
-  std::vector<size_t> starts{0};  // row r has edges [starts[r], starts[r + 1])
+  std::vector<size_t> starts{0};  // row r has the edges starts[r] to starts[r + 1] - 1
   std::vector<TokenEdge> edges;
 };
 
-// Walks from the start state over all states that tokens reach.
+// Finds the edges of all states that tokens reach from the start state. A walk follows the tokens
+// from one state.
 class TokenWalks {
  public:
   TokenWalks(const ByteAutomaton& texts, const Vocabulary& vocabulary, TokenSets& sets,
@@ -91,9 +93,10 @@ class TokenWalks {
 
  private:
   struct Step {
-    int32_t item, state;  // the tokens of an item of TokenGroups lead to this state
+    int32_t item, state;  // all tokens of `item` (see TokenGroups) lead to `state`
   };
-  // Steps that many walks use: a range [first, last) of shared_.
+  // The stored result of a walk from `state` over the nodes below `set`: the steps from `first` to
+  // `last` - 1 of shared_.
   struct Shared {
     int32_t set, state;
     size_t first, last;
@@ -104,11 +107,11 @@ class TokenWalks {
   };
 
   void walk(int32_t state);
-  // Appends the steps below a set. The set leads to `state`.
+  // Appends the steps for all nodes below a set. The nodes of the set themselves lead to `state`.
   void walk_below(int32_t set, int32_t state, std::vector<Step>& out);
-  // The same, with steps that other walks share.
+  // Does the same as walk_below(), but stores the steps, so that other walks can use them.
   void go_on(int32_t set, int32_t state, std::vector<Step>& out);
-  // Groups steps by their state: lists_[i] has the items that lead to targets_[i].
+  // Sorts steps by their states: lists_[i] has the items that lead to targets_[i].
   void sort_steps(const std::vector<Step>& steps);
 
   const Vocabulary& vocabulary_;
@@ -118,15 +121,16 @@ class TokenWalks {
   const size_t state_count_;
   TokenGroups groups_;
   std::vector<Step> steps_;
-  std::vector<Open> open_;  // of all nested walks
+  std::vector<Open> open_;  // sets whose children must still be visited, for all nested walks
   std::vector<int32_t> targets_, slot_;
   std::vector<std::vector<int32_t>> lists_;
   int nesting_ = 0;
   std::vector<Step> shared_;
   std::vector<Shared> gone_on_;
-  HashIndex gone_on_index_;                               // of gone_on_
-  std::unordered_map<int32_t, int> large_sets_;           // by hub: how many were walked
-  std::unordered_map<std::string, int32_t> first_nodes_;  // by forced text; -1 if there is none
+  HashIndex gone_on_index_;                      // finds entries of gone_on_
+  std::unordered_map<int32_t, int> large_sets_;  // for each hub: how many large sets were walked
+  // For each forced text: the node of its first token, or -1.
+  std::unordered_map<std::string, int32_t> first_nodes_;
 };
 
 }  // namespace dlm::compile

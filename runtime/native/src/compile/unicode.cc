@@ -33,8 +33,8 @@ const std::vector<const uint8_t*>& set_starts() {
   return starts;
 }
 
-// Returns the code points at which the set begins or ends. Even indices are first code points of
-// ranges. Odd indices are the first code points after ranges.
+// Returns the boundaries of a set. A boundary at an even index is the first code point of a range.
+// A boundary at an odd index is the first code point after a range.
 std::vector<uint32_t> set_edges(size_t set) {
   const uint8_t* at = set_starts()[set];
   std::vector<std::vector<uint32_t>> lists(1);
@@ -70,9 +70,9 @@ std::optional<CodePoints> by_key(const std::string& key) {
   return unicode_set(found->set);
 }
 
-// Normalises the name of a property like the Rust crate regex-syntax does. For example, an "is" at
-// the start is removed. The exception is "isc", a name of the property ISO_Comment: without the
-// "is", it would become the category C.
+// Normalises the name of a property as the Rust crate regex-syntax does. For example, an "is" at
+// the start is removed. The exception is "isc", a name of the property ISO_Comment. Without the
+// "is", it would become the name of the category C.
 std::string plain_name(std::string_view name) {
   const bool has_is =
       name.size() >= 2 && (name[0] == 'i' || name[0] == 'I') && (name[1] == 's' || name[1] == 'S');
@@ -93,9 +93,9 @@ std::optional<CodePoints> general_category(const std::string& name) {
   return by_key("gc=" + name);
 }
 
-// Returns the characters of all Unicode versions up to the one that `value` names.
+// Returns all characters of the Unicode version that `value` names, and of the versions before it.
 std::optional<CodePoints> age(const std::string& value) {
-  const auto version = [](std::string_view key) {  // "6.3" gives 603; other spellings give 0
+  const auto version = [](std::string_view key) {  // "6.3" becomes 603; other spellings become 0
     unsigned major = 0, minor = 0;
     return std::sscanf(std::string(key).c_str(), "%2u.%1u", &major, &minor) == 2
                ? 100 * major + minor

@@ -13,19 +13,20 @@ CodePoints intersection(const CodePoints& first, const CodePoints& second);
 CodePoints joined(const CodePoints& first, const CodePoints& second);
 bool contains(const CodePoints& points, char32_t point);
 
-// Returns the characters with a Unicode property. unicode_property("Alphabetic") is \p{Alphabetic},
-// and unicode_property("Script", "Greek") is \p{Script=Greek}. The comparison of names ignores
-// case, spaces, - and _ (UAX #44, LM3). Returns nullopt if there is no such property.
+// Returns the characters that have a Unicode property. unicode_property("Alphabetic") is
+// \p{Alphabetic}, and unicode_property("Script", "Greek") is \p{Script=Greek}. The comparison of
+// names ignores case, spaces, - and _ (UAX #44, LM3). Returns nullopt if there is no such property.
 std::optional<CodePoints> unicode_property(std::string_view name,
                                            std::optional<std::string_view> value = std::nullopt);
 
-// \w of Unicode: letters, marks, decimal numbers, connector punctuation and joiners (UTS #18).
+// The characters of \w in Unicode: letters, marks, decimal numbers, connector punctuation and
+// joiners (UTS #18).
 const CodePoints& unicode_word();
 const CodePoints& unicode_digits();  // \d: decimal numbers
 const CodePoints& unicode_spaces();  // \s: White_Space
 
-// Returns the set together with all characters that differ from one of its characters only in case.
-// Uses the simple case folding of Unicode.
+// Returns the set, and all characters that differ only in case from one of its characters. Uses the
+// simple case folding of Unicode.
 CodePoints with_all_cases(const CodePoints& points);
 
 }  // namespace dlm::compile

@@ -9,9 +9,11 @@
 namespace dlm::compile {
 namespace {
 
-constexpr size_t kKeptBytes = size_t{32} << 20;  // most bytes of the sets that are kept
+// Largest size, in bytes, of sets that are stored for later use.
+constexpr size_t kKeptBytes = size_t{32} << 20;
 
-// Removes nodes deeper than `depth` from a path. `node` is the first node after their subtrees.
+// Shortens a path of nodes to `depth`. `node` is the first node after the subtrees of the removed
+// nodes.
 void close(TokenTree& tree, std::vector<int32_t>& path, size_t depth, int32_t node) {
   while (path.size() > depth) {
     tree.behind[index(path.back())] = node;
@@ -42,7 +44,7 @@ Vocabulary::Vocabulary(std::vector<std::string> tokens, int32_t vocab_size,
   std::stable_sort(order.begin(), order.end(),
                    [&](int32_t a, int32_t b) { return tokens_[index(a)] < tokens_[index(b)]; });
   node_of_.assign(index(vocab_size_), -1);
-  std::vector<int32_t> path;  // nodes of the previous text
+  std::vector<int32_t> path;  // nodes on the path of the previous text
   std::string_view before;
   for (const int32_t token : order) {
     const std::string_view text = tokens_[index(token)];

@@ -1,4 +1,4 @@
-// A tree of the texts of a tokenizer's tokens, used by the walks of token_walks.h.
+// The texts of a tokenizer's tokens, as a tree of their prefixes. token_walks.h uses it.
 //
 // The tree is exact only for byte-level vocabularies. In such a vocabulary, each token is a string
 // of bytes, and the bytes of a text are the bytes of its tokens.
@@ -18,12 +18,12 @@ namespace dlm::compile {
 
 class Vocabulary {
  public:
-  // Returns the first token of the tokenized text, or -1.
+  // Tokenizes a text, and returns the first token, or -1 if there is none.
   using FirstToken = std::function<int32_t(std::string_view text)>;
 
-  // `tokens` has the text of each id. It is empty for tokens that never occur inside a text. `ends`
-  // has the end tokens, which may follow a text; there must be at least one. Throws
-  // Error(DLM_INVALID_ARGUMENT).
+  // `tokens` has the text of each id. The text is empty for tokens that never occur inside a text.
+  // `ends` has the end tokens, which may follow a text. There must be at least one end token.
+  // Throws Error(DLM_INVALID_ARGUMENT).
   Vocabulary(std::vector<std::string> tokens, int32_t vocab_size, std::vector<int32_t> ends,
              FirstToken first_token);
   Vocabulary(const Vocabulary&) = delete;
@@ -33,14 +33,15 @@ class Vocabulary {
   const std::vector<int32_t>& ends() const { return ends_; }
   const TokenTree& tree() const { return tree_; }
 
-  // Returns the node of the first token of the tokenized text. Returns -1 if that token is unknown
-  // or if the text does not start with it.
+  // Tokenizes the text, and returns the node of the first token. Returns -1 if that token is
+  // unknown, or if the text does not start with it.
   int32_t first_node(std::string_view text) const;
 
-  // Returns sets of nodes for one walk at a time: those that were kept last, or new ones. Any
-  // number of threads may call this and keep_sets().
+  // Returns sets of nodes for compiling one constraint: the sets that were stored last, or new
+  // ones. Only one thread may use the returned sets. Any number of threads may call this function
+  // and keep_sets().
   std::unique_ptr<TokenSets> take_sets() const;
-  // Keeps sets for the next walk, unless they are too large.
+  // Stores sets for the next call of take_sets(), unless they are too large.
   void keep_sets(std::unique_ptr<TokenSets> sets) const;
 
  private:

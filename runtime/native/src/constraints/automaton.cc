@@ -23,19 +23,19 @@ constexpr size_t kMagicBytes = 8, kMadeOfBytes = 32, kHashBytes = 32;
 constexpr size_t kLimitBytes = size_t{1} << 30;
 constexpr size_t kSizes = 6;
 
-// Returns the arrays of the file in order.
+// Returns the automaton's arrays, in the order of the file.
 std::array<const std::vector<int32_t>*, 7> arrays_of(const Automaton& automaton) {
   return {&automaton.token_class, &automaton.group_starts, &automaton.group_classes,
           &automaton.edge_starts, &automaton.edge_states,  &automaton.edge_groups,
           &automaton.distances};
 }
 
-// Reads the arrays of the file in order.
+// Reads arrays from a file and checks their numbers.
 class Reader {
  public:
   Reader(const uint8_t* data, std::string where) : data_(data), where_(std::move(where)) {}
 
-  // Reads `count` numbers, each in lowest..highest.
+  // Reads `count` numbers. Each number must be at least `lowest` and at most `highest`.
   std::vector<int32_t> take(const char* name, int32_t count, int32_t lowest, int32_t highest) {
     std::vector<int32_t> out(count);
     if (count > 0) std::memcpy(out.data(), data_, out.size() * sizeof(int32_t));
@@ -47,8 +47,9 @@ class Reader {
     return out;
   }
 
-  // Reads `count` + 1 numbers in ascending order, from 0 to `total`. Equal numbers may follow each
-  // other.
+  // Reads `count` + 1 numbers: the starts of `count` lists, and the end of the last list. The first
+  // number must be 0, and the last must be `total`. A number must not be smaller than the number
+  // before it.
   std::vector<int32_t> take_starts(const char* name, int32_t count, int32_t total) {
     std::vector<int32_t> out = take(name, count + 1, 0, total);
     if (out.front() != 0 || out.back() != total || !std::is_sorted(out.begin(), out.end()))
@@ -71,9 +72,9 @@ void check_groups(const Automaton& automaton, const std::string& where) {
   }
 }
 
-// Requires each distance to be one more than the smallest distance among the next states. Then an
-// end can be reached from every state. For a state where a text may end, there is no such
-// requirement.
+// Checks the distance of each state, which is the number of tokens to the nearest end of a text. A
+// state where a text may end must have the distance 0. For other states, the distance must be one
+// more than the smallest distance of the next states. So an end can be reached from every state.
 void check_distances(const Automaton& automaton, const std::string& where) {
   for (int32_t state = 0; state < automaton.states; ++state) {
     const int32_t distance = automaton.distances[state];
@@ -86,11 +87,12 @@ void check_distances(const Automaton& automaton, const std::string& where) {
   }
 }
 
-// Requires that each class leads from a state to at most one state. Many states share large groups.
-// So the classes of a state's largest group are not listed; the other classes are looked up in it.
-// Then checking a file takes little longer than reading its edges.
+// Checks that each class leads from a state to at most one next state. Many states have a large
+// group in common. So the check does not list the classes of a state's largest group. Instead, it
+// looks up each of the state's other classes in that group. This makes the check almost as fast as
+// reading the edges.
 void check_edges(const Automaton& automaton, const std::string& where) {
-  // By class: the last state for which an edge with this class was seen.
+  // For each class: the last state that had an edge with this class.
   std::vector<int32_t> seen(static_cast<size_t>(automaton.classes), -1);
   for (int32_t state = 0; state < automaton.states; ++state) {
     size_t most = 0;
@@ -98,7 +100,7 @@ void check_edges(const Automaton& automaton, const std::string& where) {
     for (const auto [to, group] : automaton.edges(state))
       if (const size_t size = automaton.classes_of(group).size; size > most)
         most = size, largest = group;
-    bool is_met = false;  // true once the edge of the largest group was skipped
+    bool is_met = false;  // true once the loop has skipped the edge of the largest group
     for (const auto [to, group] : automaton.edges(state)) {
       if (group == largest && !std::exchange(is_met, true)) continue;
       for (const int32_t number : automaton.classes_of(group))
@@ -189,7 +191,7 @@ Automaton read_automaton(const void* data, size_t size, const std::string& where
   std::array<int32_t, kSizes> sizes;
   std::memcpy(sizes.data(), bytes + kMagicBytes, sizeof sizes);
   const auto [vocab_size, states, classes, groups, members, edges] = sizes;
-  uint64_t numbers = 2;  // the two arrays of starts have one extra element each
+  uint64_t numbers = 2;  // the arrays group_starts and edge_starts have one extra element each
   for (const int32_t count : {vocab_size, groups, members, states, states, edges, edges}) {
     if (count < 0) fail(DLM_BAD_BUNDLE, "%s: a size of %d", where.c_str(), count);
     numbers += static_cast<uint64_t>(count);

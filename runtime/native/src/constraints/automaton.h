@@ -1,16 +1,18 @@
-// A compiled constraint. It is an automaton over token ids, and accepts exactly the texts that a
-// request may produce.
+// A compiled constraint. It is an automaton whose symbols are token ids. It accepts exactly the
+// texts that a request may produce.
 //
-// compile/token_automaton.cc builds it. Tokens that lead to the same next state in every state form
-// a class. Classes that lead from one state to the same next state form a group. So the work per
-// pass depends on the numbers of classes and groups, not on the number of tokens.
+// compile/token_automaton.cc builds it. Tokens form a class if they lead to the same next state in
+// every state. Classes form a group if they lead from one state to the same next state. So the work
+// per pass depends on the numbers of classes and groups, not on the number of tokens.
 //
-// An automaton can be stored in a file. All its numbers are little-endian. It has:
+// An automaton can be stored in a file. All its numbers are little-endian. The file has these
+// parts:
 //   - the magic "DLMAUTO" and the version 1
-//   - six int32 sizes: vocabulary, states, classes, groups, members of all groups, edges
+//   - six int32 numbers: of tokens in the vocabulary, states, classes, groups, members of all
+//     groups, and edges
 //   - 32 bytes that identify the source of the constraint
 //   - the first seven arrays of the struct, in order
-//   - the SHA-256 of everything before it
+//   - the SHA-256 of all parts before it
 #pragma once
 
 #include <array>
@@ -27,12 +29,14 @@ struct Automaton {
   int32_t vocab_size, states, classes, groups;
   std::vector<int32_t> token_class;  // [V]: class of each token; -1: no state accepts the token
   // Several arrays hold one list after another. An array named ..._starts says where the lists
-  // start: list i has the elements [starts[i], starts[i + 1]) of the arrays after it.
+  // start. In the arrays declared after it, list i has the elements from starts[i] to starts[i +
+  // 1] - 1.
   std::vector<int32_t> group_starts, group_classes;
   std::vector<int32_t> edge_starts;
-  std::vector<int32_t> edge_states, edge_groups;  // per edge: the next state, and the group that
-                                                  // leads to it
-  // By state: the fewest tokens that lead to the end of a text. 0: the text may end here.
+  // Per edge: the next state, and the group that leads to it.
+  std::vector<int32_t> edge_states, edge_groups;
+  // For each state: the smallest number of tokens that lead to the end of a text. 0 means that the
+  // text may end in this state.
   std::vector<int32_t> distances;
   std::vector<int32_t> class_starts, class_tokens;
   std::array<uint8_t, 32> made_of{};  // identifies the source of the constraint
@@ -40,7 +44,7 @@ struct Automaton {
   struct Edge {
     int32_t state, group;
   };
-  // The edges of a state, for range-based for loops.
+  // The edges of a state. This type works with range-based for loops.
   struct Edges {
     struct Iterator {
       const int32_t *state, *group;
@@ -58,7 +62,8 @@ struct Automaton {
             {edge_states.data() + last, edge_groups.data() + last}};
   }
 
-  // The classes of a group and the tokens of a class, in ascending order.
+  // classes_of returns the classes of a group. tokens_of returns the tokens of a class. Both are in
+  // ascending order.
   View<int32_t> classes_of(int32_t group) const {
     const auto first = static_cast<size_t>(group_starts[group]);
     return {group_classes.data() + first, static_cast<size_t>(group_starts[group + 1]) - first};
@@ -68,27 +73,29 @@ struct Automaton {
     return {class_tokens.data() + first, static_cast<size_t>(class_starts[number + 1]) - first};
   }
 
-  // The state that `token` leads to from `state`, or -1. A text starts in state 0.
+  // Returns the state to which `token` leads from `state`, or -1 if the token is not allowed. A
+  // text starts in state 0.
   int32_t next(int32_t state, int32_t token) const;
   bool has_class(int32_t group, int32_t number) const;
   bool has_token(int32_t group, int32_t token) const;  // false if token is -1
 };
 
-// Computes class_starts and class_tokens from the other fields.
+// Computes class_starts and class_tokens from the other fields of the automaton.
 void list_tokens(Automaton& automaton);
 
-// Returns the size of the file in bytes.
+// Returns the size of the automaton's file in bytes.
 size_t file_size(const Automaton& automaton);
 
 // Returns the content of the automaton's file.
 std::vector<uint8_t> write_automaton(const Automaton& automaton);
 
-// Reads a file's content and checks all of it, so that later code can rely on every number.
-// Messages start with `where`. Throws Error(DLM_BAD_BUNDLE), or Error(DLM_UNSUPPORTED) if the file
-// has another version.
+// Reads an automaton from a file's content. Checks all numbers, so that later code can rely on
+// them. `where` is the start of error messages. Throws Error(DLM_BAD_BUNDLE), or
+// Error(DLM_UNSUPPORTED) if the file has another version.
 Automaton read_automaton(const void* data, size_t size, const std::string& where);
 
-// Reads and checks the file at `path`. Throws like read_automaton, and Error(DLM_NOT_FOUND).
+// Reads and checks the file at `path`. Throws the same errors as read_automaton, and
+// Error(DLM_NOT_FOUND).
 Automaton open_automaton(const std::string& path);
 
 }  // namespace dlm

@@ -105,7 +105,7 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
     proposals.probs[row] = prob;
     if (scores_texts(turn))
       proposals.scores[row] = score_of_texts(marginals_[at]);
-    else  // The margin is relative to the best other token, so it may be below 0.
+    else  // The margin is the difference to the best other token, so it may be negative.
       proposals.scores[row] =
           !turn.is_editing && policy_.score == Score::margin
               ? prob - static_cast<double>(path_[at] == place.best ? probs[1] : probs[0])
@@ -113,7 +113,8 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
   }
 }
 
-// Finds the text, and writes it to path_. If scores come from the texts, also fills marginals_.
+// Finds a text that the constraint accepts, and writes it to path_. If scores are computed from
+// texts, also fills marginals_.
 void Constrained::find_text(const Turn& turn, int32_t state, const std::vector<uint8_t>& ends) {
   const Sampling drawn{policy_.temperature, policy_.top_p, policy_.top_k}, predicted{1, 1, 0};
   bool is_found;
@@ -144,7 +145,7 @@ void Constrained::scaffold(const std::vector<int32_t>& canvas,
   for (int32_t position = std::max(first, range.first); position < last; ++position) {
     const int32_t number = only_[position - first];
     if (number < 0 || undecided[position] == 0) continue;
-    if (number == end_class)  // all end tokens lead to the same text
+    if (number == end_class)  // only end tokens are legal here, and all of them give the same text
       certain.push_back({position, end});
     else if (const View<int32_t> tokens = automaton_->tokens_of(number); tokens.size == 1)
       certain.push_back({position, tokens[0]});
@@ -177,7 +178,8 @@ void Constrained::note(int32_t position, int32_t) {
   if (states_.size() > known) states_.resize(known);
 }
 
-// The automaton's state before `position`. All positions of the range before it must be decided.
+// Returns the automaton's state before `position`. In the range of the constraint, all positions
+// before `position` must be decided.
 int32_t Constrained::state_before(int32_t position, const std::vector<int32_t>& canvas) {
   while (static_cast<int32_t>(states_.size()) <= position - range_.first) {
     const int32_t at = range_.first + static_cast<int32_t>(states_.size()) - 1;
@@ -193,7 +195,8 @@ std::vector<uint8_t> Constrained::ends_behind(int32_t position, const std::vecto
   return viterbi_.ways().reaching(places_, 0);
 }
 
-// Fills places_ for the positions [first, last). A decided position only allows its own token.
+// Fills places_ for the positions from `first` to `last` - 1. A decided position allows only its
+// own token.
 void Constrained::fill_places(int32_t first, int32_t last, const std::vector<int32_t>& canvas,
                               const std::vector<uint8_t>& undecided) {
   places_.clear();

@@ -1,12 +1,13 @@
-// The proposer of a constrained request. After each pass it finds one text that the automaton
-// accepts: the most likely text, or a sample. All its proposals come from this text, so any of them
-// may commit together. If a request ends early, its text is completed with as few tokens as
-// possible that agree with the proposals.
+// The proposer of a request with a constraint. After each pass, it finds one text that the
+// automaton accepts: the most likely text, or a random sample. All its proposals come from this
+// text, so any number of them can commit at the same time. If a request ends early, the proposer
+// completes its text with as few tokens as possible. Where possible, these tokens are the proposed
+// ones.
 //
 // The constraint covers a range of the canvas. The range goes from the request's first undecided
-// position to its last, and also includes the `given` tokens before the first. Given tokens inside
-// the range belong to the text. After each block, the decided tokens must still allow a complete
-// text in the remaining room.
+// position to its last. It also includes the `given` tokens before the first undecided position.
+// Tokens of the caller inside the range belong to the text. After each block, the decided tokens
+// must still allow a complete text in the positions that remain.
 #pragma once
 
 #include <memory>
@@ -22,8 +23,9 @@ namespace dlm {
 class Constrained final : public Proposer {
  public:
   // `given` is the number of tokens before the first undecided position that belong to the text.
-  // Throws Error(DLM_INVALID_ARGUMENT) if no text fits into the canvas, and Error(DLM_UNSUPPORTED)
-  // if the automaton was made for another vocabulary. denoiser must outlive the proposer.
+  // `denoiser` must outlive the proposer. Throws Error(DLM_INVALID_ARGUMENT) if no text of the
+  // constraint fits into the canvas. Throws Error(DLM_UNSUPPORTED) if the automaton was made for
+  // another vocabulary.
   Constrained(const Denoiser& denoiser, const Policy& policy,
               std::shared_ptr<const Automaton> automaton, int32_t given,
               const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided);
@@ -42,10 +44,12 @@ class Constrained final : public Proposer {
   bool is_drawn(const Turn& turn) const {
     return policy_.select == Select::sample && !turn.is_editing;
   }
-  bool scores_texts(const Turn& turn) const;  // true: scores come from the texts, not from the
-                                              // denoiser's predictions
+  // true: scores are computed from the texts that the constraint allows, not from single
+  // predictions.
+  bool scores_texts(const Turn& turn) const;
   double score_of_texts(const Marginal& found) const;
-  // The first undecided position of the range, or the end of the range.
+  // Returns the first undecided position of the range. If there is none, returns the end of the
+  // range.
   int32_t first_open(const std::vector<uint8_t>& undecided) const;
   int32_t state_before(int32_t position, const std::vector<int32_t>& canvas);
   std::vector<uint8_t> ends_behind(int32_t position, const std::vector<int32_t>& canvas,
@@ -56,9 +60,10 @@ class Constrained final : public Proposer {
   const Denoiser& denoiser_;
   const Policy policy_;
   const std::shared_ptr<const Automaton> automaton_;
-  Range range_;                  // positions of the canvas that the constraint covers
-  std::vector<int32_t> states_;  // by position of range_: the state before it, as far as it is
-                                 // known
+  Range range_;  // canvas positions that the constraint covers
+  // For each position of range_: the automaton's state before the position. The list ends where the
+  // state is not known yet.
+  std::vector<int32_t> states_;
   Viterbi viterbi_;
   Texts texts_;
   std::vector<Place> places_;

@@ -10,7 +10,7 @@
 namespace dlm {
 namespace {
 
-// Sets a weight to the larger of two weights.
+// Replaces `largest` by `other` if `other` is larger.
 template <class Weight>
 void raise(Weight& largest, const Weight& other, double slope) {
   if (!other.is_never() && (largest.is_never() || other.ratio(largest, slope) > 0)) largest = other;
@@ -18,27 +18,27 @@ void raise(Weight& largest, const Weight& other, double slope) {
 
 }  // namespace
 
-// Adds up weights. The largest weight must be known in advance.
+// Adds up the weights of texts. The caller must know the largest of them in advance.
 template <class Weight>
 class TextSums<Weight>::Total {
  public:
   Total(const Weight& largest, double slope) : largest_(largest), slope_(slope) {}
   void add(const Weight& weight) { add_ratio(weight.ratio(largest_, slope_)); }
-  // Adds a weight. `ratio` is the logarithm of the weight divided by the largest weight.
+  // Adds a weight w. `ratio` is log(w / largest weight).
   void add_ratio(double ratio) {
     if (ratio > -kNothing) sum_ += std::exp(ratio);
   }
   Weight value() const { return largest_.is_never() ? largest_ : largest_.times(std::log(sum_)); }
 
  private:
-  static constexpr double kNothing = 60;  // weights this far below the largest are lost in
-                                          // rounding, even 2^32 of them
+  // Smaller weights vanish in rounding, even if there are 2^32 of them.
+  static constexpr double kNothing = 60;
   const Weight largest_;
   const double slope_;
   double sum_ = 0;
 };
 
-// The weight of a token at the current place.
+// Returns the weight of a token at the current place.
 template <class Weight>
 Weight TextSums<Weight>::weigh(int32_t token) const {
   if (place_->logits == nullptr) return Weight::one();
@@ -62,7 +62,8 @@ Weight TextSums<Weight>::weigh_class(int32_t number) {
   return sum.weight = total.value();
 }
 
-// Computes weigh_class if no token is cut. The token with the highest logit has the largest weight.
+// Does the same as weigh_class, for a class without cut tokens. The token with the highest logit
+// has the largest weight.
 template <class Weight>
 Weight TextSums<Weight>::weigh_whole(const View<int32_t>& tokens) const {
   const float* const logits = place_->logits;
@@ -101,8 +102,8 @@ void TextSums<Weight>::weigh_place(size_t place) {
   ++weighing_;
   place_ = &places_[place];
   layer_ = &layers_[place];
-  // The limit is needed for tiny temperatures. Their inverse is infinite, and 0 times infinity is
-  // NaN.
+  // At tiny temperatures, 1 / temperature is infinite, and infinity times 0 is NaN. So the slope
+  // has a limit.
   slope_ = std::min(1 / sampling_.temperature, 1e300);
   base_ = place_->logits == nullptr ? 0 : place_->base();
 }
@@ -151,7 +152,7 @@ bool TextSums<Weight>::sum(int32_t state, const std::vector<Place>& places,
   return !total().is_never();
 }
 
-// Restores ahead_ from the sums that sum() stored for a place. clear_ahead undoes this.
+// Sets ahead_ to the sums that sum() stored for a place. clear_ahead resets it.
 template <class Weight>
 void TextSums<Weight>::restore_ahead(const Ways& ways, size_t place) {
   const std::vector<int32_t>& met = ways.before(place);
@@ -163,7 +164,8 @@ void TextSums<Weight>::clear_ahead(const Ways& ways, size_t place) {
   for (const int32_t to : ways.before(place)) ahead_[to] = Weight();
 }
 
-// The number of tokens on all edges of a state. A token on several edges is counted several times.
+// The number of tokens on all edges of a state. A token that is on several edges counts several
+// times.
 template <class Weight>
 size_t TextSums<Weight>::count_tokens(int32_t state) const {
   size_t count = 0;
@@ -173,12 +175,13 @@ size_t TextSums<Weight>::count_tokens(int32_t state) const {
   return count;
 }
 
-// Draws the token at the current place. `all` is the sum over all paths from `state`, and each
-// token is drawn with the probability of its share of `all`.
+// Draws the token at the current place. `all` is the sum of the weights of all paths from `state`.
+// A token's probability is the sum over the paths that start with this token, divided by `all`.
 template <class Weight>
 int32_t TextSums<Weight>::draw_token(int32_t state, const Weight& all, const DrawKey& key) {
   if (place_->token >= 0) return place_->token;
-  // The share of the most likely token is at least 1 / V.
+  // The most likely token has a probability of at least 1 / V, where V is the size of the
+  // vocabulary.
   const double farthest = kFarthest + std::log(static_cast<double>(automaton_.vocab_size));
   Winner winner(key);
   if (count_tokens(state) > static_cast<size_t>(automaton_.vocab_size / 2))
@@ -194,7 +197,7 @@ int32_t TextSums<Weight>::draw_token(int32_t state, const Weight& all, const Dra
   return winner.token();
 }
 
-// The state after a token, from which the text can continue to an end.
+// Returns the state after a token. The text must be able to reach an end from there.
 template <class Weight>
 int32_t TextSums<Weight>::next_state(int32_t state, int32_t token) const {
   const int32_t next = automaton_.next(state, token);
@@ -220,8 +223,8 @@ void TextSums<Weight>::draw(const DrawKey& key, const Ways& ways, std::vector<in
   }
 }
 
-// Splits the probability `mass` of a state among the groups and next states of its edges. `all` is
-// the sum over all paths from the state.
+// Distributes the probability `mass` of a state over the groups and next states of its edges. `all`
+// is the sum of the weights of all paths from the state.
 template <class Weight>
 void TextSums<Weight>::spread(double mass, int32_t state, const Weight& all) {
   shares_.clear();

@@ -1,20 +1,23 @@
-// The distribution over all texts that a constraint accepts at some positions of a canvas. `Texts`
-// draws samples from it, and computes the marginal probabilities of tokens. The probability of a
-// text is proportional to the product of the probabilities of its tokens.
+// Draws texts from the probability distribution over all texts that a constraint accepts at some
+// positions of a canvas. Also computes the marginal probabilities of tokens in this distribution.
+// The class Texts does both. A text's probability is proportional to the product of its tokens'
+// probabilities.
 //
 // The algorithm is forward filtering, backward sampling (Carter and Kohn, 1994), with the
-// directions swapped: sums over the rest of the text are computed from the last position back, and
-// then samples are drawn from the first position on. So samples have exactly the distribution of
-// the product of the rows at the temperature, restricted to the constraint. Only texts with the
-// fewest ruled-out tokens (logit -inf) are drawn. Among these, only texts with the fewest tokens
-// that top_k and top_p cut are drawn. A row uses the same noise as without a constraint
-// (decode/sampling.h).
+// directions swapped. First it computes sums over the rest of the text, from the last position to
+// the first. Then it draws the tokens of a text, from the first position to the last. So each text
+// is drawn with exactly its probability at the temperature, relative to all texts that the
+// constraint accepts.
 //
-// The sums are stored as logarithms in double. In some cases they are computed again from exact
-// sums of logits (decode/exact_sum.h): if every text has a ruled-out or cut token, or if the
-// logarithms are large (temperatures near 0, huge logits). So at every position, some legal token
-// has a probability above 0. tests/constrained_reference.py implements the same in exact
-// arithmetic.
+// Only texts with the fewest ruled-out tokens (logit -inf) are drawn. Among these, only texts with
+// the fewest tokens that top_k and top_p cut are drawn. Each position uses the same random numbers
+// as without a constraint (decode/sampling.h).
+//
+// The sums are stored as logarithms in double. In two cases, they are computed again from exact
+// sums of logits (decode/exact_sum.h). The first case is that every text has a ruled-out or cut
+// token. The second case is that the logarithms are large, because the temperature is near 0 or the
+// logits are huge. So at every position, at least one legal token has a probability above 0.
+// tests/constrained_reference.py implements the same algorithm in exact arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -28,14 +31,14 @@
 
 namespace dlm {
 
-// The probability of one position's token over all texts. margin (p1 - p2) and entropy (sum p ln p)
-// describe the distribution of the position.
+// The marginal probability of a token at one position, over all texts. `margin` (p1 - p2) and
+// `entropy` (the sum of p ln p) describe the distribution of all tokens at this position.
 struct Marginal {
   double prob, margin, entropy;
 };
 
-// The logarithm of the weight of a set of texts, in double. A text with a ruled-out or cut token
-// weighs 0.
+// The total weight of a set of texts, as a logarithm in double. A text that has a ruled-out or cut
+// token has the weight 0.
 struct RoundedWeight {
   double log = -std::numeric_limits<double>::infinity();
 
@@ -47,15 +50,15 @@ struct RoundedWeight {
   bool is_never() const { return !(log > -std::numeric_limits<double>::infinity()); }
   RoundedWeight times(const RoundedWeight& other) const { return {log + other.log}; }
   RoundedWeight times(double factor_log) const { return {log + factor_log}; }
-  // The logarithm of this weight divided by `other`. The second argument is 1 / temperature.
+  // Returns log(this weight / other weight). The second argument, 1 / temperature, is not used.
   double ratio(const RoundedWeight& other, double) const { return log - other.log; }
 };
 
-// The exact weight of a set of texts: exp(sum * slope + rest), where slope is 1 / temperature. Only
-// the texts of the set with the fewest avoided tokens count.
+// The exact total weight of a set of texts: exp(sum * slope + rest), where slope is 1 /
+// temperature. Only the texts with the fewest avoided (ruled-out or cut) tokens add to it.
 struct ExactTexts {
   ExactWeight logits = ExactWeight::never();
-  double rest = 0;  // small: logarithm of a number of about equally likely texts
+  double rest = 0;  // a small number: the logarithm of how many texts are about equally likely
 
   static ExactTexts of(float logit, float base, bool is_cut, double) {
     if (is_ruled_out(logit)) return {{ExactWeight::kRuledOut, {}}, 0};
@@ -76,7 +79,7 @@ struct ExactTexts {
   }
 };
 
-// Implements `Texts` for one type of weights.
+// Implements the class Texts for one type of weights.
 template <class Weight>
 class TextSums {
  public:
@@ -91,18 +94,19 @@ class TextSums {
                       std::vector<Marginal>& marginals);
 
  private:
-  // The sum of the token weights of a class or group at the current place.
+  // The sum of the weights of all tokens of a class or group, at the current place.
   struct Sum {
     Weight weight;
-    int32_t number;  // value of weighing_ when it was computed
+    int32_t number;  // value of weighing_ when this sum was computed
   };
   struct Weighed {
     int32_t group;
     Weight weight;
   };
-  // The results for one place.
+  // The sums for one place, which is one position of the text.
   struct Layer {
-    std::vector<Weight> ahead;    // by visited state: the sum over all paths to the end
+    // For each visited state: the total weight of all paths from it to the end.
+    std::vector<Weight> ahead;
     std::vector<Weighed> groups;  // the groups that these paths use
     Cut cut;
   };
@@ -126,8 +130,8 @@ class TextSums {
   Sampling sampling_{};
   int32_t state_ = 0;
   std::vector<Place> places_;
-  std::vector<Layer> layers_;  // by place, plus one after the last
-  // The current place. layer_ is its layer.
+  std::vector<Layer> layers_;  // one layer per place, and one more after the last place
+  // The place (position of the text) that is being processed, and the layer with its sums.
   const Place* place_ = nullptr;
   Layer* layer_ = nullptr;
   float base_ = 0;    // subtracted from the logits of the current place
@@ -135,10 +139,12 @@ class TextSums {
   int32_t weighing_ = 0;
   std::vector<Sum> classes_, groups_;
   std::vector<float> spare_;    // scratch memory of a draw's Winner
-  std::vector<Weight> terms_;   // by edge of the current state
-  std::vector<double> shares_;  // by edge of the current state
-  std::vector<Weight> ahead_;   // by state after the current place
-  // By state: the probability of being in it before the current place, and after.
+  std::vector<Weight> terms_;   // for each edge of the current state: its weight
+  std::vector<double> shares_;  // for each edge of the current state: its share of the probability
+  // For each state after the current place: the total weight of all paths from it to the end.
+  std::vector<Weight> ahead_;
+  // For each state: the probability that the text is in this state before the current place (mass_)
+  // or after it (mass_behind_).
   std::vector<double> mass_, mass_behind_;
   // The probability of each group and class at the current place.
   std::vector<double> group_mass_, class_mass_;
@@ -151,16 +157,16 @@ class Texts {
       : ways_(automaton), rounded_(automaton, left_out), exact_(automaton, left_out) {}
 
   // Computes the sums over all paths from `state` to the states in `ends`, which has a 1 or 0 for
-  // each state. Returns false if there is no path. Call it before the functions below. At a place
-  // without logits, all tokens are equally likely.
+  // each state. Returns false if there is no path. Call this function before the functions below.
+  // At a place without logits, all tokens are equally likely.
   bool sum(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
            const Sampling& sampling);
 
   // Draws one text, with one token per place. The first place is at the canvas position in `key`.
   void draw(const DrawKey& key, std::vector<int32_t>& tokens);
 
-  // Computes the marginal of the token at each place. Fills margins and entropies only if
-  // `with_all` is set.
+  // Computes the marginal probability of the token at each place. Fills margins and entropies only
+  // if `with_all` is true.
   void find_marginals(const std::vector<int32_t>& tokens, bool with_all,
                       std::vector<Marginal>& marginals);
 

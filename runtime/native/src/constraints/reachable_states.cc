@@ -52,11 +52,11 @@ void Ways::meet(int32_t state, const std::vector<Place>& places) {
   }
 }
 
-// The sets are updated, not computed anew, because only few of perhaps hundreds of states change
-// from one place to the next.
+// There may be hundreds of states, but only few change from one place to the next. So the sets of
+// states are updated, not computed again.
 void Ways::move_open(const std::vector<int32_t>& before, const std::vector<int32_t>& now) {
-  // For the compiler, a write through uint8_t may change anything. Local copies of the pointers
-  // need not be read again in the inner loop.
+  // The compiler must assume that a write through a uint8_t pointer changes any memory, including
+  // these pointers. Local copies of the pointers avoid reloading them in the inner loop.
   const int32_t* const starts = automaton_.edge_starts.data();
   const int32_t* const states = automaton_.edge_states.data();
   int32_t* const edges_to = edges_to_.data();

@@ -11,20 +11,25 @@
 
 namespace dlm {
 
-// True if the denoiser rules a token out. Engines only return finite logits and -inf. NaN counts as
-// ruled out too, so that comparisons never see NaN.
+// True if the denoiser rules out a token with this logit. Engines return only finite logits and
+// -inf. NaN counts as ruled out too, so that later comparisons never involve NaN.
 inline bool is_ruled_out(float logit) { return !(logit > -std::numeric_limits<float>::infinity()); }
 
-// One position of a text: the tokens allowed there, and their weights.
+// One position of a text, with the tokens allowed there and their logits.
 struct Place {
-  int32_t token = -1;  // the allowed token (with `other`, one of two); -1: all tokens are allowed
-  int32_t other = -1;  // the second allowed token; -1: there is none
-  // [V]. If NULL, all tokens weigh 0, except that `best` weighs more.
+  // The allowed token. If `other` is not -1, `other` is allowed too. If `token` is -1, all tokens
+  // are allowed.
+  int32_t token = -1;
+  int32_t other = -1;  // the second allowed token, or -1
+  // The logits, [V]. Without logits (NULL), the token `best` has a higher weight than all other
+  // tokens.
   const float* logits = nullptr;
-  int32_t best = -1;  // lowest token with the highest logit; -1: no preference, without logits
+  // The token with the highest logit. Of equally good tokens, it is the one with the lowest id. -1
+  // means that there are no logits and no preferred token.
+  int32_t best = -1;
 
-  // The number subtracted from logits to keep sums small. It is the best logit, or 0 if all tokens
-  // are ruled out.
+  // The number to subtract from each logit, which keeps sums small. It is the best logit, or 0 if
+  // all tokens are ruled out.
   float base() const { return is_ruled_out(logits[best]) ? 0 : logits[best]; }
 };
 
@@ -32,36 +37,40 @@ class Ways {
  public:
   explicit Ways(const Automaton& automaton) : automaton_(automaton) {}
 
-  // Finds the states reachable from `state` before each place and after the last place. Reuses the
-  // results of the last call for the leading places that did not change.
+  // Finds the states that can be reached from `state`, before each place and after the last place.
+  // If the first places are the same as in the last call, their results are used again.
   void meet(int32_t state, const std::vector<Place>& places);
-  // the states, ascending
+  // The states before a place, in ascending order.
   const std::vector<int32_t>& before(size_t place) const { return met_[place]; }
 
-  // Returns 1 for each state from which `places`, followed by at most `room` tokens, can lead to
-  // the end of a text, and 0 for all other states.
+  // Finds the states from which a text can end. Returns a 1 for each state from which the tokens of
+  // `places`, followed by at most `room` other tokens, lead to the end of a text. Returns a 0 for
+  // every other state.
   std::vector<uint8_t> reaching(const std::vector<Place>& places, int32_t room);
 
-  // look_at sets the current place. may_stand says whether this place allows a token of the group.
+  // look_at sets the current place. may_stand returns whether a token of the group is allowed at
+  // this place.
   void look_at(const Place& place);
   bool may_stand(int32_t group);
 
  private:
   // Updates edges_to_ and is_open_ when the current states change from `before` to `now`. Both
-  // lists are ascending.
+  // lists of states are in ascending order.
   void move_open(const std::vector<int32_t>& before, const std::vector<int32_t>& now);
   static void list(const std::vector<uint8_t>& marks, std::vector<int32_t>& states);
 
   const Automaton& automaton_;
-  std::vector<std::vector<int32_t>> met_;           // by place, plus one after the last
-  std::vector<std::pair<int32_t, int32_t>> stood_;  // `token` and `other` of the places that met_
-                                                    // was computed for
-  // By state, padded to whole words. is_met_: the allowed tokens lead to the state. is_open_: some
-  // token leads to it.
+  // For each place, and after the last: the states that can be reached.
+  std::vector<std::vector<int32_t>> met_;
+  // `token` and `other` of the places for which met_ was computed.
+  std::vector<std::pair<int32_t, int32_t>> stood_;
+  // For each state, padded to whole machine words. is_met_: an allowed token leads to the state.
+  // is_open_: any token leads to it.
   std::vector<uint8_t> is_met_, is_open_;
-  std::vector<int32_t> edges_to_;  // by state: the number of edges to it from the current states
+  // For each state: the number of edges from the current states to it.
+  std::vector<int32_t> edges_to_;
   Place place_;
-  std::vector<int8_t> stands_;  // by group: the result of may_stand; -1: not computed yet
+  std::vector<int8_t> stands_;  // for each group: the result of may_stand; -1: not computed yet
 };
 
 }  // namespace dlm

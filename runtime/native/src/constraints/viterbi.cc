@@ -15,11 +15,13 @@ namespace {
 constexpr double kNever = -std::numeric_limits<double>::infinity();
 constexpr double kUnknown = std::numeric_limits<double>::infinity();
 constexpr float kNone = -std::numeric_limits<float>::infinity();
-constexpr size_t kLanes = 8;  // number of independent maxima, so that several loads are in flight
-constexpr size_t kRun = 32;   // tokens per run; highest_ has the highest logit of each run
-constexpr size_t kSections = 16;  // parts of a row; each part has a token at or above the bound
-// If more than one token in this many would be read, the highest tokens of the row are searched
-// first.
+// Number of independent maxima, so that the processor loads several logits at a time.
+constexpr size_t kLanes = 8;
+constexpr size_t kRun = 32;  // tokens per run; highest_ has the highest logit of each run
+// The number of sections of a row. In each section, at least one logit reaches the bound.
+constexpr size_t kSections = 16;
+// A search could read more than 1 / kMany of the row's logits. Then the highest logits of the row
+// are found first.
 constexpr size_t kMany = 16;
 
 // The weight of a token. It is -inf for a token that the denoiser rules out.
@@ -36,9 +38,9 @@ ExactWeight weigh_exactly(const Place& place, int32_t token) {
   return {0, ExactSum(place.logits[token]) - ExactSum(place.base())};
 }
 
-// True if a token is better than another one at a place: it has a higher logit, or the same logit
-// and a lower id. Logits are compared, not differences, because different differences may be
-// rounded to the same number.
+// True if `token` is better than `other` at a place: its logit is higher, or the logits are equal
+// and its id is lower. The logits themselves are compared, because rounding may make the
+// differences equal.
 bool is_better(const Place& place, int32_t token, int32_t other) {
   if (place.logits != nullptr)
     return place.logits[token] > place.logits[other] ||
@@ -47,8 +49,8 @@ bool is_better(const Place& place, int32_t token, int32_t other) {
   return weight > other_weight || (weight == other_weight && token < other);
 }
 
-// The maximum of a run of logits, four at a time. It is written out, because compilers may not
-// vectorise std::max, due to its rules for NaN.
+// Returns the maximum of a run of logits. The code compares four logits at a time. Compilers may
+// not vectorise std::max in this way, because of its rules for NaN.
 float max_of_run(const float* logits) {
   using Four = float __attribute__((vector_size(16)));
   constexpr size_t kFours = kRun / 4;
@@ -66,9 +68,10 @@ void fetch_run(const float* logits) {
   for (size_t i = 0; i < kRun; i += kLine) __builtin_prefetch(logits + i);
 }
 
-// The first token with the highest logit. If every logit is -inf, this is the first token.
+// Returns the first token that has the highest logit. If every logit is -inf, returns the first
+// token.
 int32_t find_best(const float* logits, const View<int32_t>& tokens) {
-  constexpr size_t kStretch = 32 * kLanes;  // so short that searching it a second time is fast
+  constexpr size_t kStretch = 32 * kLanes;  // few enough tokens for a fast second search
   float highest = kNone;
   size_t found = 0;
   for (size_t start = 0; start < tokens.size; start += kStretch) {
@@ -90,8 +93,8 @@ int32_t find_best(const float* logits, const View<int32_t>& tokens) {
 
 }  // namespace
 
-// Finds the highest tokens of the row. If a class contains any of them, its best token is one of
-// them.
+// Finds the tokens of the row with the highest logits. If a class has one of these tokens, the
+// class's best token is among them.
 void Viterbi::weigh_highest(const Place& place) {
   looked_at_ = place_;
   const auto vocab_size = static_cast<size_t>(automaton_.vocab_size), runs = vocab_size / kRun;
@@ -151,7 +154,7 @@ int32_t Viterbi::best_of_group(const Place& place, int32_t group) {
   return best;
 }
 
-// Weighs the groups on a state's edges.
+// Computes the weights of the groups on a state's edges.
 void Viterbi::weigh_edges(const Place& place, int32_t state, Layer& layer) {
   for (const auto [to, group] : automaton_.edges(state)) {
     if (weights_[group] != kUnknown || ahead_[to] == kNever) continue;
@@ -180,7 +183,7 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
                        *const states = automaton_.edge_states.data(),
                        *const groups = automaton_.edge_groups.data();
   const double *const ahead = ahead_.data(), *const weights = weights_.data();
-  // inf - inf is NaN, which compares false and so is never the best.
+  // inf - inf is NaN. A comparison with NaN is false, so such an edge is never the best.
   const auto best_of = [=](int32_t from) {
     double best = kNever;
     for (int32_t edge = starts[from], last = starts[from + 1]; edge < last; ++edge) {
@@ -196,7 +199,8 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
     const std::vector<int32_t>& met = ways_.before(i);
     layer.ahead.resize(met.size());
     layer.groups.clear();
-    // Prefetches the logits of the next position while the states of this one are visited.
+    // While the states of this position are visited, prefetches the logits of the next position to
+    // visit.
     const float* const next = looked_at_ == place_ + 1 && i > 0 ? places[i - 1].logits : nullptr;
     for (size_t from = 0; from < met.size(); ++from) {
       if (next != nullptr && (from + 1) * kRun <= static_cast<size_t>(automaton_.vocab_size))
@@ -219,15 +223,16 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
   return true;
 }
 
-// Does the same as `solve` with exact sums. It is for texts with ruled-out tokens, and for logits
-// that are too far apart for sums in double.
+// Does the same as solve(), but with exact sums. It is used for texts with ruled-out tokens, and
+// for logits that are too far apart for sums in double.
 bool Viterbi::solve_exactly(int32_t state, const std::vector<Place>& places,
                             const std::vector<uint8_t>& ends, std::vector<int32_t>& tokens) {
   struct Step {
-    int32_t token, state;  // the best next token, and the state after it; -1 if no text continues
+    int32_t token, state;  // best next token and the state after it; -1 if no text continues
   };
   const size_t length = places.size();
-  std::vector<std::vector<Step>> steps(length);  // by place and state of ways_.before(place)
+  // One step for each place and for each state of ways_.before(place).
+  std::vector<std::vector<Step>> steps(length);
   std::vector<ExactWeight> ahead(automaton_.states, ExactWeight::never()),
       weights(automaton_.groups), found;
   std::vector<int32_t> weighed_at(automaton_.groups, -1);
@@ -267,8 +272,8 @@ bool Viterbi::solve_exactly(int32_t state, const std::vector<Place>& places,
   return true;
 }
 
-// Returns the state after the first step of the best path. If paths are equally good, takes the
-// lowest token.
+// Returns the state after the first step of the best path. Among equally good paths, takes the one
+// with the lowest token id.
 int32_t Viterbi::find_step(size_t place, int32_t state, int32_t& token) {
   const std::vector<Weighed>& groups = layers_[place].groups;
   const std::vector<int32_t>& behind = ways_.before(place + 1);
@@ -296,8 +301,8 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places,
   std::vector<uint8_t> found;
   bool do_all = true;  // true if an end can be reached from every visited state after the place
   for (const int32_t end : ways_.before(places.size())) do_all = do_all && ends[end] != 0;
-  // For the compiler, a write through uint8_t may change anything. Local copies of the pointers
-  // need not be read again in the inner loop.
+  // The compiler must assume that a write through a uint8_t pointer changes any memory, including
+  // these pointers. Local copies of the pointers avoid reloading them in the inner loop.
   const int32_t *const starts = automaton_.edge_starts.data(),
                        *const states = automaton_.edge_states.data(),
                        *const groups = automaton_.edge_groups.data(),
@@ -308,8 +313,8 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places,
     const bool is_free = places[i].token < 0;
     const uint8_t* const leads_on = leads_on_.data();
     int32_t only = none;
-    const bool is_sure = is_free && do_all;  // each state here has an edge, so an end can be
-                                             // reached from all of them
+    // Every state here has an edge, so each of them can reach an end.
+    const bool is_sure = is_free && do_all;
     found.assign(met.size(), 1);
     for (size_t from = 0; from < met.size() && !(is_sure && only == several); ++from) {
       uint8_t is_found = 0;

@@ -1,18 +1,19 @@
-// Finds the most likely text that a constraint accepts at some positions of a canvas, with the
+// Finds the most likely text that a constraint accepts at some positions of a canvas. Uses the
 // Viterbi algorithm (1967; for diffusion language models: DINGO, arXiv:2505.23061).
 //
 // The weight of a token is its logit minus the best logit of its row. If a row has no logits, the
-// weight is 0, or -1 if another token is marked as the best. A text with fewer ruled-out tokens
-// (logit -inf) always wins. Among texts with equally many, the text with the larger sum of weights
-// wins. If the sums are equal, the text with the lowest tokens wins, compared from the left. Sums
-// are computed in double. If the best text has a ruled-out token or its sum is large, `solve`
-// searches again with exact sums (decode/exact_sum.h). So large logits never hide small ones.
-// tests/constrained_reference.py implements the same in exact arithmetic.
+// weight is 0, or -1 if another token is marked as the best. Texts are compared in this order:
+//   1. The text with fewer ruled-out tokens (logit -inf) wins.
+//   2. Then the text with the larger sum of weights wins.
+//   3. Then the text whose first different token has the lower id wins.
+// Sums are computed in double. If the best text has a ruled-out token, or if its sum is large,
+// `solve` searches again with exact sums (decode/exact_sum.h). So large logits never hide small
+// ones. tests/constrained_reference.py implements the same search in exact arithmetic.
 //
-// Rows of logits are long, so the search reads as few logits as possible. It skips a class that no
-// possible text uses at a place. If a group contains the row's best token, that token is the
-// group's best. For large classes, the search first finds the highest tokens of the row. Then it
-// reads only those classes that contain none of these tokens.
+// A row has one logit per token of the vocabulary, so the search avoids reading logits. It skips a
+// class that no possible text uses at a place. If a group contains the row's best token, that token
+// is the group's best. For large classes, the search first finds the tokens with the highest logits
+// of the row. Then it reads only the logits of those classes that have none of these tokens.
 #pragma once
 
 #include <cstdint>
@@ -27,31 +28,32 @@ class Viterbi {
  public:
   explicit Viterbi(const Automaton& automaton) : automaton_(automaton), ways_(automaton) {}
 
-  // Finds the most likely path from `state` to one of `ends`, and fills `tokens` with one token per
-  // place. `ends` has a 1 or 0 for each state. Returns false if there is no path.
+  // Finds the most likely path from `state` to a state in `ends`, and fills `tokens` with one token
+  // per place. `ends` has a 1 or 0 for each state. Returns false if there is no path.
   bool solve(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
              std::vector<int32_t>& tokens);
 
-  // For each place, finds the class that all paths from `state` to one of `ends` use there. Writes
-  // -1 if the paths use different classes.
+  // For each place, finds the class that all paths from `state` to a state in `ends` use there.
+  // Writes -1 if different paths use different classes.
   void find_only(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
                  std::vector<int32_t>& classes);
 
   Ways& ways() { return ways_; }
 
  private:
-  // The best token of a class at a place. The place is identified by its number.
+  // The best token of a class at one place (position of the text). `place` is the number of this
+  // place.
   struct Best {
     int32_t token, place;
   };
-  // A group's best token at a place, or -1 if the place allows no token of the group.
+  // The best token of a group at a place, or -1 if no token of the group is allowed there.
   struct Weighed {
     int32_t group, token;
     double weight;
   };
-  // The results for one place.
+  // The results of the search for one place.
   struct Layer {
-    std::vector<double> ahead;    // by visited state: the weight of the best path to the end
+    std::vector<double> ahead;    // for each visited state: the weight of the best path to the end
     std::vector<Weighed> groups;  // the groups that these paths use
   };
 
@@ -66,16 +68,16 @@ class Viterbi {
   const Automaton& automaton_;
   Ways ways_;
   std::vector<Best> classes_;
-  std::vector<double> weights_;  // by group, at the current place; infinite: not weighed yet
-  std::vector<int32_t> tokens_;  // by group: its best token at the current place
+  std::vector<double> weights_;  // for each group, at the current place; infinite: not computed yet
+  std::vector<int32_t> tokens_;  // for each group: its best token at the current place
   int32_t place_ = 0;            // number of the current place
-  int32_t looked_at_ = -1;       // last place whose highest tokens were searched
-  size_t looked_up_ = 0;         // number of tokens of the current place read before that search
-  std::vector<float> highest_;   // by run of consecutive tokens: the highest logit
-  std::vector<Layer> layers_;    // by place, plus one after the last
-  std::vector<double> ahead_;    // by state after the current place: the weight of the best path to
-                                 // the end
-  std::vector<uint8_t> leads_on_;  // by state: whether an end can be reached from it
+  int32_t looked_at_ = -1;       // last place for which the highest logits of the row were searched
+  size_t looked_up_ = 0;  // number of logits of the current place that were read before that search
+  std::vector<float> highest_;  // for each run of neighbouring tokens: the highest logit
+  std::vector<Layer> layers_;   // one layer per place, and one more after the last place
+  // For each state after the current place: the weight of the best path to the end.
+  std::vector<double> ahead_;
+  std::vector<uint8_t> leads_on_;  // for each state: 1 if an end can be reached from it
 };
 
 }  // namespace dlm

@@ -1,13 +1,14 @@
-// A linear model of the time that a pass takes. `dlm-export bench --cost` fits its coefficients to
-// measured passes.
+// Predicts the time of a pass with a linear model. `dlm-export bench --cost` measures passes and
+// fits the model's coefficients to the measured times.
 #pragma once
 
 namespace dlm {
 
 // The amount of work in a pass, or in one request's share of the pass.
 struct PassLoad {
-  double tokens = 0, rows = 0;  // rows: the rows to score
-  double pairs = 0;             // (token, position that it sees) pairs, within each request
+  double tokens = 0, rows = 0;  // rows: the rows that the pass scores
+  // Number of (token, visible position) pairs, where both belong to the same request.
+  double pairs = 0;
 
   PassLoad& operator+=(const PassLoad& other) {
     tokens += other.tokens;
@@ -17,13 +18,13 @@ struct PassLoad {
   }
 };
 
-// The coefficients, in milliseconds: a fixed cost per pass, and the costs of a token, a row and a
-// pair.
+// The coefficients of the model, in milliseconds. Each pass has a fixed cost. Each token, each
+// scored row and each pair of PassLoad adds to this cost.
 struct PassCost {
   double pass = 0, token = 0, row = 0, pair = 0;
 
   bool is_known() const { return pass > 0 || token > 0 || row > 0 || pair > 0; }
-  // The milliseconds that `load` adds to a pass.
+  // The predicted milliseconds that `load` adds to a pass, without the pass's fixed cost.
   double share(const PassLoad& load) const {
     return token * load.tokens + row * load.rows + pair * load.pairs;
   }

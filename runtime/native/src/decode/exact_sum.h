@@ -1,6 +1,7 @@
-// The exact weight of a text. It consists of the number of the text's tokens that are ruled out or
-// cut, and the exact sum of the logits of the other tokens. If the sum were computed in double,
-// small logits would be lost next to large ones.
+// Computes the exact weight of a text, so that two texts can be compared without rounding errors.
+// The weight has two parts: the number of the text's tokens that are ruled out or cut, and the
+// exact sum of the logits of the other tokens. If this sum were computed in double, small logits
+// would be lost next to large ones.
 #pragma once
 
 #include <array>
@@ -50,7 +51,7 @@ class ExactSum {
  private:
   static constexpr size_t kWords = 5;
 
-  // Returns this + (b ^ flip) + carry. With flip = ~0 and carry = 1, this is a subtraction of b.
+  // Returns *this + (b ^ flip) + carry. With flip = ~0 and carry = 1, the result is *this - b.
   ExactSum combine(const ExactSum& b, uint64_t flip, uint64_t carry) const {
     ExactSum sum;
     for (size_t i = 0; i < kWords; ++i) {
@@ -65,12 +66,14 @@ class ExactSum {
   std::array<uint64_t, kWords> words_{};  // two's complement, lowest word first
 };
 
-// Compares texts. The text with fewer ruled-out tokens wins. If they have equally many, the text
-// with fewer cut tokens wins, and then the text with the larger sum.
+// The weight of a text. operator< is true if text `a` is worse than text `b`. The text with fewer
+// ruled-out tokens is better. If these numbers are equal, the text with fewer cut tokens is better.
+// If those are equal too, the text with the larger sum is better.
 struct ExactWeight {
-  // kRuledOut for each token whose logit is -inf, plus kCut for each token that top_k or top_p cut.
+  // Adds up kRuledOut for each token whose logit is -inf, and kCut for each token that top_k or
+  // top_p cut.
   int64_t avoided = 0;
-  // The sum of the other tokens' logits, each minus the best logit of its row.
+  // The sum of the other tokens' logits. From each logit, the best logit of its row is subtracted.
   ExactSum sum;
 
   static constexpr int64_t kCut = 1, kRuledOut = int64_t{1} << 31, kNever = INT64_MAX / 2;
@@ -88,8 +91,9 @@ struct ExactWeight {
   }
 };
 
-// If the best sum (in double) is above this limit, sums are computed again exactly. Below the
-// limit, the rounding errors of thousands of positions add up to less than 1e-6.
+// Sums of logits are first computed in double. If the best sum is above this limit, all sums are
+// computed again exactly. Below this limit, the rounding errors of thousands of positions add up to
+// less than 1e-6.
 constexpr double kLargestRounded = 0x1p20;
 
 }  // namespace dlm

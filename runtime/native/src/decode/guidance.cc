@@ -19,8 +19,8 @@ Predictions Guided::guide(const Denoiser& denoiser, double scale, const Predicti
     const float with = conditional.logits[i], without = unconditional[i];
     const double guided = static_cast<double>(without) +
                           (scale + 1) * (static_cast<double>(with) - static_cast<double>(without));
-    // If one of the passes rules a token out (-inf), it stays ruled out. A guided logit that
-    // overflows must not rule a token out.
+    // A token that one of the passes rules out (-inf) stays ruled out. A guided logit that
+    // overflows to -inf must not rule a token out, so it becomes the lowest finite number.
     logits_[i] = with == -kInfinite || without == -kInfinite ? -kInfinite
                  : guided < static_cast<double>(kLowest)     ? kLowest
                  : guided > -static_cast<double>(kLowest)    ? kInfinite
@@ -34,8 +34,9 @@ void Guided::rank(const Denoiser& denoiser, size_t row) {
   const size_t width = denoiser.vocab_size, top_k = denoiser.top_k;
   const float* const logits = logits_.data() + row * width;
   int32_t* const best = tokens_.data() + row * top_k;
-  size_t count = 0;  // number of tokens kept so far, best first; of equal logits, the lowest id
-                     // comes first
+  // The number of tokens kept so far. The best token comes first. Of equal logits, the one with the
+  // lower id comes first.
+  size_t count = 0;
   bool is_usable = true;
   for (int32_t token = 0; token < denoiser.vocab_size; ++token) {
     if (token == denoiser.mask_token_id) continue;

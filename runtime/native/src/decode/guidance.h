@@ -1,9 +1,10 @@
-// Classifier-free guidance. It compares the predictions with the prompt to the predictions without
-// it.
+// Classifier-free guidance: combines the predictions that a denoiser makes with the prompt and
+// those that it makes without the prompt.
 //
-// The guided logits are l = l_u + (w + 1)(l_c - l_u), as in LLaDA's loop (arXiv:2502.09992). l_c
-// are the logits with the prompt, l_u are the logits of a canvas in which all given tokens are
-// masked, and w is the scale. One pass runs both canvases.
+// The guided logits are l = l_u + (w + 1)(l_c - l_u), as in LLaDA's loop (arXiv:2502.09992). Here w
+// is the guidance scale, and l_c are the logits with the prompt. l_u are the logits of a second
+// canvas, in which mask tokens replace the prompt and all other tokens of the caller. One pass runs
+// both canvases.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +17,12 @@
 namespace dlm {
 
 // Computes guided logits. Also computes the candidates and entropies that an engine would return
-// for such logits.
+// for these logits.
 class Guided {
  public:
   // Computes the guided predictions of `rows` rows. `conditional` has the predictions with the
-  // prompt, and `unconditional` the logits [rows, V] without it. If a row has a NaN or +inf logit,
-  // or if all its logits are -inf, its probabilities are NaN.
+  // prompt, and `unconditional` the logits [rows, V] without the prompt. The probabilities of a row
+  // are NaN if one of its logits is NaN or +inf, or if all its logits are -inf.
   Predictions guide(const Denoiser& denoiser, double scale, const Predictions& conditional,
                     const float* unconditional, size_t rows);
 

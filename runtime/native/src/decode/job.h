@@ -18,7 +18,8 @@ namespace dlm {
 
 using Clock = std::chrono::steady_clock;
 
-// A request's limits, the writer of its text, and the callback that is called after its steps.
+// What the runner needs for a request: limits, the writer of its text, and the callback to call
+// after each step.
 struct JobOptions {
   int32_t max_steps = 0;  // most passes of the request; 0: no limit
   std::optional<Clock::time_point> deadline;
@@ -27,9 +28,9 @@ struct JobOptions {
   void* user = nullptr;
 };
 
-// The mutex of all jobs of a runner, and the condition that is signalled when a job ends. The
-// threads that wait for jobs and the thread that runs them share it. It outlives the jobs and the
-// runner.
+// The mutex of all jobs of a runner, and a condition variable that is signalled when a job ends.
+// The thread that runs the jobs and the threads that wait for jobs share one Board. The Board
+// outlives the jobs and the runner.
 struct Board {
   std::mutex mutex;
   std::condition_variable changed;
@@ -44,12 +45,12 @@ class Job {
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  // Ends the job after at most one more pass. The tokens decided so far are kept. Any thread may
-  // call it.
+  // Makes the job end after at most one more pass. Its result keeps the tokens decided so far. Any
+  // thread may call this function.
   void cancel() { is_cancelled_ = true; }
 
-  // Waits until the job has ended, but at most `time`. Without a time, waits forever. Returns
-  // whether the job has ended.
+  // Waits until the job has ended, or until `time` has passed. Without `time`, waits until the job
+  // has ended. Returns true if the job has ended.
   bool wait(std::optional<Clock::duration> time) const {
     std::unique_lock<std::mutex> lock(board_->mutex);
     const auto is_done = [&] { return is_done_; };
@@ -58,11 +59,11 @@ class Job {
     return true;
   }
 
-  // The result. Call it only after the job has ended. Pointers in the result live as long as the
-  // job.
+  // The result. Call this function only after the job has ended. Pointers in the result are valid
+  // as long as the job exists.
   const dlm_result& result() const { return result_; }
 
-  // The last step. Only the thread that runs the job may call it.
+  // The last step. Only the thread that runs the job may call this function.
   const dlm_step& step() const { return step_; }
   const Request& request() const { return request_; }
 
@@ -73,10 +74,10 @@ class Job {
   JobOptions options_;
   Request request_;
   std::unique_ptr<Member> member_;  // set while the job runs
-  double usual_ms_ = 0;             // expected time of its share of a pass, in ms
+  double usual_ms_ = 0;             // expected time of this job's share of a pass, in milliseconds
   uint64_t served_ = 0;             // number of the last pass that the job took part in
   dlm_step step_{};
-  bool was_told_done_ = false;  // true if the step with which it ended was reported
+  bool was_told_done_ = false;  // true if on_step was called for the last step of the job
   std::atomic<bool> is_cancelled_{false};
   bool is_done_ = false;  // guarded by the board's mutex
   dlm_status status_ = DLM_OK;

@@ -17,9 +17,9 @@ class LockstepPasses::LaneMember final : public Member {
 };
 
 struct LockstepPasses::Lane {
-  // One row of the batch. It runs one canvas of a member.
+  // One row of the batch. In a pass, it runs one canvas of one member.
   struct Row {
-    LaneMember* member;  // NULL: the member has left
+    LaneMember* member;  // NULL if the member has left the lane
     size_t canvas;
   };
 
@@ -35,8 +35,8 @@ struct LockstepPasses::Lane {
     });
   }
 
-  // Rebuilds the batch from the members. A member that has left keeps its rows until a pass that
-  // reads no cache.
+  // Assigns the rows of the batch to the members' canvases. While passes read the cache, the rows
+  // keep their assignment, even if a member has left.
   void lay_out_rows() {
     if (!rows.empty() && slowest().request.stage().cached > 0) return;
     rows.clear();
@@ -56,7 +56,7 @@ Context& LockstepPasses::spare_context() {
   return *spare_.back();
 }
 
-// Finds a lane that the request can join. Returns lanes_.end() if there is none.
+// Finds a lane that the request can join. Returns lanes_.end() if no lane can take the request.
 auto LockstepPasses::find_lane(const Request& request) const -> std::list<Lane>::const_iterator {
   return std::find_if(lanes_.begin(), lanes_.end(), [&](const Lane& lane) {
     return !lane.has_begun && lane.members.size() < together_ &&
@@ -71,8 +71,8 @@ bool LockstepPasses::has_room(const Request& request) const {
 
 std::unique_ptr<Member> LockstepPasses::start(Request& request) {
   const auto found = find_lane(request);
-  auto lane = lanes_.erase(found, found);  // this erases nothing; it only makes the iterator
-                                           // mutable
+  // This call erases nothing. It only makes the iterator mutable.
+  auto lane = lanes_.erase(found, found);
   std::list<Lane> made;
   if (lane == lanes_.end()) {
     spare_context();
@@ -80,8 +80,8 @@ std::unique_ptr<Member> LockstepPasses::start(Request& request) {
     lane = made.emplace(made.end());
   }
   lane->members.reserve(lane->members.size() + 1);
-  // The rows are counted before the member exists, because the destructor of the member subtracts
-  // them.
+  // The reserved cache rows are added to the total before the member exists, because the member's
+  // destructor subtracts them.
   auto member = std::make_unique<LaneMember>(request, *this, lane);
   if (!made.empty()) {
     lane->context = std::move(spare_.back());
@@ -133,8 +133,8 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
   size_t most = 1;  // a pass scores at least one row, even if no request reads it
   for (const Member* const member : members)
     most = std::max(most, member->request.positions().size());
-  // All canvases of a pass score equally many rows. A canvas with fewer positions also scores row
-  // 0, which always exists.
+  // All canvases of a pass must score the same number of rows. A canvas with fewer positions to
+  // score also scores row 0, which always exists.
   buffers.score_rows.assign(lane.rows.size() * most, 0);
   for (size_t row = 0; row < lane.rows.size(); ++row) {
     LaneMember* const member = lane.rows[row].member;
@@ -155,7 +155,8 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
     lane.context->run(pass, stage.use);
   }
   if (keeps_rows(stage.use)) lane.kept = {0, 0};
-  // Until a request stores its first row, the context may still hold rows of another request.
+  // Until a request has stored its first cache row, the context may still have cache rows of an
+  // earlier request.
   for (Member* const member : members)
     if (keeps_rows(stage.use) || member->cache_bytes > 0)
       member->cache_bytes =

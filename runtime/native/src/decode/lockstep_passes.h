@@ -1,23 +1,23 @@
-// The PassMaker for engines that accept only one shape per pass. Requests of the same shape run in
-// lockstep, in one pass. Requests of different shapes take turns.
+// A PassMaker for engines that accept only one shape per pass. Requests of the same shape run in
+// lockstep, which means that they share every pass. Requests of different shapes take turns.
 //
-// A lane is an engine context and the requests that use it. With a cache, the requests of a lane go
-// through the stages of their plans together. A request that finishes a stage early waits for the
-// slowest one. Meanwhile, passes still compute the rows of the waiting request, but the results are
-// ignored. A request that has ended leaves the lane before the next pass that reads no cache. (With
-// cache `block`, only the first block has passes that read no cache.) Without a cache, the requests
-// of a lane need not be at the same stage.
+// A lane is an engine context together with the requests that use it. With a cache, all requests of
+// a lane must be at the same stage of their plans. A request that finishes a stage early waits for
+// the slowest request. Meanwhile, passes still compute the rows of the waiting request, but the
+// runtime ignores the results. A request that has ended leaves the lane before the next pass that
+// reads no cache. (With cache `block`, only passes of the first block read no cache.) Without a
+// cache, the requests of a lane may be at different stages.
 //
 // Invariants:
 //   - A lane has a context as long as it has a member. When the last member leaves, the context
-//   moves
-//     to spare_.
-//   - No request joins a lane after the lane's first pass, because the cache lacks the request's
-//   rows.
-//   - Lane::rows maps the batch of the last pass to members. The order does not change while passes
-//     read the cache. If a member has left, its rows of the batch run another member's tokens, and
-//     the results are ignored.
-//   - leave() must not throw, because a destructor calls it. So start() reserves the memory for it.
+//     moves to spare_.
+//   - No request joins a lane after the lane's first pass, because the lane's cache has no rows for
+//     the request.
+//   - Lane::rows assigns the rows of the last pass's batch to members. This assignment does not
+//     change while passes read the cache. If a member has left, its batch rows run another member's
+//     tokens, and the results are ignored.
+//   - leave() must not throw, because a destructor calls it. So start() reserves the memory that
+//     leave() needs.
 #pragma once
 
 #include <cstdint>
@@ -31,13 +31,13 @@ namespace dlm {
 
 class LockstepPasses final : public PassMaker {
  public:
-  // `rows` and `lanes` are limits for all requests together. denoiser and engine must outlive this
-  // object.
+  // `rows` and `lanes` limit the cache rows and the lanes of all requests together. `denoiser` and
+  // `engine` must outlive this object.
   LockstepPasses(const Denoiser& denoiser, Engine& engine, int64_t rows, size_t lanes);
   ~LockstepPasses() override;
 
-  // Sets the most requests of one shape that may share a lane (default 1). Requests join a lane
-  // before its first pass.
+  // Sets the largest number of requests of one shape that may share a lane (default 1). Requests
+  // can join a lane only before its first pass.
   void set_together(size_t requests) { together_ = requests; }
 
   // A context that no request uses, for passes that do not belong to a request.

@@ -1,13 +1,17 @@
-// The arrays of one pass: its inputs, its outputs, and each request's part of the outputs.
+// Prepares the arrays of one pass, and finds each request's part of the outputs.
 //
-// A pass is prepared and run in this order. prepare_pass sets the inputs. The pass maker fills
-// buffers.score_rows. prepare_scores allocates the outputs. The engine runs the pass.
-// predictions_of returns each request's part of the outputs. A dlm_pass points into its Buffers. It
-// is valid until the Buffers are used for another pass.
+// A pass is made in this order:
+//   1. prepare_pass sets the inputs.
+//   2. The pass maker fills buffers.score_rows with the rows to score.
+//   3. prepare_scores allocates the outputs.
+//   4. The engine runs the pass.
+//   5. predictions_of returns each request's part of the outputs.
+// A dlm_pass points into its Buffers. It is valid until the Buffers are used for another pass.
 //
-// All scored rows form one array, [B, R]. The rows of a request are contiguous, in the order of its
-// positions, and start at Member::first_row. With guidance, the rows of its second canvas start
-// Member::apart rows later.
+// The scored rows of all requests form one array of shape [B, R]: B is the batch size, and R is the
+// number of scored rows of each batch entry. The rows of a request are contiguous. They are in the
+// order of the request's positions, and start at Member::first_row. With guidance, the rows of the
+// request's second canvas start Member::apart rows later.
 #pragma once
 
 #include <chrono>
@@ -21,7 +25,7 @@
 
 namespace dlm {
 
-// The arrays of a pass. They are reused, so that a pass of the same size allocates nothing.
+// The arrays of a pass. They are reused, so a second pass of the same size allocates no memory.
 struct Buffers {
   std::vector<int64_t> input_ids, position_ids, score_rows;
   std::vector<int32_t> top_tokens;
@@ -30,10 +34,10 @@ struct Buffers {
   Guided guided;
 };
 
-// The most canvases in one pass. The limit keeps array sizes far from overflow.
+// The largest number of canvases in one pass. This limit keeps array sizes far from overflow.
 constexpr int32_t kMostRequests = 4096;
 
-// Measures the time until the object is destroyed, and adds it to `seconds`.
+// Measures the time from its construction to its destruction, and adds the seconds to `seconds`.
 class Stopwatch {
  public:
   explicit Stopwatch(double& seconds) : seconds_(seconds) {}
@@ -48,31 +52,33 @@ class Stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// Some positions of one canvas, which a pass runs over.
+// A range of positions in one canvas. The pass computes these positions.
 struct Piece {
   const std::vector<int32_t>* canvas;
   Range rows;
 };
 
-// Prepares a pass of `batch` requests over the pieces. Only the inputs of the pass are set.
+// Prepares a pass of batch size `batch` over the pieces. Sets only the inputs of the pass;
+// prepare_scores adds the outputs.
 dlm_pass prepare_pass(const std::vector<Piece>& pieces, int32_t batch, Buffers& buffers);
 
-// Prepares the pass to score the rows in buffers.score_rows, [B, R]. Allocates the candidates, and
-// the outputs that `needs` lists.
+// Prepares the pass to score the rows in buffers.score_rows, which has shape [B, R]. Allocates
+// memory for the candidates and for the other outputs that `needs` names.
 void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs, Buffers& buffers);
 
-// Returns one request's part of the outputs. `first` and `apart` are first_row and apart of its
-// Member.
+// Returns one request's part of the outputs. `first` is Member::first_row and `apart` is
+// Member::apart of the request.
 Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,
                            size_t first, size_t apart, Buffers& buffers);
 
 // Throws Error(DLM_UNSUPPORTED) if the engine cannot take `batch` requests in one pass.
 void check_batch(const Engine& engine, int32_t batch);
 
-// Measures passes over made-up tokens. Writes the time of each of `repeats` passes to `seconds`.
-// Each pass runs `batch` requests, with `tokens` tokens over `cached` cached ones, and scores
-// `rows` rows. If tokens are cached, a full pass fills the cache first. Calls before_pass before
-// each pass; that time is not measured. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
+// Measures the time of passes over made-up tokens. Runs `repeats` passes, and writes the seconds
+// that each pass took to `seconds`. Each pass runs `batch` requests. Each request has `tokens` new
+// tokens and `cached` cached ones, and scores `rows` rows. If `cached` is above 0, a full pass
+// fills the cache first. Calls before_pass before each pass; this call is not measured. Throws
+// Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
 void time_passes(const Denoiser& denoiser, const Engine& engine, Context& context, Buffers& buffers,
                  int32_t batch, int32_t tokens, int32_t cached, int32_t rows, double* seconds,
                  size_t repeats, const std::function<void()>& before_pass);

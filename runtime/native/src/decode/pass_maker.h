@@ -1,14 +1,16 @@
 // A PassMaker combines running requests into passes, and owns their cached keys and values. The
-// Runner decides when a pass is made and calls the PassMaker.
+// Runner decides when to make a pass, and calls the PassMaker.
 //
-// There are two implementations. For engines that take segments, make_shared_passes runs any mix of
-// requests in one pass. For engines that take one shape per pass, LockstepPasses runs only requests
-// of the same shape together (decode/lockstep_passes.h).
+// There are two implementations:
+//   - make_shared_passes is for engines that take segments. It runs any mix of requests in one
+//     pass.
+//   - LockstepPasses is for engines that take one shape per pass. It runs only requests of the same
+//     shape together (decode/lockstep_passes.h).
 //
-// For each request, the runner calls has_room, then start, which creates the request's Member. Then
-// it calls choose and run any number of times. At the end it destroys the Member. All calls come
-// from the runner's thread. A Member refers to its Request and its PassMaker. Both must outlive the
-// Member, and the Request must not move.
+// For each request, the runner calls has_room, then start, which creates the request's Member. For
+// each pass, it calls choose and run. When the request has ended, it destroys the Member. All calls
+// come from the runner's thread. A Member refers to its Request and its PassMaker. Both must
+// outlive the Member, and the Request must not move in memory.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +24,8 @@
 
 namespace dlm {
 
-// A running request and the cache rows reserved for it. Destroying the Member frees these rows.
+// A running request, together with the cache rows reserved for the request. Destroying the Member
+// frees these rows.
 class Member {
  public:
   explicit Member(Request& request) : request(request) {}
@@ -32,21 +35,23 @@ class Member {
 
   Request& request;
   Needs needs;  // outputs that the next pass must return; the runner sets them before the pass
-  size_t first_row = 0, apart = 0;  // where its outputs are in the last pass; see predictions_of
-  uint64_t cache_bytes = 0;         // current size of its keys and values
-  // If not empty: the cache holds the rows outside this range, and no row was stored since. If
-  // empty: the next pass that reads the cache must first set the range.
+  // Where the request's outputs are in the last pass; see predictions_of.
+  size_t first_row = 0, apart = 0;
+  uint64_t cache_bytes = 0;  // current size of the request's keys and values
+  // If this range is not empty, the cache has the rows outside of this range, and no row was stored
+  // since the range was set. If it is empty, the range must be set before the next pass that reads
+  // the cache.
   Range kept{0, 0};
 };
 
-// Limits of a pass that several requests share.
+// Limits for a pass that several requests share.
 struct PassLimits {
   int32_t most_tokens;
   double most_ms;  // 0: no limit
   PassCost cost;   // predicts the time of a pass
 };
 
-// The seconds of a pass, split by where they were spent.
+// The seconds that a pass spent in the engine and on the cache.
 struct PassSeconds {
   double engine = 0, cache = 0;
 };
@@ -56,7 +61,8 @@ class PassMaker {
   explicit PassMaker(int64_t rows) : rows_(rows) {}
   virtual ~PassMaker() = default;
 
-  // The most key/value rows that all running requests may hold together.
+  // The largest number of cache rows (of keys and values) that all running requests may hold
+  // together.
   int64_t rows() const { return rows_; }
 
   virtual bool has_room(const Request& request) const = 0;
@@ -64,12 +70,12 @@ class PassMaker {
   // Starts a request. Call it only if has_room() returned true.
   virtual std::unique_ptr<Member> start(Request& request) = 0;
 
-  // Chooses the members of the next pass, at least one, and returns their indices in `members`.
-  // `members` lists all running members. The member that has waited longest comes first.
+  // Chooses the members of the next pass. `members` lists all running members, and the member that
+  // has waited longest comes first. Returns indices into `members`, at least one.
   virtual std::vector<size_t> choose(const std::vector<Member*>& members,
                                      const PassLimits& limits) = 0;
 
-  // Runs one pass for the chosen members. Throws the engine's errors.
+  // Runs one pass for the chosen members. Errors of the engine are thrown to the caller.
   virtual dlm_pass run(const std::vector<Member*>& members, Buffers& buffers,
                        PassSeconds& seconds) = 0;
 
@@ -80,13 +86,14 @@ class PassMaker {
   const int64_t rows_;
 };
 
-// The number of key/value rows that a request needs, over all its canvases.
+// The number of cache rows (of keys and values) that a request needs for all its canvases.
 inline int64_t rows_of(const Request& request) {
   return request.has_cache() ? static_cast<int64_t>(request.canvases() * request.canvas().size())
                              : 0;
 }
 
-// The outputs besides candidates that at least one of the members needs.
+// Returns the outputs that at least one of the members needs. The candidates are always returned,
+// so they are not included.
 inline Needs needs_of(const std::vector<Member*>& members) {
   Needs needs;
   for (const Member* const member : members) {
@@ -96,8 +103,9 @@ inline Needs needs_of(const std::vector<Member*>& members) {
   return needs;
 }
 
-// Returns NULL if the engine takes no segments. `rows` is the number of key/value rows for all
-// requests together. denoiser and engine must outlive the result.
+// Makes a PassMaker for an engine that takes segments. Returns NULL if the engine takes no
+// segments. `rows` limits the cache rows (of keys and values) of all requests together. `denoiser`
+// and `engine` must outlive the returned object.
 std::unique_ptr<PassMaker> make_shared_passes(const Denoiser& denoiser, Engine& engine,
                                               int64_t rows);
 

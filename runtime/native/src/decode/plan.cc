@@ -17,7 +17,7 @@ bool has_undecided(const std::vector<uint8_t>& undecided, Range range) {
   return std::find(undecided.begin() + range.first, last, 1) != last;
 }
 
-// Finds the blocks with an undecided position.
+// Finds the blocks that have an undecided position.
 std::vector<Block> find_blocks(const std::vector<uint8_t>& undecided, const Policy& policy,
                                int32_t visible_block, int32_t steps) {
   std::vector<Block> blocks;
@@ -75,8 +75,8 @@ std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& pol
   return plan;
 }
 
-// The number of tokens that fit in one pass over `cached` cached ones, in whole blocks. If not even
-// one block fits, returns `tokens`.
+// Returns the number of tokens that fit in one pass that also reads `cached` cached tokens. The
+// number is a whole number of blocks. If not even one block fits, returns `tokens`.
 int32_t tokens_at_once(const Engine& engine, int32_t tokens, int32_t cached, int32_t block_length) {
   for (int32_t most = tokens; most > 0; most = (most - 1) / block_length * block_length)
     if (engine.max_rows(most, cached) > 0) return most;
@@ -93,9 +93,9 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
   int32_t stored = 0;
   for (const Block& block : blocks) {
     const auto [start, end] = block.range;
-    // A shifted denoiser predicts the first position of the block from the row before the block.
-    // The pass that stores this row also scores it. Without a cache, a separate pass scores it, so
-    // that the canvases are the same as with a cache.
+    // A shifted denoiser predicts the first position of a block in the last row before the block.
+    // With a cache, the pass that stores this row also scores it. Without a cache, a separate pass
+    // scores the row, so that the canvases are the same as with a cache.
     const PassKind before = &block == &blocks.front() ? PassKind::prefill : PassKind::store;
     const int32_t size =
         policy.sub_block_length > 0 ? policy.sub_block_length : block.range.tokens();
@@ -114,8 +114,8 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
       const int32_t at_once =
           stored + tokens_at_once(engine, wanted - stored, stored, visible_block);
       if (is_opened && at_once == end) {
-        // The pass also stores the rows of the block itself. Later passes over the block overwrite
-        // them.
+        // This pass also stores the rows of the block itself. Later passes over the block overwrite
+        // these rows.
         add({stored, end}, stored, CacheUse::append, before, false, opened, steps_of(0));
         stored = start;
         break;
@@ -142,8 +142,8 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
       }
       if (has_undecided(undecided, decided))
         add(rows, cached, CacheUse::append, PassKind::prefill, false, decided, steps);
-      // The pass reads the other rows of the block. It also runs the row that predicts the first
-      // position of the part.
+      // The pass reads the cached rows of the block's other positions. With a shifted denoiser, it
+      // also computes the row before the sub-block, which predicts the sub-block's first position.
       const Range part{std::max(start, decided.first - shift), decided.last};
       const int32_t around = end - part.tokens();
       add(part, around, around > 0 ? CacheUse::read : CacheUse::none, PassKind::denoise, true,

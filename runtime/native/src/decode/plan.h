@@ -1,28 +1,30 @@
-// Plans a request's passes. The plan says which rows each pass computes, which rows it reads from
-// the cache, and which rows it stores.
+// Plans the passes of a request. For each pass, the plan says which rows the pass computes, which
+// rows it reads from the cache, and which rows it stores.
 //
 // The plan depends on the policy's cache:
 //   - `none`: every pass runs the whole canvas.
-//   - `prefix` and `dual` (Fast-dLLM, arXiv:2505.22618): one pass per block runs the whole canvas.
-//     The block's other passes run less and read the keys and values of all other positions. They
-//     run from the block's start to the end of the canvas (`prefix`), or the block alone (`dual`).
+//   - `prefix` and `dual` (Fast-dLLM, arXiv:2505.22618): one pass per block, the opening pass, runs
+//     the whole canvas. The block's other passes run fewer positions, and read the cached keys and
+//     values of all other positions. With `prefix`, they run from the block's start to the end of
+//     the canvas. With `dual`, they run the block alone.
 //   - `prefix` and `dual` with `refresh`: only the first block's opening pass runs the whole
-//   canvas.
-//     The opening pass of a later block runs that block and the block before it, or `refresh`
-//     tokens before it if that is more. So the cache never keeps a mask token's row after the
-//     position was filled.
-//   - `block` (SDAR, arXiv:2510.06303): exact for block-causal attention. Each pass runs one block
-//     and reads the finished blocks. One more pass stores each finished block.
-//   - `block-dual` (Fast-dLLM v2, arXiv:2509.26328): like `dual`, but within a block. A pass over
-//     the block opens each sub-block. The other passes run the sub-block alone.
+//     canvas. The opening pass of a later block starts at the block before it, or `refresh` tokens
+//     before the later block if that is further back. So the cache never keeps the row of a mask
+//     token after its position was decided.
+//   - `block` (SDAR, arXiv:2510.06303): exact for block-causal attention. Each pass runs one block,
+//     and reads the cached rows of the finished blocks. One more pass stores each finished block.
+//   - `block-dual` (Fast-dLLM v2, arXiv:2509.26328): like `dual`, but applied to the parts of a
+//     block, called sub-blocks. One pass over the whole block opens each sub-block. The other
+//     passes run the sub-block alone.
 // exporter/dlm_export/network/passes.py implements the same plan.
 //
-// Requests and pass makers rely on these invariants:
+// A stage is one or more passes over the same range of positions. Requests and pass makers rely on
+// these invariants:
 //   - Blocks come in order, and the stages of a block are contiguous.
 //   - A request goes through the stages once, in order. It skips stages without work.
-//   - Every row that a stage reads was stored by an earlier stage. With `append`, a stage reads the
+//   - An earlier stage has stored every row that a stage reads. With `append`, a stage reads the
 //     positions before `rows`. With `read` and `refresh`, it reads all positions except `rows`;
-//     with block-causal attention, only those up to the block's end.
+//     with block-causal attention, it reads none after the block's end.
 //   - Each undecided position of a block is in `decided` of one of the block's repeated stages.
 #pragma once
 
@@ -40,33 +42,34 @@ struct Range {
   bool operator==(const Range& other) const { return first == other.first && last == other.last; }
 };
 
-// The kinds of passes that dlm_stats counts. prefill: fills or refreshes the cache for a block.
-// denoise: predicts tokens. store: stores the rows of a finished block.
+// The kinds of passes that dlm_stats counts. A `prefill` pass fills or refreshes the cache for a
+// block. A `denoise` pass predicts tokens. A `store` pass stores the rows of a finished block.
 enum class PassKind { prefill, denoise, store };
 
 // One or more passes of the same kind over the same range of positions.
 struct Stage {
   Range rows;      // positions that the passes compute
-  int32_t cached;  // number of other positions whose cached rows they read
-  CacheUse use;    // whether and how they store rows
+  int32_t cached;  // number of other positions whose cached rows the passes read
+  CacheUse use;    // whether and how the passes store their rows
   PassKind kind;
-  bool is_repeated;  // true: repeat until all of `decided` is decided; false: one pass
-  Range decided;     // positions to score and commit; empty if the stage only stores rows
-  int32_t steps;     // number of passes planned to decide `decided`
-  Range block;       // block that the stage belongs to; is_last: it is the block's last stage
+  // true: repeat passes until all positions of `decided` are decided; false: one pass.
+  bool is_repeated;
+  Range decided;  // positions to score and decide; empty if the stage only stores rows
+  int32_t steps;  // number of passes planned to decide `decided`
+  Range block;    // block that the stage belongs to; is_last marks the last stage of the block
   bool is_last;
 };
 
-// Returns the policy with the block length that the denoiser requires. visible_block is described
-// at dlm_denoiser. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED) if the policy does not suit
-// the denoiser.
+// Checks that the policy suits the denoiser. Returns the policy with the block length that the
+// denoiser requires. visible_block is described at dlm_denoiser. Throws Error(DLM_INVALID_ARGUMENT,
+// DLM_UNSUPPORTED) if the policy does not suit the denoiser.
 Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift);
 
-// Plans the passes that decide a canvas's undecided positions, block by block. `policy` comes from
-// suit_policy. The first block starts at the first undecided position, or at position 0 if
-// attention is block-causal. If `steps` is above 0, it is the number of passes for the whole
-// generation. The given tokens before the first block are stored in as few passes as the engine
-// allows. Throws Error(DLM_INVALID_ARGUMENT).
+// Plans the passes that decide a canvas's undecided positions, block by block. `policy` must come
+// from suit_policy. The first block starts at the first undecided position. With block-causal
+// attention, it starts at position 0. If `steps` is above 0, it is the number of passes planned for
+// the whole generation. The tokens of the prompt before the first block are stored in as few passes
+// as the engine allows. Throws Error(DLM_INVALID_ARGUMENT).
 std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Policy& policy,
                                int32_t visible_block, int32_t shift, int32_t steps,
                                const Engine& engine);

@@ -1,13 +1,15 @@
-// Policies: the fields of a policy, their checks, and the rules that choose which positions commit
-// after a pass.
+// Policies of the decoding loop: their fields, the checks of these fields, and the rules that
+// choose which positions commit after a pass.
 //
 // The rules come from LLaDA (arXiv:2502.09992), Fast-dLLM (arXiv:2505.22618), Dream
 // (arXiv:2508.15487), SDAR (arXiv:2510.06303) and entropy-bounded sampling (arXiv:2505.24857).
 // exporter/dlm_export/network/reference.py implements the same rules in plain torch.
 //
 // A policy is checked twice. check_policy checks its fields and their combinations. suit_policy
-// (decode/plan.h) checks that the policy suits the denoiser. The rules only see scores, and
-// proposers compute the scores. So argmax, sampling and constraints share the rules.
+// (decode/plan.h) checks that the policy suits the denoiser.
+//
+// The rules only use scores, which proposers compute. So the same rules work for argmax, for
+// sampling and for constraints.
 #pragma once
 
 #include <cstddef>
@@ -22,8 +24,8 @@
 
 namespace dlm {
 
-// Each enum is followed by an array with the names of its values, in the same order. The default
-// value comes first. The array ends with NULL.
+// After each enum comes an array with the names of its values, in the same order. The default value
+// comes first. The array ends with NULL.
 enum class Select { argmax, sample };
 inline constexpr const char* kSelectNames[] = {"argmax", "sample", nullptr};
 enum class Score { confidence, margin, entropy, random };
@@ -45,13 +47,13 @@ inline constexpr const char* kStoreNames[] = {"pass", "reuse", "open", nullptr};
 enum class ScoreOf { prediction, draw, marginal };
 inline constexpr const char* kScoreOfNames[] = {"prediction", "draw", "marginal", nullptr};
 
-// True for the caches that work with full attention, which are approximate. passes.py calls them
-// FULL_CACHES (exporter/dlm_export/network).
+// True for the caches that work with full attention. These caches are approximate.
+// exporter/dlm_export/network/passes.py calls them FULL_CACHES.
 constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == Cache::dual; }
 
-// All fields of a policy, in the order of dlm_policy. decode/policy.cc asserts that no field is
-// missing. The defaults, the checks, the presets of manifests and dlm_policy_field_at are generated
-// from this table.
+// All fields of a policy, in the order of dlm_policy. Other code is generated from this table: the
+// defaults, the checks, the presets of manifests, and dlm_policy_field_at. decode/policy.cc asserts
+// that no field is missing.
 //   CHOICE(name, enum)   NUMBER(name, type, default, lowest, highest)
 #define DLM_POLICY_FIELDS(CHOICE, NUMBER)          \
   CHOICE(select, Select)                           \
@@ -116,35 +118,37 @@ constexpr size_t field_bytes(int32_t kind) {
                                    : 8;
 }
 
-// LLaDA's policy: static, confidence, blocks of 32, no cache. Its strings are static.
+// LLaDA's policy, which is the default: static commits by confidence, blocks of 32 tokens, and no
+// cache. The strings in the result are static.
 dlm_policy default_policy();
 
 // Returns the static string that equals `value`. Returns nullptr if `value` is not one of the
-// field's choices.
+// choices of `field`.
 const char* canonical_choice(const dlm_policy_field& field, const std::string& value);
 
-// Sets a field of a dlm_policy. Value must be the type that the field's kind requires.
+// Sets a field of a dlm_policy. `Value` must be the C type of the field's kind.
 template <class Value>
 void set_field(dlm_policy& policy, const dlm_policy_field& field, Value value) {
   std::memcpy(reinterpret_cast<char*>(&policy) + field.offset, &value, sizeof value);
 }
 
-// Checks the fields of a caller's policy and their combinations. The struct may have any size known
-// to this library. Throws Error(DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED), and lists the valid
-// choices.
+// Checks the fields of a caller's policy and their combinations. The struct may have the size of
+// any version that this library knows. Throws Error(DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED) with a
+// message that lists the valid choices.
 Policy check_policy(const dlm_policy& policy);
 
-// The number of commits planned for step `step` if `masked` positions are split evenly over `steps`
-// steps. Earlier steps get the larger shares.
+// Splits `masked` positions evenly over `steps` steps. Returns the number of positions to commit at
+// step `step`. If the shares cannot be equal, earlier steps get the larger shares.
 int32_t even_count(int32_t masked, int32_t step, int32_t steps);
 
-// The number of commits that Dream's schedule plans for a step, computed in fp32 as published. It
-// is at least 1. The last step commits all remaining positions.
+// Returns the number of positions that Dream's schedule commits at a step. The number is at least
+// 1, and is computed in fp32 as published. The last step commits all remaining positions.
 int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps);
 
-// Chooses the rows that commit. `scores` is in order of position. Fills the order with indices into
-// `scores`, sorted by descending score and then by position (with `sequential`, by position only).
-// Returns how many of the first indices commit, at least 1.
+// Chooses the rows that commit. `scores` has one score per row, in the order of the positions.
+// Fills `order` with the indices of all rows, sorted by descending score. Rows with equal scores
+// are in the order of their positions. With `sequential`, all rows are in this order. Returns the
+// number of rows that commit, at least 1. These are the first rows in `order`.
 int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t planned,
                std::vector<int32_t>& order);
 

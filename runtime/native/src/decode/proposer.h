@@ -1,10 +1,9 @@
-// A proposer looks at the outputs of a pass. For each scored position, it proposes a token and
-// gives the proposal a score. The kinds of proposers are argmax, sampling and constraints.
+// A proposer uses the outputs of a pass to propose one token for each scored position, and gives
+// each proposal a score. There are proposers for argmax, for sampling and for constraints.
 //
 // Each request has its own proposer, so requests with different kinds of proposers can share
-// passes. A proposer does not choose which proposals commit: the policy does, by the scores
-// (decode/policy.h). exporter/dlm_export/network/proposers.py defines the same interface, with the
-// same names.
+// passes. The policy then uses the scores to choose which proposals commit (decode/policy.h).
+// exporter/dlm_export/network/proposers.py defines the same interface, with the same names.
 #pragma once
 
 #include <cstdint>
@@ -16,39 +15,42 @@
 
 namespace dlm {
 
-// The outputs that a proposer needs from a pass besides candidates. Candidates are the K most
-// likely tokens of each row and their probabilities, best first. If one request of a pass needs an
-// output, the pass returns it for all rows.
+// The outputs that a proposer needs from a pass, in addition to the candidates. The candidates are
+// the K most likely tokens of each row with their probabilities, best first. If one request of a
+// pass needs an output, the pass returns this output for all rows.
 struct Needs {
   bool entropy = false, logits = false;
 };
 
-// A pass's outputs for one request's scored rows, in the order of their positions.
+// A pass's outputs for the scored rows of one request, in the order of their positions. R is the
+// number of these rows.
 struct Predictions {
   const int32_t* tokens;  // [R, K], never the mask token
   const float* probs;     // [R, K], softmax without the mask token
-  const float* entropy;   // [R], sum p ln p; NULL if it was not needed
-  const float* logits;    // [R, V], raw logits, including the mask token's; NULL if they were not
-                          // needed
+  const float* entropy;   // [R], the sum of p ln p; NULL if no request needs it
+  // [R, V], raw logits, including that of the mask token; NULL if no request needs them.
+  const float* logits;
 };
 
-// The state of a request in a pass that scored some of its positions.
+// The state of a request at a pass, as a proposer sees it.
 struct Turn {
   const std::vector<int32_t>& canvas;     // the canvas that the pass ran over
   const std::vector<uint8_t>& undecided;  // by canvas position: 1 if it is undecided, otherwise 0
   const std::vector<int32_t>& positions;  // the scored positions, ascending, before the shift
   Range block;                            // the block being decided, which contains the positions
-  int32_t passes;                         // number of the request's passes before this one
-  bool is_editing;  // true: the positions are decided, but their tokens may be replaced
+  int32_t passes;                         // number of passes that the request made before this pass
+  // true: the positions are already decided, but the pass may replace their tokens.
+  bool is_editing;
 };
 
 // A proposer's results: one proposal per scored row.
 struct Proposals {
-  std::vector<int32_t> tokens;  // never the mask token
-  std::vector<double> scores;   // higher is more certain: in 0..1, or an entropy of at most 0
-  std::vector<double> probs;    // probability of each proposed token in the softmax of the logits
-  // Per row: ln p of the best token minus ln p of the proposed token. This is what a constraint
-  // costs. The loop fills it.
+  std::vector<int32_t> tokens;  // proposed tokens, never the mask token
+  // Higher means more certain: between 0 and 1, or (for entropies) at most 0.
+  std::vector<double> scores;
+  std::vector<double> probs;  // probability of each proposed token in the softmax of the logits
+  // The cost of a constraint, per row: ln p of the best token minus ln p of the proposed token. The
+  // decoding loop fills it, not the proposer.
   std::vector<double> losses;
 
   void resize(size_t rows) {
@@ -56,7 +58,7 @@ struct Proposals {
   }
 };
 
-// A position whose token is known without a pass.
+// A position whose token is known without a pass, because only one token is legal there.
 struct Certain {
   int32_t position, token;
 };
@@ -65,42 +67,45 @@ class Proposer {
  public:
   virtual ~Proposer() = default;
 
-  // The outputs that the proposer needs from the next pass. Called before every pass.
+  // Returns the outputs that the proposer needs from the next pass. The request calls it before
+  // every pass.
   virtual Needs needs(const Turn& turn) const = 0;
 
-  // Fills `proposals` with one row per position of the turn. The turn has at least one position. A
-  // score or probability that is not finite ends the request. In an editing turn, the scores must
-  // be the tokens' probabilities.
+  // Fills `proposals` with one row for each position of the turn. There is at least one position.
+  // If a score or probability is not finite, the request ends with an error. While the request
+  // replaces decided tokens, the scores must be the tokens' probabilities.
   virtual void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) = 0;
 
-  // May remove rows from `chosen`, which is sorted by descending score. Unless the turn edits, at
-  // least one row must remain.
+  // May remove rows from `chosen`, the rows that would commit. `chosen` is sorted by descending
+  // score. At least one row must remain, unless the request is replacing decided tokens.
   virtual void limit(const Turn&, const Proposals&, std::vector<int32_t>& /*chosen*/) const {}
 
   // Finds the undecided positions of `range` that have only one legal token, and appends them to
-  // the last argument. The caller decides them. Called once for the whole canvas before the first
-  // pass, and before each pass for the current block.
+  // the last argument. The caller then decides these positions. A request calls this function once
+  // for the whole canvas, before the first pass. Later it calls the function for the current block,
+  // before each pass.
   virtual void scaffold(const std::vector<int32_t>& /*canvas*/, const std::vector<uint8_t>&,
                         Range /*range*/, std::vector<Certain>& /*certain*/) {}
 
-  // True if a text that fills the canvas is complete even without an end token.
+  // True if the text is complete once all positions are decided, even without an end token.
   virtual bool is_whole() const { return false; }
 
-  // Completes a request that ends early. `guess` has one entry per position: the last pass's
-  // proposal for an undecided position, or -1. Replaces each -1 by a token. An entry that is still
-  // -1 afterwards becomes an end token.
+  // Completes a request that ends early. `guess` has one entry for each position of the canvas. The
+  // entry is the last pass's proposal if the position is undecided and has a proposal. Otherwise it
+  // is -1. The function replaces each -1 by a token. An entry that remains -1 becomes an end token.
   virtual void complete(const std::vector<int32_t>& /*canvas*/, const std::vector<uint8_t>&,
                         std::vector<int32_t>& /*guess*/) {}
 
-  // Called for every token that the request commits or edits, so that the proposer can keep track.
+  // Called for every token that the request commits or replaces, so that the proposer can follow
+  // the canvas.
   virtual void note(int32_t /*position*/, int32_t /*token*/) {}
 };
 
-// Creates the proposer that the policy asks for. denoiser must outlive the proposer.
+// Creates the proposer that the policy asks for. `denoiser` must outlive the proposer.
 std::unique_ptr<Proposer> make_proposer(const Denoiser& denoiser, const Policy& policy);
 
-// Returns a token's probability. It is computed from the token's logit, and from the logit and the
-// probability of the row's best token.
+// Returns the probability of a token. The result is computed from the logits of the token and of
+// the row's best token, and from the best token's probability.
 double prob_of(int32_t token, const float* logits, int32_t best, float best_prob);
 
 // Computes the policy's score of a row from the denoiser's predictions. `prob` is the probability

@@ -1,8 +1,8 @@
-// Random numbers: the Philox4x32-10 generator of Salmon et al., "Parallel random numbers: as easy
-// as 1, 2, 3" (SC 2011).
+// Random numbers from the Philox4x32-10 generator of Salmon et al., "Parallel random numbers: as
+// easy as 1, 2, 3" (SC 2011).
 //
 // Each number is a pure function of a key and a counter. So a request with the same seed gets the
-// same numbers on any engine.
+// same numbers on every engine.
 #pragma once
 
 #include <array>
@@ -22,18 +22,19 @@ inline std::array<uint32_t, 4> philox(uint64_t key, std::array<uint32_t, 4> coun
   return counter;
 }
 
-// What a random number is used for. This is the last word of the counter, so different uses never
-// share a number.
+// The purpose of a random number. It is the last word of the counter, so numbers for different
+// purposes never coincide.
 enum : uint32_t { kScores = 0, kDraws = 1 };
 
-// Converts 64 random bits to a uniform number in (0, 1), without both ends. It uses 52 of the bits
-// and adds one half, so that the result fits a double exactly.
+// Converts 64 random bits to a uniform number strictly between 0 and 1. It uses 52 of the bits and
+// adds one half, so that the result fits a double exactly.
 inline double unit(uint32_t high, uint32_t low) {
   const uint64_t bits = (uint64_t{high} << 32 | low) >> 12;
   return (static_cast<double>(bits) + 0.5) * 0x1p-52;
 }
 
-// A uniform number in (0, 1) for a position at a step. Steps are the passes of a request.
+// A uniform random number strictly between 0 and 1, for one position at one step. `step` is the
+// number of the request's pass.
 inline double random_score(uint64_t seed, uint32_t step, uint32_t position) {
   const auto words = philox(seed, {step, position, 0, kScores});
   return unit(words[0], words[1]);

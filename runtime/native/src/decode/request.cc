@@ -11,8 +11,8 @@
 namespace dlm {
 namespace {
 
-// ln p of the best token minus ln p of another token. If the probability underflows to 0, the
-// smallest double is used instead. So the loss is finite, at most 745 nats.
+// Returns ln p of the best token minus ln p of another token. If a probability underflows to 0, the
+// smallest positive double is used instead. So the result is finite, at most 745 nats.
 double log_prob_loss(double best, double prob) {
   constexpr double least = std::numeric_limits<double>::denorm_min();
   return std::max(0.0, std::log(std::max(best, least)) - std::log(std::max(prob, least)));
@@ -65,7 +65,8 @@ void Request::check_limits(const Engine& engine) const {
     const int32_t tokens = stage.rows.tokens();
     const bool is_opening = is_full && !stage.is_repeated;
     int32_t rows = count_undecided(stage.decided);
-    // The block's opening pass decides at least one position.
+    // The block's opening pass decides at least one position. So later passes score at least one
+    // position fewer.
     if (is_full && stage.is_repeated) --rows;
     if (is_full && rows == 0) continue;
     if (stage.is_last && policy_.remask == Remask::edit) rows = count_undecided(stage.block);
@@ -92,8 +93,9 @@ bool Request::fits(const Request& other) const {
   };
   if (canvas_.size() != other.canvas_.size() || has_cache() != other.has_cache()) return false;
   if (!has_cache()) return true;
-  // With `reuse`, the last pass of a block also stores its rows. If a slower request of the lane
-  // needed one more pass, other rows would be stored than without lockstep.
+  // With `reuse`, the last pass of a block also stores the block's rows. In lockstep, a slower
+  // request could add a pass, and this pass would store other rows. So results would differ from
+  // those without lockstep.
   if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
   return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
 }
@@ -155,7 +157,7 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
            "overflow at this precision",
            positions_[row]);
   };
-  // Must come before the logit of the token is looked up.
+  // These checks must come first, because propose() uses the token ids as indices into the logits.
   for (size_t row = 0; row < positions_.size(); ++row) {
     const size_t best = row * denoiser_.top_k;
     check(row, predictions.tokens[best], predictions.probs[best], 0);
@@ -167,13 +169,13 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
   for (size_t row = 0; is_constrained_ && row < positions_.size(); ++row)
     proposals.losses[row] =
         log_prob_loss(predictions.probs[row * denoiser_.top_k], proposals.probs[row]);
-  // With a shifted denoiser and a cache of full attention, only the block's opening pass has the
-  // row that predicts the first position of the block. So that position must commit in the opening
-  // pass.
+  // A shifted denoiser predicts the first position of a block in the row before the block. With a
+  // cache for full attention, only the block's opening pass computes this row. So the first
+  // position must commit in the opening pass.
   const bool is_opening = !stage().is_repeated && is_full(policy_.cache);
   if (is_opening && denoiser_.shift == 1 && positions_[0] == stage().block.first) {
     // The first position gets the highest score, so that it commits. If it stayed undecided, the
-    // next pass would have to score row -1.
+    // next pass would have to score row -1, which does not exist.
     const double best = *std::max_element(proposals.scores.begin(), proposals.scores.end());
     proposals.scores[0] = std::max(best, policy_.score == Score::entropy ? 0.0 : 1.0);
   }
@@ -194,7 +196,7 @@ void Request::commit(const Proposals& proposals) {
   take(proposals, order_);
 }
 
-// Replaces decided tokens if another token is clearly more likely (LLaDA2.1).
+// Replaces a decided token if another token is clearly more likely (as in LLaDA2.1).
 void Request::edit(const Proposals& proposals) {
   order_.clear();
   for (size_t row = 0; row < positions_.size(); ++row)
@@ -215,8 +217,8 @@ void Request::limit(const Proposals& proposals, std::vector<int32_t>& chosen) co
 }
 
 void Request::take(const Proposals& proposals, const std::vector<int32_t>& chosen) {
-  // A constraint may force a token whose probability rounds to 0. Its logarithm must stay finite,
-  // because JSON cannot represent infinity.
+  // A constraint may force a token whose probability rounds to 0. The logarithm of the probability
+  // must stay finite, because JSON cannot represent infinity.
   constexpr double least = std::numeric_limits<double>::denorm_min();
   for (const int32_t row : chosen)
     take(positions_[row], proposals.tokens[row], std::log(std::max(proposals.probs[row], least)),
@@ -283,8 +285,8 @@ void Request::scaffold(Range range, const Predictions* predictions) {
   committed_ += static_cast<int32_t>(certain_.size());
 }
 
-// The loss of a token that is decided without a pass, computed from the last pass. It is 0 if that
-// pass did not score the position.
+// Returns the loss of a token that is decided without a pass. The loss is computed from the last
+// pass. It is 0 if that pass did not score the position.
 double Request::loss_of(const Certain& certain, const Predictions* predictions) const {
   const auto found = std::lower_bound(positions_.begin(), positions_.end(), certain.position);
   if (!is_constrained_ || predictions == nullptr || predictions->logits == nullptr) return 0;
@@ -295,16 +297,17 @@ double Request::loss_of(const Certain& certain, const Predictions* predictions) 
   return log_prob_loss(prob, prob_of(certain.token, logits, predictions->tokens[best], prob));
 }
 
-// Moves to the next stage whose pass must be made. `predictions` are those of the last pass, or
-// NULL.
+// Moves to the next stage that needs a pass. `predictions` are those of the last pass. They are
+// NULL if there was no pass yet.
 void Request::settle(const Predictions* predictions) {
   while (!done()) {
     const Stage& now = stage();
     scaffold(now.block, predictions);
     const bool is_stored = keeps_rows(now.use);
     const bool is_undecided = count_undecided(now.decided) > 0;
-    // If the whole block is decided, its opening pass can be skipped. With `refresh` it cannot be
-    // skipped, because the next opening pass only runs the rows back to the start of this block.
+    // If all positions of the block are decided, the opening pass can be skipped. With `refresh` it
+    // cannot be skipped, because the opening pass of the next block does not recompute the rows
+    // before this block.
     const bool is_idle =
         !is_undecided && (is_full(policy_.cache) ? policy_.refresh == 0 : now.rows == now.block);
     if (now.is_repeated ? is_undecided : !is_made_ && !is_idle && (is_stored || is_undecided))
@@ -323,7 +326,9 @@ void Request::settle(const Predictions* predictions) {
   }
 }
 
-// Checks whether an end token in the block ends the request. Returns true if it did.
+// Ends the request if one of the generated tokens in the block is an end token, and the policy
+// stops there. All undecided positions then become end tokens. Returns true if the request has
+// ended.
 bool Request::end_early(Range block) {
   if (policy_.stop != Stop::eos) return false;
   for (int32_t i = block.first; i < block.last; ++i) {

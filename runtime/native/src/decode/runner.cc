@@ -20,7 +20,8 @@ void Runner::guard(Job& job, Body body) {
   }
 }
 
-// Ends a job with its current canvas. If this throws, the job fails with the error.
+// Ends a job and keeps the canvas as the result. If an exception is thrown, the job fails with that
+// error.
 void Runner::end(Job& job, int32_t why) noexcept {
   try {
     job.request_.end(why);
@@ -36,7 +37,7 @@ void Runner::fail_job(Job& job, const Failure& failure) noexcept {
       job.message_ = failure.message;
       make_one_line(job.message_.data(), job.message_.size());
     } catch (...) {
-      job.message_.clear();  // no memory for the message: report only the status
+      job.message_.clear();  // there is no memory for the message, so report only the status
     }
   }
   try {
@@ -46,7 +47,8 @@ void Runner::fail_job(Job& job, const Failure& failure) noexcept {
   }
 }
 
-// Ends every job with the current exception. Also keeps the exception for submit().
+// Ends every job with the exception that is being handled. Also stores the exception, so that
+// submit() can throw it.
 void Runner::fail_all_with_thrown() noexcept {
   {
     const std::lock_guard<std::mutex> lock(board_->mutex);
@@ -124,8 +126,8 @@ void Runner::run(Until until, const std::function<bool()>& before_pass) {
   if (is_paused) fail(DLM_CANCELLED, "before_pass asked to stop");
 }
 
-// The loop of run(). It is called with the lock held, and unlocks it while it works. Returns false
-// if before_pass returned false.
+// The loop of run(). The caller must hold the lock. The loop releases the lock while it works.
+// Returns false if before_pass returned false.
 bool Runner::make_passes(Until until, const std::function<bool()>& before_pass,
                          std::unique_lock<std::mutex>& lock) {
   while (!is_stopping_) {
@@ -133,7 +135,7 @@ bool Runner::make_passes(Until until, const std::function<bool()>& before_pass,
     settle();
     if (!running_.empty()) {
       if (!before_pass()) return false;
-      settle();  // because before_pass may have cancelled jobs
+      settle();  // needed again, because before_pass may have cancelled jobs
     }
     if (!running_.empty()) {
       if (const auto chosen = choose(); !chosen.empty()) pass(chosen);
@@ -189,7 +191,7 @@ bool Runner::has_room(const Job& job) const {
   return pass_maker_.has_room(job.request_);
 }
 
-// Starts waiting jobs, oldest first. A job never overtakes an older one that needs more room.
+// Starts waiting jobs, oldest first. If the oldest job does not fit yet, younger jobs wait too.
 void Runner::admit() {
   while (!waiting_.empty()) {
     Job& job = *waiting_.front();
@@ -219,7 +221,7 @@ void Runner::finish_done() {
   }
 }
 
-// Writes the result, frees the job's cache, and wakes the threads that wait for it.
+// Writes the job's result, frees its cache, and wakes the threads that wait for the job.
 void Runner::finish(Job& job) noexcept {
   job.member_.reset();
   const TextWriter* const writer = job.options_.writer.get();
@@ -235,7 +237,8 @@ void Runner::finish(Job& job) noexcept {
     result.text = writer->text().c_str();
     result.text_size = writer->text().size();
     result.is_text_decided = writer->is_decided(job.request_) ? 1 : 0;
-    // A stop string in text that is not decided ends the text, but it did not end the request.
+    // If the text is not fully decided, a stop string ends the text, but not the request. So
+    // `finish` still has the reason why the request ended.
     if (writer->is_stopped() && result.is_text_decided != 0) {
       result.finish = DLM_FINISH_STOP;
       result.completion_tokens = writer->completion_tokens();
@@ -249,8 +252,8 @@ void Runner::finish(Job& job) noexcept {
   board_->changed.notify_all();
 }
 
-// Chooses the jobs of the next pass. The job that has waited longest comes first. Returns an empty
-// list if all of them failed.
+// Chooses the jobs of the next pass. The jobs that have waited longest are considered first.
+// Returns an empty list if all jobs failed.
 std::vector<std::shared_ptr<Job>> Runner::choose() {
   std::vector<std::shared_ptr<Job>> order(running_.begin(), running_.end()), chosen;
   std::stable_sort(order.begin(), order.end(), [](const auto& one, const auto& other) {
@@ -343,7 +346,7 @@ void Runner::commit(const std::vector<std::shared_ptr<Job>>& chosen, const dlm_p
   }
 }
 
-// Reports a step of a job. Reads the new text, which may end the request, and calls on_step.
+// Reports a step of a job. Updates the text, which may end the request, and then calls on_step.
 void Runner::tell(Job& job) {
   TextWriter* const writer = job.options_.writer.get();
   if (writer != nullptr && !writer->read(job.request_) && !job.request_.done())
@@ -358,8 +361,8 @@ void Runner::tell(Job& job) {
     fail(DLM_CANCELLED, "a callback asked to stop after %d passes", job.step_.nfe);
 }
 
-// Updates pace_, an exponential average over about ten passes. `times` is the measured time of a
-// pass divided by the predicted time. It is limited to kMost.
+// Updates pace_, which is an exponential average over about ten passes. `times` is the measured
+// time of a pass divided by its predicted time. A number above kMost counts as kMost.
 void Runner::note_pace(double times) {
   constexpr double kShare = 0.1, kMost = 4;
   pace_ = std::max(1.0, pace_ + kShare * (std::min(times, kMost) - pace_));

@@ -1,32 +1,32 @@
-// The Runner runs requests until all have ended. It starts waiting requests, makes passes that
-// several requests share, commits tokens, and reports steps.
+// The Runner runs requests until all of them have ended. It starts waiting requests, makes passes
+// that several requests share, commits tokens, and reports steps.
 //
-// A session calls run() on the caller's thread, and run() returns when the session's requests have
+// A session calls run() on the caller's thread. run() returns when the session's requests have
 // ended. A scheduler has a thread of its own that stays in run(). Any thread may submit requests to
-// it.
+// a scheduler.
 //
 // Ownership. A Job owns its Request, statistics and result. The caller's handle keeps the Job
-// alive; until the Job has ended, the runner does too. The PassMaker owns keys and values, and has
-// a Member for each running Job. finish() destroys the Member first. So the Job's cache rows are
-// free before any thread sees that the Job ended.
+// alive. Until the Job has ended, the runner keeps it alive too. The PassMaker owns the keys and
+// values, and has a Member for each running Job. finish() destroys the Member first. So the Job's
+// cache rows are free before any thread sees that the Job has ended.
 //
 // Locking. The Board's mutex guards waiting_, failure_, is_running_, is_stopping_, stats_ and
 // Job::is_done_. Everything else, including running_, belongs to the thread in run(). Other threads
-// read a result only after they have seen is_done_. Passes, commits and callbacks run without the
-// lock, so submit(), cancel() and wait() never wait for a pass.
+// may use a result only after they have seen that is_done_ is true. Passes, commits and callbacks
+// run without the lock. So a pass never delays submit() or cancel().
 //
-// Each pass is one round of the loop in run():
-//   1. End the jobs that were cancelled or reached a limit, and start waiting jobs.
+// Each pass is one iteration of the loop in run():
+//    1. End the jobs that were cancelled or reached a limit, and start waiting jobs.
 //   2. Call before_pass. It may cancel jobs, so repeat step 1.
 //   3. Choose jobs, and make the pass for them.
-//   4. Commit tokens for each of these jobs, end those that reached a limit, and report their
-//   steps.
+//   4. Commit tokens for each of these jobs, end the jobs that reached a limit, and report the
+//      jobs' steps.
 //   5. Finish the jobs that are done.
 //
-// How a job ends: its last step, end() or fail_job() marks its request as done, which is final.
-// After that, finish() is called for the job exactly once, by the code that removes the job from
-// running_: finish_done(), fail_all_with_thrown() or drop_all(). finish() does not throw, so every
-// wait ends.
+// How a job ends. Its last step, end() or fail_job() marks its request as done, which is final.
+// Then finish_done(), fail_all_with_thrown() or drop_all() removes the job from running_, and calls
+// finish() for the job exactly once. finish() does not throw, so every thread that waits for the
+// job is woken.
 #pragma once
 
 #include <cstdint>
@@ -45,41 +45,43 @@ namespace dlm {
 class Runner {
  public:
   struct Options {
-    int32_t most_running = 1, most_waiting = INT32_MAX;  // most requests that run, and that wait
-    int32_t most_tokens = INT32_MAX;  // limit for a pass that several requests share
-    double most_ms = 0;               // limit for the expected time of such a pass; 0: no limit
-    PassCost cost{};                  // used to predict this time
+    // Largest numbers of running and of waiting requests.
+    int32_t most_running = 1, most_waiting = INT32_MAX;
+    int32_t most_tokens = INT32_MAX;  // most tokens in a pass that several requests share
+    double most_ms = 0;  // limit for the predicted milliseconds of such a pass; 0: no limit
+    PassCost cost{};     // model that predicts these milliseconds
   };
 
-  // denoiser and pass_maker must outlive the runner.
+  // `denoiser` and `pass_maker` must outlive the runner.
   Runner(const Denoiser& denoiser, PassMaker& pass_maker, const Options& options)
       : denoiser_(denoiser), pass_maker_(pass_maker), options_(options) {}
-  // Must not be called while a thread is in run(). Cancels all jobs, and reports no further steps.
+  // Cancels all jobs, and reports no further steps. Must not be called while a thread is in run().
   ~Runner() { drop_all(); }
 
-  // May only be called between runs, when there are no jobs.
+  // May be called only while no thread is in run() and there are no jobs.
   void set_most_running(int32_t requests) { options_.most_running = requests; }
 
-  // Submits a request. Any thread may call it. Throws Error(DLM_BUSY) if most_waiting requests are
-  // waiting already, and Error(DLM_INVALID_ARGUMENT) if the request can never fit. If an error
-  // ended the last run(), throws that error.
+  // Submits a request. Any thread may call this function. Throws Error(DLM_BUSY) if most_waiting
+  // requests are waiting already. Throws Error(DLM_INVALID_ARGUMENT) if the request can never fit.
+  // If an error ended the last run(), throws that error.
   std::shared_ptr<Job> submit(Request request, JobOptions options);
 
   enum class Until { stopped, idle, pass };
 
-  // Makes passes. `until` says when to return: after stop() (stopped), when no job is left (idle),
-  // or after one pass (pass). Calls before_pass before each pass. If before_pass returns false,
-  // throws Error(DLM_CANCELLED); the jobs stay for the next call.
+  // Makes passes, and calls before_pass before each of them. `until` says when run() returns. With
+  // `stopped`, it returns after stop() was called. With `idle`, it returns when no job is left.
+  // With `pass`, it returns after one pass. If before_pass returns false, throws
+  // Error(DLM_CANCELLED). The jobs then remain for the next call.
   //
   // An error of one job ends only that job. Any other error ends every job with the error's status
-  // and message, and is thrown to the caller. submit() then throws it too, until run() is called
-  // again. Throws Error(DLM_INVALID_ARGUMENT) if another thread is in run().
+  // and message. run() then throws the error to its caller. submit() throws it too, until run() is
+  // called again. Throws Error(DLM_INVALID_ARGUMENT) if another thread is in run().
   void run(Until until, const std::function<bool()>& before_pass);
   // Makes run() return after its current pass. If no thread is in run(), the next call of run()
-  // returns at once.
+  // returns without a pass.
   void stop();
 
-  // Ends all jobs as cancelled, reports no further steps, and forgets the last error.
+  // Ends all jobs as cancelled and forgets the last error. Reports no further steps.
   void drop_all() noexcept;
 
   dlm_scheduler_stats stats() const;
@@ -87,8 +89,8 @@ class Runner {
  private:
   using Jobs = std::list<std::shared_ptr<Job>>;
 
-  // The time limit of a pass in milliseconds of the cost model, which predicts too short times by
-  // the factor pace_.
+  // The time limit for the predicted time of a pass, in milliseconds. A pass takes about pace_
+  // times its predicted time, so the limit is divided by pace_.
   double most_ms() const { return options_.most_ms / pace_; }
   void note_pace(double times);
 
@@ -118,12 +120,12 @@ class Runner {
   Options options_;
   const std::shared_ptr<Board> board_ = std::make_shared<Board>();
   Buffers buffers_;
-  // In the order of submission. Each job is in at most one of the two lists.
+  // Both lists are in the order of submission. A job is in at most one of them.
   Jobs waiting_, running_;
   bool is_running_ = false, is_stopping_ = false;
   std::optional<Failure> failure_;  // error that ended the last run; guarded by the board's mutex
   uint64_t passes_ = 0;
-  double pace_ = 1;  // measured time of passes divided by the predicted time, at least 1
+  double pace_ = 1;  // measured time of passes divided by their predicted time, at least 1
   dlm_scheduler_stats stats_{};  // guarded by the board's mutex
 };
 

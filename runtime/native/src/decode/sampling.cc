@@ -12,12 +12,13 @@ namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
 
-// Returns a number that is at least 2^power. Unless it is tiny, it is at most 1.07 times 2^power.
-// It is computed by reading an integer as the bits of a float, because 2^n (1 + f) >= 2^(n + f).
-// One thousandth is added to the power, for rounding errors.
+// Returns an upper bound of 2^power. Unless 2^power is tiny, the bound is at most 1.07 * 2^power.
+// The function makes an integer and uses its bits as a float. This works because 2^n (1 + f) >=
+// 2^(n + f) for f in 0..1. The result is then increased by one thousandth, which covers rounding
+// errors.
 float exp_bound(float power) {
-  constexpr float kOne = 127, kStep = 8388608;  // exponent field of the number 1; number of bit
-                                                // patterns per exponent
+  // kOne is the exponent field of the float 1. kStep is the number of floats per exponent.
+  constexpr float kOne = 127, kStep = 8388608;
   const float exponent = power + kOne;
   const auto bits =
       static_cast<int32_t>((exponent > 0 ? exponent < 254 ? exponent : 254 : 0) * kStep);
@@ -26,7 +27,7 @@ float exp_bound(float power) {
   return bound * 1.001f + 1e-37f;
 }
 
-// The order of tokens in a ranking: by descending logit, then by ascending id.
+// Sorts tokens by descending logit. Tokens with equal logits are sorted by ascending id.
 struct IsBefore {
   const float* logits;
   bool operator()(int32_t a, int32_t b) const {
@@ -41,8 +42,8 @@ struct Best {
 
 Best find_best(const float* logits, int32_t vocab_size, int32_t left_out) {
   constexpr float kInfinite = std::numeric_limits<float>::infinity();
-  std::array<float, 8> largest;  // eight independent maxima, which the processor updates in
-                                 // parallel
+  // Eight independent maxima, so that the processor can update them in parallel.
+  std::array<float, 8> largest;
   largest.fill(-kInfinite);
   std::array<int32_t, 8> bad{};
   const auto see = [&](int32_t token, size_t lane) {
@@ -70,8 +71,8 @@ void Winner::see(int32_t token, double log_weight) {
   const float bound = exp_bound(static_cast<float>(log_weight * kLog2E));
   if (spare_ != nullptr && spare_[token] > bound * scale_) return;
   const double u = uniform(token);
-  // Because -ln(-ln u) <= -ln(1 - u), this test rejects almost all losing tokens without a
-  // logarithm.
+  // This test rejects almost all losing tokens without computing a logarithm. It is safe because
+  // -ln(-ln u) <= -ln(1 - u).
   if (1 - u > bound * scale_) return;
   const double value = log_weight - std::log(-std::log(u));
   if (value < best_ || (value == best_ && token > token_)) return;
@@ -80,8 +81,8 @@ void Winner::see(int32_t token, double log_weight) {
   scale_ = std::exp(-best_) * (1 + 1e-9);
 }
 
-// Computes the first 24 bits of 1 - u for `count` tokens, starting with an even token. If count is
-// odd, one more is computed.
+// Computes the first 24 bits of 1 - u for `count` tokens. The first token must be even. If `count`
+// is odd, the next token is computed too.
 void Winner::find_spare(int32_t first, int32_t count, float* spare) const {
   const auto bound = [](uint32_t word) {
     return static_cast<float>(static_cast<int32_t>(~word >> 8)) * 0x1p-24f;
@@ -98,12 +99,12 @@ void Winner::prepare(int32_t vocab_size, std::vector<float>& spare) {
   spare_ = spare.data();
 }
 
-// Does the same as see(), for several tokens at a time.
+// Does the same as see(), but for a range of tokens.
 void Winner::see_row(const float* logits, int32_t first, int32_t last, float best,
                      double temperature) {
   constexpr int32_t kSome = 128;
-  // The slope is halved, because differences of logits can overflow. A NaN (slope 0 times -inf)
-  // gets the bound 0.
+  // `slope` is the factor for half the difference of two logits, because the difference itself can
+  // overflow. A product of 0 and -inf is NaN, which gets the bound 0.
   const auto slope = static_cast<float>(std::min(2 * kLog2E / temperature, 1e30));
   const float half_best = 0.5f * best;
   std::array<float, kSome> weights, spare;
@@ -126,7 +127,7 @@ std::array<uint32_t, 4> Winner::words_of(int32_t pair) const {
   return philox(key_.seed, {key_.step, key_.position, static_cast<uint32_t>(pair), kDraws});
 }
 
-// The uniform random number of a token. Two tokens share a block of random words.
+// The uniform random number of a token. One block of random words serves two tokens.
 double Winner::uniform(int32_t token) {
   if (token / 2 != pair_) {
     pair_ = token / 2;
@@ -135,7 +136,7 @@ double Winner::uniform(int32_t token) {
   return token % 2 == 0 ? unit(words_[0], words_[1]) : unit(words_[2], words_[3]);
 }
 
-// Fills weights_ and total_.
+// Computes weights_ for all tokens, and their sum total_.
 void Sampler::temper(const Tempered& tempered, int32_t vocab_size, int32_t left_out) {
   weights_.resize(static_cast<size_t>(vocab_size));
   double total = 0;
@@ -155,8 +156,8 @@ Cut Sampler::find_cut(const float* logits, int32_t vocab_size, int32_t left_out,
   temper({logits, best, sampling.temperature}, vocab_size, left_out);
   cut(logits, sampling);
   if (sampling.top_p >= 1 && kept_.size() < static_cast<size_t>(sampling.top_k)) {
-    // The top_k tokens that have no weight are too unlikely to be drawn. But a constraint may
-    // need them.
+    // Some of the top_k best tokens have the weight 0, because they are too unlikely to be drawn.
+    // They still must not be cut, because a constraint may need them.
     kept_.clear();
     for (int32_t token = 0; token < vocab_size; ++token)
       if (token != left_out && logits[token] > -std::numeric_limits<float>::infinity())
@@ -185,8 +186,8 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out,
   }
   temper(tempered, vocab_size, left_out);
   double sum = 1, second = 0, product = 0;
-  const auto count = [&, best = best](int32_t token) {  // in C++17, a lambda cannot capture a
-                                                        // structured binding
+  // `best` is copied, because in C++17 a lambda cannot capture a structured binding.
+  const auto count = [&, best = best](int32_t token) {
     const double weight = weights_[token];
     if (weight == 0 || token == best) return;
     sum += weight;
@@ -205,7 +206,7 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out,
           product / sum - std::log(sum)};
 }
 
-// Puts the top_k best tokens into kept_. If top_k is 0, puts all tokens into it.
+// Reduces kept_ to its top_k best tokens. If top_k is 0, changes nothing.
 void Sampler::keep_best(const float* logits, int32_t top_k) {
   const auto count = static_cast<size_t>(top_k);
   if (count == 0 || count >= kept_.size()) return;
@@ -213,11 +214,12 @@ void Sampler::keep_best(const float* logits, int32_t top_k) {
   kept_.resize(count);
 }
 
-// Applies top_k and top_p. Finds the kept tokens by bisection, in linear time.
+// Applies top_k and top_p, and stores the remaining tokens in kept_. Finds them by bisection, in
+// linear time.
 void Sampler::cut(const float* logits, const Sampling& sampling) {
   kept_.clear();
-  // All tokens that are lighter than this together weigh less than the part that top_p leaves out.
-  // So all of them are cut.
+  // The total weight of all tokens below `least` is less than the weight that top_p may cut. So all
+  // these tokens are cut.
   const double least = 0.5 * (1 - sampling.top_p) * total_ / static_cast<double>(weights_.size());
   for (size_t token = 0; token < weights_.size(); ++token)
     if (weights_[token] > 0 && weights_[token] >= least)
@@ -226,8 +228,8 @@ void Sampler::cut(const float* logits, const Sampling& sampling) {
   const auto at = [&](size_t rank) { return kept_.begin() + static_cast<std::ptrdiff_t>(rank); };
   keep_best(logits, sampling.top_k);
   if (sampling.top_p >= 1) return;
-  // The rank `first` is kept, and the rank `last` is not. `before` is the total weight of the ranks
-  // below `first`.
+  // Bisection: the token of rank `first` remains, and the token of rank `last` is cut. `before` is
+  // the total weight of the ranks below `first`.
   size_t first = 0, last = kept_.size();
   for (double before = 0; last - first > 1;) {
     const size_t middle = first + (last - first) / 2;

@@ -1,10 +1,11 @@
-// Draws a token from a row of logits, that is, from the distribution softmax(l / T).
+// Draws a token at random from a row of logits l, with the probabilities softmax(l / T). T is the
+// temperature.
 //
-// The Gumbel method draws the token with the largest l/T - ln(-ln u), where u is a uniform random
-// number for each token (Gumbel, 1954; also in LLaDA's loop, arXiv:2502.09992). It is computed in
-// fp64. u is a pure function of seed, step, position and token. So a draw has the same result on
-// any engine, with any number of threads, and in any batch. A small change of the logits changes
-// few draws.
+// The Gumbel method gives each token a uniform random number u, and draws the token with the
+// largest l/T - ln(-ln u) (Gumbel, 1954; also in LLaDA's loop, arXiv:2502.09992). The computation
+// uses fp64. u is a pure function of seed, step, position and token. So a draw has the same result
+// on any engine, with any number of threads, and in any batch. A small change of the logits changes
+// the drawn token only rarely.
 #pragma once
 
 #include <array>
@@ -14,9 +15,10 @@
 
 namespace dlm {
 
-// How to draw at a temperature above 0. Only the `top_k` most likely tokens can be drawn (0: all).
-// Then only the most likely of these can be drawn, as few as have a total probability of more than
-// top_p. The probabilities are those at the temperature.
+// How to draw at a temperature above 0. First, all but the `top_k` most likely tokens are cut (0:
+// no token is cut). Of the remaining tokens, only the most likely ones can be drawn: the smallest
+// number of them whose total probability is above `top_p`. The probabilities are those at the
+// temperature.
 struct Sampling {
   double temperature, top_p;
   int32_t top_k;
@@ -29,22 +31,23 @@ struct DrawKey {
   uint32_t step, position;
 };
 
-// A token whose logit, divided by the temperature, is this far below the best one cannot win. The
-// noise is always between -ln(53 ln 2) and 53 ln 2.
+// A token cannot win if its logit is too far below the best logit. This is the limit for the
+// difference, divided by the temperature. The random part is always between -ln(53 ln 2) and 53 ln
+// 2.
 constexpr double kFarthest = 42;
 
-// Finds the token with the largest sum of noise and log weight. The caller passes all tokens to
-// `see` or `see_row`, and at least one token.
+// Finds the token with the largest sum of noise and log weight. The caller passes every token to
+// `see` or `see_row`. There must be at least one token.
 class Winner {
  public:
   explicit Winner(const DrawKey& key) : key_(key) {}
 
   void see(int32_t token, double log_weight);
-  // Prepares for many calls of `see` with tokens below vocab_size, which makes them faster. `spare`
-  // is scratch memory that must outlive this object.
+  // Makes later calls of `see` faster, for tokens below vocab_size. `spare` is scratch memory that
+  // must outlive this object.
   void prepare(int32_t vocab_size, std::vector<float>& spare);
-  // Calls `see` for the tokens [first, last), with the log weights (logits[token] - best) /
-  // temperature. `best` must be at least as large as all these logits.
+  // Calls `see` for the tokens from `first` to `last` - 1. Their log weights are (logits[token] -
+  // best) / temperature. `best` must not be smaller than any of these logits.
   void see_row(const float* logits, int32_t first, int32_t last, float best, double temperature);
   int32_t token() const { return token_; }
 
@@ -56,13 +59,14 @@ class Winner {
   const DrawKey key_;
   std::array<uint32_t, 4> words_{};
   int32_t pair_ = -1, token_ = 0;
-  const float* spare_ = nullptr;  // by token: a number of at most 1 - u; NULL: not prepared
+  // Per token: a lower bound of 1 - u; NULL if prepare() was not called.
+  const float* spare_ = nullptr;
   double best_ = -std::numeric_limits<double>::infinity(),
          scale_ = std::numeric_limits<double>::infinity();
 };
 
-// Where top_k and top_p cut a row. The tokens are ordered by descending logit, then by id. This is
-// the last token that may be drawn. By default, no token is cut.
+// The last token of a row that may be drawn after top_k and top_p cut the others. The tokens are
+// sorted by descending logit, then by ascending id. By default, no token is cut.
 struct Cut {
   float logit = -std::numeric_limits<float>::infinity();
   int32_t token = std::numeric_limits<int32_t>::max();
@@ -74,27 +78,29 @@ struct Cut {
   }
 };
 
-// A drawn token, and measures of its distribution. All numbers are NaN if a logit is NaN or +inf.
+// A drawn token, and some properties of its distribution. All numbers are NaN if a logit is NaN or
+// +inf.
 struct Draw {
   int32_t token;
   double prob;             // probability of the token
   double margin, entropy;  // p1 - p2 and sum p ln p of the distribution
 };
 
-// Which fields a draw computes. `token`: only the token. `distribution`: the token, prob and
-// margin. `entropy`: all fields. With each of them, the numbers are NaN if a logit is NaN or +inf.
+// The fields that a draw computes. `token`: only the token. `distribution`: the token, prob and
+// margin. `entropy`: all fields. In each case, the numbers are NaN if a logit is NaN or +inf.
 enum class Told { token, distribution, entropy };
 
-// Draws tokens from logits [vocab_size]. It never draws the token `left_out`. The object owns the
-// scratch memory that it needs.
+// Draws tokens from one row of logits [vocab_size]. Never draws the token `left_out`. The object
+// owns the scratch memory that it needs.
 class Sampler {
  public:
   // Draws a token. If a logit is NaN or +inf, or if all are -inf, all fields except the token are
-  // NaN. Otherwise, the fields that `told` does not ask for are undefined.
+  // NaN. Otherwise, only the fields that `told` asks for are defined.
   Draw draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling,
             const DrawKey& key, Told told);
 
-  // Finds where top_k and top_p cut a row. A row that has a NaN, or no finite logit, is not cut.
+  // Finds the last token of a row that may be drawn after top_k and top_p cut the others. If a row
+  // has a NaN, or has no finite logit, no token is cut.
   Cut find_cut(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling);
 
  private:
@@ -113,7 +119,7 @@ class Sampler {
   void cut(const float* logits, const Sampling& sampling);
   void keep_best(const float* logits, int32_t top_k);
 
-  std::vector<double> weights_;  // [V], exp((l - best) / T)
+  std::vector<double> weights_;  // [V], exp((logit - best logit) / temperature)
   double total_ = 0;             // sum of weights_
   std::vector<int32_t> kept_;    // tokens that may be drawn; unused if no token is cut
 };

@@ -1,10 +1,10 @@
-// The PassMaker that runs different requests in one pass. Each canvas is a segment of the pass, and
-// has a place in the arena.
+// A PassMaker that runs different requests in one pass. Each canvas is one segment of the pass. The
+// cache rows of a canvas have a place in the arena, a memory area that all requests share.
 //
-// Pieces, arena parts and segments have the same order: member by member, and canvas by canvas. If
-// a member must read other rows than in its last pass (Member::kept), the arena moves the member's
-// rows before the pass. A member owns its places until it is destroyed, so a pass never sees the
-// rows of another request.
+// Pieces, arena parts and segments are in the same order: member by member, and canvas by canvas.
+// Member::kept says which cache rows a member reads. If it differs from the last pass, the arena
+// moves the member's rows before the pass. A member owns its places in the arena until the member
+// is destroyed. So a pass never sees the rows of another request.
 #include <algorithm>
 
 #include "cache/arena.h"
@@ -13,8 +13,8 @@
 namespace dlm {
 namespace {
 
-// The most bytes of logits in a pass of several requests. If a pass would need more, requests take
-// turns.
+// The largest size of the logits in a pass of several requests, in bytes. If the logits would be
+// larger, the requests take turns.
 constexpr double kMostLogits = 256 << 20;
 
 std::vector<int32_t> rows_by_canvas(const Request& request) {
@@ -31,8 +31,8 @@ class SharingMember final : public Member {
     for (const Arena::Handle place : places) arena_.give_back(place);
   }
 
-  // This is not done in the constructor. If it throws here, the destructor frees the places already
-  // taken.
+  // The constructor does not reserve places in the arena. So if take_places() throws, the
+  // destructor frees the places that were already reserved.
   void take_places() {
     for (const int32_t rows : rows_by_canvas(request)) places.push_back(arena_.take(rows));
   }
@@ -83,7 +83,7 @@ class SharedPasses final : public PassMaker {
     buffers.score_rows.clear();
     std::vector<Piece> pieces;
     std::vector<Arena::Part> parts;
-    int64_t first = 0;  // first row of the canvas among the rows of the pass
+    int64_t first = 0;  // first row of the canvas among all rows of the pass
     for (Member* const each : members) {
       auto& member = static_cast<SharingMember&>(*each);
       const Request& request = member.request;

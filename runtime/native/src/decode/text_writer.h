@@ -1,8 +1,8 @@
 // Makes the text of a request. A TextWriter decodes tokens as they are committed, and ends the text
 // at the first stop string.
 //
-// It reads the tokens from the start of the text up to the first undecided position. If the policy
-// may still edit finished blocks, it only reads up to the current block.
+// It decodes the tokens from the start of the text up to the first undecided position. If the
+// policy may still replace tokens in finished blocks, it stops at the current block instead.
 #pragma once
 
 #include <cstddef>
@@ -16,35 +16,36 @@
 
 namespace dlm {
 
-// Decodes `count` more ids and appends their text to `out`, in whole characters. is_last: no ids
-// follow.
+// Decodes `count` more ids, and appends their text to `out`, in whole characters. is_last means
+// that no ids follow.
 using Decode =
     std::function<void(const int32_t* ids, size_t count, bool is_last, std::string& out)>;
 
-// Makes a Decode from a function that can only decode a whole list of ids. Each call decodes the
-// last two batches of ids again, because the ids before a token may change the token's text.
+// Makes a Decode from a function that can decode only a whole list of ids. Each call also decodes
+// the last two batches of ids again, because the text of a token may depend on the ids before it.
 Decode decode_by_windows(dlm_decode_fn decode, void* user);
 
 class TextWriter {
  public:
-  // `start` is the position where the text starts in the canvas. If tells_pieces is set, the writer
-  // also keeps the text that each step adds.
+  // `start` is the canvas position where the text starts. If tells_pieces is true, the writer also
+  // keeps the text that each step adds.
   TextWriter(const Denoiser& denoiser, Decode decode, size_t start, bool tells_pieces,
              std::vector<std::string> stop_strings);
 
-  // Reads the newly decided tokens. Called after each pass and at the end. Returns false if a stop
-  // string ended the text. The caller must then end the request.
+  // Decodes the newly decided tokens. Called after each pass and when the request ends. Returns
+  // false if a stop string ended the text. Then the caller must end the request.
   bool read(const Request& request);
 
   const std::string& text() const { return text_; }
-  // The text that the last read() added, if tells_pieces is set. A NUL follows it.
+  // The text that the last read() added, if tells_pieces is true; otherwise an empty text. A NUL
+  // follows the text.
   std::string_view piece() const {
     return tells_pieces_ ? std::string_view(text_).substr(piece_start_) : std::string_view("");
   }
   bool is_stopped() const { return is_stopped_; }
-  // The number of generated tokens in the text. Given tokens do not count.
+  // The number of generated tokens in the text. Tokens of the prompt do not count.
   int32_t completion_tokens() const { return completion_tokens_; }
-  // True if all tokens of the text are decided, and also the tokens that end it.
+  // True if all tokens of the text are decided, and also the tokens that end the text.
   bool is_decided(const Request& request) const;
 
  private:
@@ -57,10 +58,10 @@ class TextWriter {
   size_t longest_stop_ = 0;  // in bytes
   size_t read_;              // all positions before this one were read
   std::vector<int32_t> fresh_;
-  std::string text_, held_;  // held_ is decoded, but may be the start of a stop string
+  std::string text_, held_;  // held_ is decoded text that may be the start of a stop string
   size_t piece_start_ = 0;
   int32_t completion_tokens_ = 0;
-  // Whether an end token or a stop string ended the text.
+  // True if an end token (is_ended_) or a stop string (is_stopped_) ended the text.
   bool is_ended_ = false, is_stopped_ = false;
 };
 

@@ -1,4 +1,4 @@
-// The engine that calls the caller's function for each pass. Tests use it to run a denoiser in
+// An engine that calls a function of the program for each pass. Tests use it to run a denoiser in
 // torch.
 #include <limits>
 
@@ -33,8 +33,8 @@ class Callback final : public HostEngine {
   std::string description() const override { return "callback"; }
 
  private:
-  // True if a row's logits can be used: except for the mask token's, they are below +inf and not
-  // NaN.
+  // True if a row's logits can be used: none of them is NaN or +inf. The mask token's logit is
+  // ignored.
   bool is_usable(const float* logits) const {
     bool is_usable = true;
     for (const auto& [first, last] :

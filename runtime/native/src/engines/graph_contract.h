@@ -1,5 +1,5 @@
-// The inputs and outputs that the manifest requires of a bundle's graph. All engines of bundles use
-// this file to check files and passes against them.
+// The inputs and outputs that a bundle's graph must have. The manifest lists them. All engines use
+// this file to check graphs and passes against the manifest.
 #pragma once
 
 #include <array>
@@ -12,14 +12,14 @@
 
 namespace dlm {
 
-// Element types, with the numbers that ONNX (TensorProto.DataType) and ONNX Runtime
-// (ONNXTensorElementDataType) share.
+// Element types. ONNX (TensorProto.DataType) and ONNX Runtime (ONNXTensorElementDataType) both use
+// these numbers.
 constexpr int32_t kFloat = 1, kInt8 = 3, kInt32 = 6, kInt64 = 7, kFloat16 = 10, kBFloat16 = 16;
 
 size_t element_bytes(int32_t type);
 
-// In a Port's dims, these stand for sizes that change from pass to pass. Other values are fixed
-// sizes.
+// These numbers in a Port's dims represent sizes that change from pass to pass: T tokens, S cached
+// tokens, R scored rows, and B requests. All other numbers in dims are fixed sizes.
 enum Extent : int64_t { kT = -1, kS = -2, kR = -3, kB = -4 };
 
 using Dims = std::vector<int64_t>;
@@ -30,33 +30,33 @@ struct Port {
   Dims dims;
   bool is_there = false;
 
-  // The port's shape in a pass of B requests, T tokens, S cached tokens and R rows. A port has at
-  // most 4 dimensions.
+  // Returns the port's shape in a pass of B requests, T tokens, S cached tokens and R scored rows.
+  // A port has at most 4 dimensions.
   std::array<int64_t, 4> shape(int32_t batch, int32_t tokens, int32_t cached, int32_t rows) const;
-  // The bytes of a tensor of this shape. Throws Error(DLM_OUT_OF_MEMORY) if the number is too
-  // large.
+  // Returns the number of bytes of a tensor with this shape. Throws Error(DLM_OUT_OF_MEMORY) if the
+  // number is too large.
   size_t bytes(const std::array<int64_t, 4>& shape) const;
 };
 
-// All inputs and outputs of a graph. The inputs are input_ids, position_ids and score_rows, then
-// the past key and past value of every layer. The outputs are top_token, top_prob, entropy and
-// logits, then the present key and present value of every layer. The manifest has their names, and
-// the graph's inputs and outputs are found by these names.
+// All inputs and outputs of a graph, which are called ports. The inputs are input_ids, position_ids
+// and score_rows, then the past key and past value of every layer. The outputs are top_token,
+// top_prob, entropy and logits, then the present key and present value of every layer. The manifest
+// has the names of the ports. The order of the ports in the graph does not matter.
 struct Ports {
   std::vector<Port> inputs, outputs;
 };
 constexpr size_t kFirstPast = 3, kFirstPresent = 4;
 
-// Lists the ports that the manifest requires. `batch` is kB, or the only batch size that the engine
-// accepts.
+// Lists the ports that the manifest requires. `batch` is kB if the engine accepts any batch size.
+// Otherwise it is the only batch size that the engine accepts.
 Ports list_ports(const GraphSpec& graph, int64_t batch);
 
 // Returns the port with this name, or nullptr.
 Port* find_port(std::vector<Port>& ports, const std::string& name);
 
-// Marks the port as found, after comparing the graph's `type` and `dims` with the port's. Dims
-// below 0 are open. If there is a difference, throws Error(DLM_BAD_BUNDLE) with the file's `path`
-// and the `kind` of port ("input" or "output").
+// Compares the graph's `type` and `dims` with those of the port, and marks the port as found. Dims
+// below 0 are open. If there is a difference, throws Error(DLM_BAD_BUNDLE). The message names the
+// file `path` and the `kind` of port ("input" or "output").
 void note_port(const std::string& path, const char* kind, Port& port, int32_t type,
                const Dims& dims);
 
@@ -66,11 +66,11 @@ void check_complete(const std::string& path, const char* kind, const std::vector
 [[noreturn]] void refuse_port(const std::string& path, const char* kind, const std::string& name,
                               const std::string& reason);
 
-// Throws Error(DLM_ENGINE_FAILED) if a value of top_probs [B, R, K] is not finite. A NaN anywhere
-// in the denoiser ends up there.
+// Throws Error(DLM_ENGINE_FAILED) if a number in top_probs [B, R, K] is not finite. A NaN anywhere
+// in the denoiser makes one of these numbers NaN.
 void check_finite(const float* top_probs, size_t count);
 
-// Throws Error(DLM_INTERNAL) if the pass has sizes that the loop never uses.
+// Throws Error(DLM_INTERNAL) if the pass has sizes that the decoding loop never uses.
 void check_pass(const dlm_pass& pass);
 
 }  // namespace dlm

@@ -1,4 +1,4 @@
-// The attention kernel: attention of new tokens over cached and new rows.
+// The attention kernel. New tokens attend to the cached rows and to the new rows.
 #pragma once
 
 #include "kernels/cache_rows.h"
@@ -7,11 +7,12 @@
 namespace {
 
 constexpr float kLowest = -3.4028235e38f;
-// The number of floats converted at a time. They fit the first-level cache.
+// The number of floats that are converted at a time. They fit the first-level cache.
 constexpr int64_t kWidened = 4096;
 
-// Prepares one head's x [D]. If there is a weight, normalises x (RMSNorm). Then rotates the first
-// rotary_size numbers (rotate-half) by the position's row of the cos and sin tables.
+// Prepares one head x [D] of a query or key. If there are norm weights, first normalises x
+// (RMSNorm). Then rotates its first rotary_size numbers (rotate-half) by the angles of the
+// position, which are in the cos and sin tables.
 inline void norm_and_turn(const dlm::CachedAttention& a, const float* x, const float* weight,
                           int64_t position, float* out) {
   alignas(64) float normed[dlm::kLargestHeadSize];
@@ -36,17 +37,18 @@ inline void norm_and_turn(const dlm::CachedAttention& a, const float* x, const f
   for (d = 2 * half; d < a.head_size; ++d) out[d] = x[d];
 }
 
-// Computes the attention of kQueries queries over the same keys. There is one query per lane of
-// kVectors vectors. The softmax is computed online, key by key (Milakov and Gimelshein,
-// arXiv:1805.02867), so no full row of scores is stored.
+// Computes the attention of kQueries queries over the same keys. The queries are in kVectors
+// vectors, one query per lane. The softmax is updated with each key (online softmax; Milakov and
+// Gimelshein, arXiv:1805.02867). So the attention scores of a query are never stored all at once.
 template <int kVectors>
 class Softmax {
  public:
   static constexpr int kQueries = kVectors * kLanes;
-  // The number of keys whose sums are computed in parallel, to hide the latency of multiply-adds.
+  // The number of keys whose products are summed in parallel, to hide the latency of multiply-add
+  // instructions.
   static constexpr int kBlock = kVectors == 1 ? 8 : simd::kKeyBlock;
-  // The number of keys whose scores are stored at a time. With few queries, memory limits the
-  // speed. Then these keys and values, and the prefetched ones, must fit the first-level cache.
+  // The number of keys whose attention scores are stored at a time. With few queries, memory limits
+  // the speed. Then these keys and values, and the prefetched ones, must fit the first-level cache.
   static constexpr int kKeys = kVectors == 1 ? 16 : 32;
 
   explicit Softmax(int64_t head_size) : head_size_(head_size) {
@@ -55,12 +57,13 @@ class Softmax {
       largest_[v] = simd::set(-__builtin_inff()), total_[v] = simd::zero();
   }
 
-  // Stores one query [D] in its lane, multiplied by `scale`.
+  // Stores one query [D], multiplied by `scale`, in the given lane.
   void set_query(int64_t lane, const float* query, float scale) {
     for (int64_t d = 0; d < head_size_; ++d) queries_[d * kQueries + lane] = query[d] * scale;
   }
 
-  // Sets the last position that each lane's query sees. add_seen hides the keys after it.
+  // Sets, for each lane, the last position that its query sees. add_seen hides the keys after this
+  // position.
   void set_last_seen(const int32_t* last_seen) {
     first_limit_ = last_limit_ = last_seen[0];
     for (int lane = 1; lane < kQueries; ++lane) {
@@ -69,12 +72,13 @@ class Softmax {
     }
     for (int v = 0; v < kVectors; ++v) {
       last_seen_[v] = simd::iload(last_seen + v * kLanes);
-      // A finite number, because a lane may see none of the first keys.
+      // A finite number, because a lane may see none of the first keys. (-inf minus -inf would be
+      // NaN.)
       largest_[v] = simd::set(kLowest);
     }
   }
 
-  // Adds `rows` keys and values, each [rows, D].
+  // Adds `rows` keys and values to the result. Both arrays are [rows, D].
   void add(const float* keys, const float* values, int64_t rows) {
     for (int64_t from = 0; from < rows; from += kKeys) {
       const int64_t count = least(kKeys, rows - from);
@@ -83,8 +87,8 @@ class Softmax {
     }
   }
 
-  // Adds keys and values at `positions` [rows], which may be in any order. Runs of keys that no
-  // lane sees are skipped.
+  // Adds keys and values that belong to `positions` [rows], in any order. Skips runs of keys that
+  // no lane sees.
   void add_seen(const float* keys, const float* values, const int64_t* positions, int64_t rows) {
     for (int64_t from = 0, end; from < rows; from = end) {
       end = from + 1;
@@ -102,7 +106,7 @@ class Softmax {
     }
   }
 
-  // Adds `rows` keys and values that are stored in the cache's format.
+  // Adds `rows` keys and values that are in the format of the cache.
   template <class Rows>
   void add_stored(const uint8_t* keys, const uint8_t* values, int64_t rows) {
     const int64_t together = least(kKeys, kWidened / head_size_), bytes = Rows::bytes(head_size_);
@@ -118,7 +122,7 @@ class Softmax {
     }
   }
 
-  // Writes the result [D] of the query in a lane.
+  // Writes the result [D] of the query in the given lane.
   void get_result(int64_t lane, float* out) const {
     float total[kQueries];
     for (int v = 0; v < kVectors; ++v) simd::store(total + v * kLanes, total_[v]);
@@ -126,9 +130,10 @@ class Softmax {
   }
 
  private:
-  // Computes the scores of `count` keys. Meanwhile it prefetches the rows at `next`, which are read
-  // after these. They must come from memory, because the weights have displaced them from the
-  // caches. With kHides, a lane ignores the keys at positions that its query does not see.
+  // Computes the attention scores of `count` keys. Meanwhile prefetches the rows at `next`, which
+  // are needed afterwards. These rows must come from memory, because the weights have displaced
+  // them from the processor's caches. With kHides, a lane ignores keys at positions that its query
+  // does not see.
   template <bool kHides>
   void score(const float* keys, const void* next, const int64_t* positions, int64_t count) {
     F largest[kVectors];
@@ -139,7 +144,7 @@ class Softmax {
       F sums[kSums];
       const float* rows[kBlock];
       unroll<kBlock>([&](auto j) __attribute__((always_inline)) {
-        // If there are fewer rows, the last one is repeated.
+        // If the block has fewer keys, its last key is repeated.
         rows[j] = keys + (from + least(j, there - 1)) * head_size_;
       });
       unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::zero(); });
@@ -188,12 +193,14 @@ class Softmax {
     }
   }
 
-  // Prefetches float `number` of `rows`. It may be past the end of the rows.
+  // Prefetches the float with the index `number` from `rows`. The index may be past the end of the
+  // rows.
   [[gnu::always_inline]] static void fetch(const void* rows, int64_t number) {
     fetch_ahead(rows, static_cast<uintptr_t>(number) * sizeof(float));
   }
 
-  // Adds `count` values, multiplied by their weights. Prefetches the rows at `next`.
+  // Adds `count` values, each multiplied by its softmax weight. Meanwhile prefetches the rows at
+  // `next`.
   void weigh(const float* values, const void* next, int64_t count) {
     constexpr int kTogether = kBlock;
     int64_t d = 0;
@@ -247,7 +254,7 @@ void store_rows(const float* keys, const float* values, int64_t count, int64_t D
   }
 }
 
-// The tokens of one request, and the request's rows for one key/value head.
+// The tokens of one request, and the request's rows in one key/value head.
 struct Part {
   dlm::Segment segment;
   int64_t batch, kv_head;
@@ -258,7 +265,8 @@ struct Part {
   int64_t token(const dlm::CachedAttention& a, int64_t t) const {
     return batch * a.tokens + segment.first + t;
   }
-  // The index of the request's first new row, and of its first cached row, in [B, Hkv, rows].
+  // The row index of the request's first new row or first cached row, in an array [B, Hkv, rows].
+  // Hkv is the number of key/value heads.
   int64_t first_new(const dlm::CachedAttention& a) const {
     return (batch * a.kv_heads + kv_head) * a.tokens + segment.first;
   }
@@ -267,7 +275,7 @@ struct Part {
   }
 };
 
-// Writes the new keys and values of one head twice: as floats, and in the cache's format.
+// Writes the new keys and values of one head twice: as floats, and in the format of the cache.
 inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
   const int64_t D = a.head_size, T = part.segment.tokens, row = part.first_new(a);
   float *const keys = a.new_keys + row * D, *const values = a.new_values + row * D;
@@ -303,8 +311,8 @@ void add_past(const dlm::CachedAttention& a, const Part& part, Attending& softma
   }
 }
 
-// Runs attention for all requests. Queries of heads that share keys are processed together, ordered
-// by token and then by head.
+// Runs attention for all requests. All query heads that share a key/value head are processed
+// together. Their queries are sorted by token and then by head.
 template <int kVectors>
 void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   constexpr int64_t kQueries = Softmax<kVectors>::kQueries;
@@ -317,18 +325,19 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     tiles += tiles_of(number);
     most = tiles_of(number) > most ? tiles_of(number) : most;
   }
-  // Several tasks will read the new rows, so the rows must be written first.
+  // If there are several tiles, several tasks read the new rows. So the new rows must be written
+  // before the tasks start.
   if (most > 1) {
     parallel.each(parts * a.kv_heads, [&](int64_t i) {
       const int64_t number = i / a.kv_heads;
       if (tiles_of(number) > 1) keep_new_rows(a, Part(a, number, i % a.kv_heads));
     });
   }
-  // The softmax uses powers of 2 instead of e. So queries are multiplied by log2(e), and by the
+  // The softmax uses powers of 2, not of e. So queries are multiplied by log2(e), as well as by the
   // usual 1 / sqrt(D).
   const float scale = kLog2e / __builtin_sqrtf(static_cast<float>(D));
   parallel.each(tiles * a.kv_heads, [&](int64_t i) {
-    // The tiles of one request and head are contiguous.
+    // The tiles of one request and one key/value head have consecutive numbers.
     int64_t number = 0, at = i;
     for (; at >= tiles_of(number) * a.kv_heads; ++number) at -= tiles_of(number) * a.kv_heads;
     const int64_t own = tiles_of(number);
@@ -336,14 +345,14 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     const int64_t queries = part.segment.tokens * group;
     const int64_t first = at % own * kQueries, last = least(first + kQueries, queries);
     if (own == 1) keep_new_rows(a, part);
-    const auto offset = [&](int64_t query) {  // offset of the query's row in q and y
+    const auto offset = [&](int64_t query) {  // offset of the query's row in q and in y
       return (part.token(a, query / group) * a.heads + part.kv_head * group + query % group) * D;
     };
     Softmax<kVectors> softmax(D);
     alignas(64) float row[dlm::kLargestHeadSize];
     int32_t last_seen[kQueries];
     for (int64_t lane = 0; lane < kQueries; ++lane) {
-      // A lane without a query repeats the last one.
+      // A lane without a query repeats the last query.
       const int64_t query = least(first + lane, last - 1);
       const int64_t position = a.positions[part.token(a, query / group)];
       norm_and_turn(a, a.q + offset(query), a.q_norm, position, row);
@@ -363,7 +372,7 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   });
 }
 
-// The largest number of queries of one request that see the same keys.
+// Returns the largest number of queries of one request that share a key/value head.
 inline int64_t largest_tile(const dlm::CachedAttention& a) {
   int64_t most = 0;
   for (int64_t number = 0; number < a.parts(); ++number)
@@ -372,7 +381,7 @@ inline int64_t largest_tile(const dlm::CachedAttention& a) {
 }
 
 void attention(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
-  // A few queries would not fill all lanes, so one vector is enough for them.
+  // A few queries fill at most one vector, so one vector is enough for them.
   if (largest_tile(a) <= kLanes)
     attend<1>(a, parallel);
   else

@@ -1,8 +1,9 @@
-// All kernels of kernels/kernels.h. They are written once, with the vector operations of namespace
-// `simd`. The file of each instruction set defines these operations and then includes this file.
+// All kernels of kernels/kernels.h. They are written once, with the vector operations of the
+// namespace `simd`. Each instruction set has its own file, which defines these operations and then
+// includes this file.
 //
-// Everything here has internal linkage. It does not call any function of the standard library that
-// the linker could share with files compiled for older processors.
+// Everything here has internal linkage, and calls no function of the standard library. Otherwise
+// the linker could use code compiled for a newer processor in files for older processors.
 #pragma once
 
 #include "kernels/attention.h"

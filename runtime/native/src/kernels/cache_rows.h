@@ -1,7 +1,7 @@
-// Storage formats of cached rows. A row has the keys or values of one position and head. Each
+// The formats of cached rows. A row has the keys or values of one position and one head. Each
 // format is a class, Fp16Rows or Int8Rows, with these functions:
 //
-//   bytes(D)             bytes of a row of D numbers
+//   bytes(D)             returns the bytes of a row of D numbers
 //   widen(row, D, out)   converts a row to floats
 //   store(x, D, row)     stores D floats as a row
 #pragma once
@@ -10,8 +10,8 @@
 
 namespace {
 
-// Calls one_vector(in, out) for every kLanes numbers. If the last vector is incomplete, it works on
-// a copy of it.
+// Calls one_vector(in, out) for every kLanes numbers. The last vector may be incomplete. For that
+// vector, one_vector works on a copy with padding.
 template <class In, class Out, class OneVector>
 [[gnu::always_inline]] inline void each_vector(const In* in, int64_t count, Out* out,
                                                OneVector one_vector) {
@@ -40,8 +40,9 @@ struct Fp16Rows {
   }
 };
 
-// Each row has its codes, followed by two signed bytes m and e. The scale of the row is (128 + m) *
-// 2 ^ (e + 1). If e is 127, the scale is infinite, so that even codes of 0 become NaN.
+// The INT8 format. Each row has its codes, followed by two signed bytes m and e. The scale of the
+// row is (128 + m) * 2 ^ (e + 1). If e is 127, the scale is infinite. Then even codes of 0 become
+// NaN.
 struct Int8Rows {
   static int64_t bytes(int64_t size) { return size + dlm::kRowScaleBytes; }
 
@@ -65,8 +66,8 @@ struct Int8Rows {
     float wanted;
     __builtin_memcpy(&wanted, &bits, sizeof wanted);
     wanted = (wanted < kSmallestRow ? kSmallestRow : wanted) / 127.0f;
-    // Rounds `wanted` up to a scale that can be stored: a mantissa of 128 to 255, times a power of
-    // two. If the mantissa would exceed 255, the next power of two is used.
+    // Rounds `wanted` up to the next scale that can be stored: a mantissa from 128 to 255, times a
+    // power of two. If rounding makes the mantissa larger than 255, the next power of two is used.
     int32_t wanted_bits;
     __builtin_memcpy(&wanted_bits, &wanted, sizeof wanted_bits);
     const int32_t exponent = ((wanted_bits + 0xffff) >> 23) - 7;
@@ -82,7 +83,7 @@ struct Int8Rows {
   }
 
  private:
-  // The float whose exponent field is `field`, 0 to 255.
+  // Returns the float 2 ^ (field - 127). `field` is the exponent field of the float, from 0 to 255.
   static float power_of_two(int32_t field) {
     const uint32_t bits = static_cast<uint32_t>(field) << 23;
     float power;

@@ -1,11 +1,11 @@
-// The kernel that finds the two most likely tokens of each row, and the row's entropy.
+// The kernel that finds the two most likely tokens of each row of logits, and the row's entropy.
 #pragma once
 
 #include "kernels/common.h"
 
 namespace {
 
-// The two largest values so far. If they are equal, the lower id comes first.
+// The two largest logits so far. Of equal logits, the one with the lower id comes first.
 struct Best {
   float logits[2] = {-__builtin_inff(), -__builtin_inff()};
   int32_t ids[2] = {0, 0};
@@ -64,8 +64,8 @@ void candidates(const dlm::Candidates& c, dlm::Parallel& parallel) {
     F total = simd::zero(), weighed = simd::zero();
     int64_t i = 0;
     while (i + kLanes <= c.vocab_size) {
-      // The sums are added in parts, because adding small numbers to one large sum loses low bits.
-      // The relative error would be 3e-5 for 150000 tokens.
+      // The sums are computed in parts, because adding small numbers to one large sum loses low
+      // bits. For 150000 tokens, a single sum would have a relative error of 3e-5.
       F part = simd::zero(), part_weighed = simd::zero();
       for (const int64_t end = least(i + 64 * kLanes, c.vocab_size - kLanes + 1); i < end;
            i += kLanes) {

@@ -1,5 +1,5 @@
-// Helpers that several kernels use. They need the vector operations of `simd`, so a header that
-// defines `simd` must be included first.
+// Helpers that several kernels use. They need the vector operations of the namespace `simd`, so
+// include a header that defines it first.
 #pragma once
 
 #include <utility>
@@ -18,8 +18,8 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Computes 2 ^ x for x <= 0 or slightly above. For x below -126, the result is 2 ^ -126, which is
-// negligible next to the 1 in a softmax. For NaN, it is NaN. A polynomial of degree 6 computes the
-// power of the fraction in [-0.5, 0.5]. The relative error is 1e-7.
+// too small to change a softmax. For NaN, the result is NaN. x is split into an integer n and a
+// fraction f in [-0.5, 0.5]. A polynomial of degree 6 computes 2 ^ f. The relative error is 1e-7.
 inline F exp2(F x) {
   x = simd::max(simd::set(-126.0f), x);
   const F whole = simd::round(x);
@@ -36,11 +36,12 @@ inline F exp2(F x) {
 
 constexpr float kLog2e = 1.44269504088896340736f;
 
-// If there are fewer numbers, one thread processes them faster than a second thread wakes up.
+// One thread does the work on fewer numbers than this. It finishes before a second thread would
+// wake up.
 constexpr int64_t kFewNumbers = 100'000;
 
-// Calls body(0) to body(kCount - 1). Each argument is a constant, so that arrays indexed with it
-// stay in registers.
+// Calls body(0), body(1), ..., body(kCount - 1). Each argument is a compile-time constant. So
+// arrays that are indexed with it stay in registers.
 template <int... kNumbers, class Body>
 [[gnu::always_inline]] inline void unroll(std::integer_sequence<int, kNumbers...>, Body body) {
   (body(std::integral_constant<int, kNumbers>{}), ...);
@@ -50,9 +51,11 @@ template <int kCount, class Body>
   unroll(std::make_integer_sequence<int, kCount>{}, body);
 }
 
-constexpr float kSmallestRow = 1e-30f;  // smallest magnitude used for the scale of a row
+// A row whose magnitudes are all smaller gets the scale of this magnitude.
+constexpr float kSmallestRow = 1e-30f;
 
-// The bits of the largest magnitude in a row. For NaN and infinity, they are 0x7f800000 or more.
+// Returns the bits of the largest magnitude in a row, as an integer. If the row has a NaN or
+// infinity, the result is 0x7f800000 or more.
 inline int32_t largest_bits(const float* x, int64_t count) {
   I largest = simd::izero();
   const I sign = simd::iset(0x7fffffff);
@@ -72,9 +75,11 @@ inline int32_t largest_bits(const float* x, int64_t count) {
   return bits;
 }
 
-// Splits rows into tiles of at most `most` rows. The sizes of the tiles differ by at most one row.
+// Splits rows into tiles of at most `most` rows. The numbers of rows of two tiles differ by at most
+// one.
 struct Tiles {
-  int64_t count, small, larger;  // the first `larger` tiles have small + 1 rows, the others `small`
+  // The first `larger` tiles have small + 1 rows, the other tiles have `small` rows.
+  int64_t count, small, larger;
 
   Tiles(int64_t rows, int64_t most)
       : count((rows + most - 1) / most), small(rows / count), larger(rows % count) {}
@@ -82,17 +87,18 @@ struct Tiles {
   int64_t rows(int64_t tile) const { return small + (tile < larger ? 1 : 0); }
 };
 
-// Prefetches the cache line that is `bytes` after `at`. The address may be past the end of the
-// data. The function is inlined early, because GCC would delete a call to it as having no effects.
+// Prefetches the cache line that is `bytes` bytes after `at`. This address may be past the end of
+// the data. The function is inlined early, because GCC would otherwise delete the call as having no
+// effect.
 [[gnu::always_inline]] inline void fetch_ahead(const void* at, uintptr_t bytes) {
   __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes));
 }
-// Like fetch_ahead, but prefetches into the second-level cache.
+// Does the same as fetch_ahead, but prefetches into the second-level cache.
 [[gnu::always_inline]] inline void fetch_far_ahead(const void* at, uintptr_t bytes) {
   __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes), 0, 2);
 }
 
-// Calls body with `number` (1 to kMost) as a constant.
+// Calls `body` with the value of `number`, from 1 to kMost, as a compile-time constant.
 template <int kMost, class Body>
 inline void with_constant(int64_t number, Body body) {
   if constexpr (kMost > 1) {
@@ -101,8 +107,8 @@ inline void with_constant(int64_t number, Body body) {
   body(std::integral_constant<int, kMost>{});
 }
 
-// Copies the results [rows, 32] of panel `number` to the panel's columns in an output with `all`
-// columns.
+// Copies the results [rows, 32] of panel `number` to the panel's columns in the output `out`, which
+// has `all` columns.
 inline void copy_panel(const float* results, int64_t rows, int64_t number, int64_t all,
                        float* out) {
   const int64_t column = number * kPanel;
@@ -111,8 +117,8 @@ inline void copy_panel(const float* results, int64_t rows, int64_t number, int64
     __builtin_memcpy(out + r * all + column, results + r * kPanel, bytes);
 }
 
-// The number of tiles that are multiplied by each panel together. Their codes stay in the
-// second-level cache while panels are read from memory.
+// The number of tiles that a task multiplies by each panel before it goes on to the next panel.
+// Their codes stay in the second-level cache while panels are read from memory.
 constexpr int64_t kTilesTogether = 20;
 
 }  // namespace

@@ -1,9 +1,10 @@
-// The kernel for mixtures of experts. It groups rows by the expert that they are routed to, runs
-// two linear layers for each group, and adds the weighted results.
+// The kernel for mixtures of experts. Each row is routed to some of the experts. The kernel groups
+// rows by expert, runs two linear layers for each group, and adds up the weighted results of each
+// row.
 //
-// The linear layers use the code of quantised layers (kernels/linear.h) or of floats
-// (kernels/nvfp4.h). All experts share one list of tasks. So threads wait for each other only four
-// times per mixture, not for every expert.
+// The linear layers use the code of quantised layers (kernels/linear.h) or of float layers
+// (kernels/nvfp4.h). All experts share one list of tasks. So threads wait for each other four times
+// per mixture, not four times per expert.
 #pragma once
 
 #include "kernels/linear.h"
@@ -11,7 +12,8 @@
 
 namespace {
 
-// An fp32 layer with the functions that run_product's Product must have. It does not quantise.
+// An fp32 layer in the form that run_product needs: it has all members that run_product requires of
+// its class Product. It does not quantise.
 struct FloatProduct {
   static constexpr int64_t kTogether = kTilesTogether;
 
@@ -21,7 +23,8 @@ struct FloatProduct {
   FloatProduct(const dlm::Linear& of, void*) : layer(of), tiles(of.rows, simd::kFloatRows) {}
   void quantise(int64_t) const {}
 
-  // Multiplies panel `number` of a weight, [K, 32] floats, by the rows in tiles [first, last).
+  // Multiplies the rows of the tiles from `first` to `last` - 1 by panel `number` of a weight
+  // matrix. The panel is [K, 32] floats.
   void multiply(size_t weight, int64_t number, int64_t first, int64_t last) const {
     float results[2][kTogether * simd::kFloatRows * kPanel];
     const int64_t K = layer.inputs, top = tiles.start(first), rows = tiles.start(last) - top;
@@ -38,16 +41,16 @@ struct FloatProduct {
 };
 
 // The scratch memory of a mixture. It has the rows grouped by expert, the intermediate results, and
-// the grouping. A slot is one of the choices of a row.
+// the grouping itself. A slot is one pair of a row and an expert that was chosen for the row.
 struct Routed {
   const dlm::Experts& mixture;
   int64_t slots;             // number of slots: rows * active
   float *inputs, *hidden;    // [slots, K], [slots, M]
-  float* results;            // [slots, K], before weighting
-  int64_t* place;            // [slots]: index of each slot among the grouped rows
+  float* results;            // [slots, K], before multiplication by the experts' weights
+  int64_t* place;            // [slots]: index of each slot after grouping by expert
   dlm::ExpertGroup* groups;  // one group for each expert that was chosen
   int64_t count;
-  char* codes;  // for the quantised rows of a layer
+  char* codes;  // for the codes of a layer's quantised rows
 
   Routed(const dlm::Experts& of, void* scratch)
       : mixture(of), slots(of.rows * of.active), count(0) {
@@ -64,8 +67,8 @@ struct Routed {
       groups[expert].start = next;
       next += groups[expert].rows;
     }
-    // Puts the rows of each expert in the order of tokens. This loop advances `start`, and the next
-    // loop resets it.
+    // Within each expert, sorts the rows by token. This loop increases `start`, and the next loop
+    // sets it back.
     for (int64_t slot = 0; slot < slots; ++slot) place[slot] = groups[of.chosen[slot]].start++;
     for (int64_t expert = 0; expert < of.count; ++expert) {
       if (groups[expert].rows == 0) continue;
@@ -75,7 +78,7 @@ struct Routed {
     }
   }
 
-  // One layer of a group: either gate and up, or down.
+  // One layer of a group: either the gate and up layers together, or the down layer.
   struct Layer {
     dlm::LinearWeight weights[2];
     float* outputs[2];

@@ -1,13 +1,14 @@
-// Kernels for the parts of a pass that are slow in ONNX Runtime, or that need far more memory there
-// than the weights: INT8, INT4 and NVFP4 linear layers, tied heads, mixtures of experts, attention
-// over a cache, and the candidates of a row.
+// Kernels for those parts of a pass that ONNX Runtime runs slowly or with much more memory than the
+// weights need. These parts are INT8, INT4 and NVFP4 linear layers, tied heads, mixtures of
+// experts, attention over a cache, and the candidates of a row.
 //
 // The kernels are written once (kernels/body.h), and compiled for the vector instructions of each
 // processor. Linear layers also have a version for matrix registers (kernels/linear_by_matrices.h).
 //
-// Every kernel computes the function with the same name in the exporter's functions.py, which is
-// made of ONNX operators. Quantised values are bit-identical. Sums of floats are added in a
-// different order, and exponentials are accurate to 2e-7.
+// Every kernel computes the function with the same name in the exporter's functions.py, which
+// consists of ONNX operators. Quantised numbers are bit-identical to those of that function. Sums
+// of floats may differ, because they are added in a different order. Exponentials have a relative
+// error of 2e-7.
 #pragma once
 
 #include <cstddef>
@@ -32,54 +33,64 @@ class Parallel {
   }
 };
 
-constexpr int64_t kPanel = 32;  // weights are stored in panels of this many columns
-constexpr int64_t kDot = 4;     // number of products that one instruction adds up
-// Number of inputs whose INT4 codes share bytes. Group sizes are multiples of this number.
+// The matrices of linear layers are stored in panels of this many columns.
+constexpr int64_t kPanel = 32;
+constexpr int64_t kDot = 4;  // number of products that one instruction adds up
+// The number of inputs whose INT4 codes share bytes. The group size of a layer is a multiple of
+// this number.
 constexpr int64_t kPairs = 2 * kDot;
-constexpr int64_t kGroup = 16;            // NVFP4: number of inputs of a column that share a scale
-constexpr int64_t kMostInputs = 1 << 16;  // most inputs of a linear layer, so that sums of products
-                                          // fit 32 bits
+constexpr int64_t kGroup = 16;  // NVFP4: number of inputs of a column that share a scale
+// The largest number of inputs of a linear layer. With more inputs, sums of products would overflow
+// 32 bits.
+constexpr int64_t kMostInputs = 1 << 16;
 constexpr int64_t kLargestHeadSize = 512;  // largest head size for attention
-constexpr int64_t kRowScaleBytes = 2;      // bytes of the scale after the codes in a row of an INT8
-                                           // cache
+// In an INT8 cache: bytes of the scale after the codes of a row.
+constexpr int64_t kRowScaleBytes = 2;
 
-// The number of columns that a stored weight has. The last panel is padded with zeros.
+// Returns the number of columns of a stored weight matrix. It includes the zeros that pad the last
+// panel.
 constexpr int64_t padded_columns(int64_t columns) {
   return (columns + kPanel - 1) / kPanel * kPanel;
 }
 
-// The number of groups of this size. The last group may be shorter.
+// Returns the number of groups into which `inputs` inputs are divided. The last group may be
+// smaller than group_size.
 constexpr int64_t groups_of(int64_t inputs, int64_t group_size) {
   return (inputs + group_size - 1) / group_size;
 }
 
-// The weight [K, N] of one linear layer, stored in panels, and its scales. N is padded to whole
-// panels. The layout depends on the format:
-//   INT8: codes + 128 [N / 32, K / 4, 32, 4]; scales [N]
-//   INT4: codes + 8 [N / 32, K / 8, 32, 4]. The low nibble of a byte is the code of one input, the
-//         high nibble that of the fourth input after it. scales [N / 32, groups, 32] in fp16
+// The weight matrix [K, N] of one linear layer, stored in panels, and its scales. K is the number
+// of inputs. N is the number of columns, padded to whole panels. The layout depends on the format:
+//   - INT8: codes + 128 [N / 32, K / 4, 32, 4]; scales [N]
+//   - INT4: codes + 8 [N / 32, K / 8, 32, 4]; scales [N / 32, groups, 32] in fp16. The low nibble
+//     of a byte is the code of one input. The high nibble is the code of the fourth input after it.
 struct LinearWeight {
   const uint8_t* panels;
   const void* scales;  // fp32; for INT4 fp16
-  int64_t columns;     // N without padding
+  int64_t columns;     // N before padding
 };
 
-// A linear layer: y_i [rows, columns_i] = x [rows, inputs] @ weight_i. The rows of x are quantised
-// to -127..127. `inputs` must be a multiple of 4, or of 8 for INT4. A gated layer has two weights
-// with the same number of columns, and one output, silu(x @ weight_0) * (x @ weight_1). For INT4,
-// the products within a group are summed as integers. Each sum is multiplied by the group's scale
-// and added to the result in fp32, group by group, with fused multiply-adds.
+// A linear layer with one or more weight matrices: y_i [rows, columns_i] = x [rows, inputs] @
+// weight_i. The rows of x are quantised to -127..127. `inputs` must be a multiple of 4, or of 8 for
+// INT4.
+//
+// A gated layer has two weight matrices with the same number of columns, and one output: silu(x @
+// weight_0) * (x @ weight_1).
+//
+// For INT4, the products within a group are summed as integers. Then each sum is multiplied by the
+// group's scale, and added to the result in fp32 with a fused multiply-add, group by group.
 struct Linear {
   const float* x;
   int64_t rows, inputs;
   const LinearWeight* weights;
   float* const* outputs;
-  size_t count;  // number of weights
+  size_t count;  // number of weight matrices
   bool is_gated;
-  int64_t group_size;  // number of inputs of a column that share a scale, a multiple of 8; 0: INT8
+  // Number of inputs of a column that share a scale, a multiple of 8; 0 means INT8.
+  int64_t group_size;
 
-  // The bytes of scratch memory, aligned to 64, that are enough for every kernel. Some kernels use
-  // two bytes per code, or pad to 32 rows and 64 inputs.
+  // Returns the number of bytes of scratch memory that is enough for every kernel. The memory must
+  // be aligned to 64 bytes. Some kernels use two bytes per code, or pad to 32 rows and 64 inputs.
   size_t scratch_bytes() const {
     const int64_t by_rows = rows * (2 * inputs + 8),
                   filled_up = (rows + 31) / 32 * 32 * (inputs + inputs / 8 + 72);
@@ -87,39 +98,42 @@ struct Linear {
   }
 };
 
-// The format of the experts' weights. int8 and int4 are stored as in LinearWeight. fp32 has panels
-// [N / 32, K, 32] without scales.
+// The format of the experts' weight matrices. int8 and int4 are stored as in LinearWeight. fp32 has
+// panels [N / 32, K, 32] without scales.
 enum class ExpertFormat { fp32, int8, int4 };
 
-// The weights of all experts for one layer, one expert after another.
+// The weight matrices of all experts for one layer, one expert after another.
 struct ExpertWeights {
   const uint8_t* panels;
   const void* scales;
 };
 
-// The rows that one expert processes. They follow the rows of the preceding experts.
+// The rows that one expert processes. Rows are grouped by expert, and `start` is the index of the
+// first row of the group.
 struct ExpertGroup {
   int64_t expert, start, rows;
 };
 
 // A mixture of experts. For each row, y [rows, inputs] is the sum of weight * down(silu(gate(x)) *
 // up(x)) over the experts chosen for the row. gate, up and down are linear layers in the given
-// format. The kernel reads only the weights of experts that some row has chosen.
+// format. The kernel reads only the matrices of experts that at least one row has chosen.
 struct Experts {
   const float* x;
   const int64_t* chosen;  // [rows, active], numbers of experts, all below `count`
   const float* weights;   // [rows, active]
   int64_t rows, active, count, inputs, hidden;
-  ExpertWeights gate, up, down;  // [count] weights each: gate and up are [inputs, hidden], down is
-                                 // [hidden, inputs]
+  // [count] matrices each: gate and up are [inputs, hidden], down is [hidden, inputs].
+  ExpertWeights gate, up, down;
   ExpertFormat format;
-  int64_t group_size;  // of INT4 weights
+  int64_t group_size;  // as in Linear, for INT4 matrices
   float* y;
 
-  // The most rows that are processed at once. Further rows reuse the scratch memory.
+  // The largest number of rows that are processed at once. Further rows use the same scratch memory
+  // afterwards.
   static constexpr int64_t kRowsTogether = 512;
 
-  bool is_in_range() const;  // true if all choices are valid experts, which the kernel requires
+  // True if all chosen numbers are valid experts, which the kernel requires.
+  bool is_in_range() const;
 
   int64_t inputs_of(bool is_gated) const { return is_gated ? inputs : hidden; }
   int64_t panel_bytes(int64_t K, int64_t N) const {
@@ -134,11 +148,12 @@ struct Experts {
            : format == ExpertFormat::int8 ? 4 * width
                                           : 2 * width * groups_of(K, group_size);
   }
-  // The bytes of one row's codes, offsets and scale. They are enough for every kernel, see
+  // The number of bytes of one row's codes, offsets and scale. It is enough for every kernel, see
   // Linear::scratch_bytes.
   static int64_t code_bytes(int64_t K) { return 2 * K + 8; }
 
-  // The bytes of scratch memory, aligned to 64, that are enough for every kernel.
+  // Returns the number of bytes of scratch memory that is enough for every kernel. The memory must
+  // be aligned to 64 bytes.
   size_t scratch_bytes() const {
     const int64_t slots = (rows < kRowsTogether ? rows : kRowsTogether) * active;
     const int64_t codes = code_bytes(inputs > hidden ? inputs : hidden),
@@ -149,47 +164,50 @@ struct Experts {
 };
 
 // An NVFP4 linear layer: y [rows, columns] = x [rows, inputs] @ weight. `inputs` must be a multiple
-// of
-// 16. A weight is its E2M1 value, times its group's scale, times the tensor's scale. The product of
-// the two scales is computed first, in fp32. x is not quantised.
+// of 16. Each number of the matrix `weight` is its E2M1 code, times its group's scale, times the
+// tensor's scale. The product of the two scales is computed first, in fp32. x is not quantised.
 struct Nvfp4Linear {
   const float* x;
   int64_t rows, inputs, columns;
-  const uint8_t* panels;  // [N / 32, K, 16]: low nibbles are columns 0 to 15, high ones 16 to 31
+  // [N / 32, K, 16]: low nibbles are columns 0 to 15, high nibbles are columns 16 to 31.
+  const uint8_t* panels;
   const uint8_t* scales;  // E4M3 [N / 32, K / 16, 32]
   float global_scale;
   float* y;
 };
 
-// The format of a cached row, which has the D keys or values of one position and head: floats,
-// fp16, or codes followed by a scale (kernels/cache_rows.h).
+// The format of a cached row. A row has the D keys or values of one position and one head. It is
+// stored as floats, as fp16, or as codes followed by a scale (kernels/cache_rows.h).
 enum class CacheType { fp32, fp16, int8 };
 
-// Attention of the new tokens over cached and new rows. q, k and v are [B, T, heads, D]. If there
-// are norm weights, the kernel first normalises each head of q and k. Then it rotates the first
-// rotary_size numbers of each head by the token's position.
+// Attention of the new tokens over cached and new rows. q, k and v are [B, T, heads, D]: B
+// requests, T new tokens, and head size D. If there are norm weights, the kernel first normalises
+// each head of q and k. Then it rotates the first rotary_size numbers of each head by the token's
+// position.
 //
 // Every query sees all cached rows. If visible_block is 0, it also sees all new rows. Otherwise the
 // positions are divided into blocks of visible_block positions, and a query sees the new rows of
-// its own block and of earlier blocks. With segments, B is 1, and a query only sees the rows of its
-// segment. Cached rows are used as stored, which may be rounded. New rows are used as computed.
+// its own block and of earlier blocks. With segments, B is 1, and a query sees only the rows of its
+// own segment. Cached rows are used as stored, so they may be rounded. New rows are used as
+// computed.
 struct CachedAttention {
   CacheType cache;
-  const float *q, *k, *v;               // q: [B, T, H, D]; k and v: [B, T, Hkv, D]
-  const void *past_keys, *past_values;  // [B, Hkv, S] rows
+  // q: [B, T, H, D]; k and v: [B, T, Hkv, D]; H query heads, Hkv key/value heads.
+  const float *q, *k, *v;
+  const void *past_keys, *past_values;  // [B, Hkv, S] rows; S cached tokens
   const int64_t* positions;             // [B, T]
   const float *cos, *sin;               // [table_rows, rotary_size / 2]
   int64_t batch, tokens, cached, heads, kv_heads, head_size, rotary_size, table_rows, visible_block;
-  // [segment_count], which cover the T tokens in order. If there are none, each of the B requests
-  // is one segment.
+  // [segment_count] segments, which cover the T tokens in order. If segment_count is 0, each of the
+  // B requests is one segment.
   const Segment* segments;
   int64_t segment_count;
-  float* y;                             // [B, T, H, D]
-  float *new_keys, *new_values;         // [B, Hkv, T, D]
-  void *present_keys, *present_values;  // [B, Hkv, T] rows in the cache's format; fp32: equal to
-                                        // the new keys and values
-  const float *q_norm, *k_norm;         // [D], RMSNorm weights for each head; nullptr: no norms
-  float epsilon;                        // for both norms
+  float* y;                      // [B, T, H, D]
+  float *new_keys, *new_values;  // [B, Hkv, T, D]
+  // [B, Hkv, T] rows in the cache's format; fp32: equal to the new keys and values.
+  void *present_keys, *present_values;
+  const float *q_norm, *k_norm;  // [D], RMSNorm weights for each head; nullptr: no norms
+  float epsilon;                 // for both norms
 
   int64_t row_bytes() const {
     return cache == CacheType::fp32   ? 4 * head_size
@@ -203,22 +221,22 @@ struct CachedAttention {
   }
   int64_t batch_of(int64_t part) const { return segment_count == 0 ? part : 0; }
 
-  // True if the segments cover the tokens and lie within the cached rows. The kernel requires this.
+  // True if the segments cover all tokens, and their cached rows exist. The kernel requires this.
   bool has_good_segments() const;
 
-  // The last position that a query at `position` sees. It is limited to the positions in the
-  // tables.
+  // Returns the last position that a query at `position` sees. The result is at most the last
+  // position in the cos and sin tables.
   int32_t last_seen(int64_t position) const {
     const int64_t end = (position / visible_block + 1) * visible_block;
     return static_cast<int32_t>((end < table_rows ? end : table_rows) - 1);
   }
 
-  // True if the tables have a row for every position. The kernel requires this.
+  // True if the cos and sin tables have a row for every position. The kernel requires this.
   bool is_in_table() const;
 };
 
-// Adds x and y, and normalises each row of the sum (RMSNorm). All arrays are [rows, width]: normed
-// = sum / sqrt(mean(sum ^ 2) + epsilon) * weight.
+// Adds x and y, and normalises each row of the sum (RMSNorm). x, y, sum and normed are [rows,
+// width]. normed = sum / sqrt(mean(sum ^ 2) + epsilon) * weight.
 struct AddNorm {
   const float *x, *y, *weight;  // weight: [width]
   int64_t rows, width;
@@ -226,34 +244,35 @@ struct AddNorm {
   float *sum, *normed;
 };
 
-// Finds the two most likely tokens of each row, their probabilities, and the row's entropy. A bias
+// Finds the two most likely tokens of each row, their probabilities, and the row's entropy. `bias`
 // is added to the raw logits before the softmax.
 struct Candidates {
   const float *logits, *bias;  // logits: [rows, V], bias: [V]
   int64_t rows, vocab_size;
   int32_t* tokens;         // [rows, 2]; the lower id comes first if probabilities are equal
-  float *probs, *entropy;  // probs: [rows, 2]; entropy: [rows], sum p ln p
+  float *probs, *entropy;  // probs: [rows, 2]; entropy: [rows], the sum of p ln p
 };
 
-// Reads rows of an embedding table to y [tokens, hidden]. The table is the weight of a tied head,
-// stored in panels like a LinearWeight. Row `id` of the table is column `id` of the head's weight
-// [hidden, V]. The codes are multiplied by their scales in fp32.
+// Reads rows of an embedding table to y [tokens, hidden]. The table is the weight matrix [hidden,
+// V] of a tied head, stored in panels like a LinearWeight. Row `id` of the table is column `id` of
+// this matrix. The codes are multiplied by their scales in fp32.
 struct Embedding {
   const int64_t* ids;  // [tokens], each in 0..rows - 1
   int64_t tokens, hidden, rows;
   const uint8_t* panels;
   const void* scales;  // INT8: fp32; INT4: fp16
-  int64_t group_size;  // number of inputs of a column that share a scale; 0: INT8
+  int64_t group_size;  // number of inputs of a column that share a scale; 0 means INT8
   float* y;
 
-  bool is_in_range() const;  // true if all ids are rows of the table, which the kernel requires
+  bool is_in_range() const;  // true if the table has a row for every id, which the kernel requires
 };
 
 // The number format in which a tied head's table is stored.
 enum class TableType { fp32, bf16, fp16, fp8 };
 
-// The head of a denoiser that shares its embedding table: y [rows, columns] = x [rows, inputs] @
-// transposed table. The table is stored once, with one row per token. Sums are fp32.
+// The head of a denoiser that uses its embedding table as the head's weight matrix: y [rows,
+// columns] = x [rows, inputs] @ transposed table. The table is stored once, with one row per token.
+// Sums are fp32.
 struct TiedHead {
   const float* x;
   int64_t rows, inputs, columns;
@@ -275,23 +294,24 @@ struct Kernels {
   void (*tied_head)(const TiedHead& head, Parallel& parallel);
 };
 
-// One of the kernel sets for this architecture. `refusal` is empty if the set can run on this
-// processor. Otherwise it is the reason why not.
+// One of the kernel sets for this architecture. `refusal` is empty if the processor can run the
+// kernel set. Otherwise it is the reason why the processor cannot.
 struct KernelSet {
   const char* name;
   const Kernels* kernels;  // nullptr: the compiler could not compile them
   std::string refusal;
 };
 
-// All kernel sets of this architecture, fastest first. The first call finds out which can run.
+// Lists all kernel sets of this architecture, fastest first. The first call tests which of them can
+// run.
 const std::vector<KernelSet>& list_kernel_sets();
 
-// The kernel sets that can run on this processor, fastest first.
+// Lists the kernel sets that can run on this processor, fastest first.
 std::vector<const Kernels*> list_kernels();
 
-// Returns the kernel set that the environment variable DLM_KERNELS names. If it is not set, returns
-// the fastest set. Returns nullptr if no set can run here, or if DLM_KERNELS is "none". Throws
-// Error if the name is unknown.
+// Returns the kernel set to use. If the environment variable DLM_KERNELS is set, it names the set.
+// Otherwise the fastest set is used. Returns nullptr if no set can run here, or if DLM_KERNELS is
+// "none". Throws Error if the name is unknown.
 const Kernels* find_kernels();
 
 }  // namespace dlm

@@ -1,13 +1,14 @@
 // The kernel for INT8 and INT4 linear layers. It is written for a class `Codes` (simd::Int8 or
-// simd::Int4), which says how weights and rows are read and multiplied. `Codes` has:
+// simd::Int4), which defines how weights and rows are read and multiplied. `Codes` has these
+// members:
 //
 // - Code, kCodeOrder, store_codes: the type of a row's code, and the order in which four codes are
 //   stored.
-// - Weights, load<kPart>: the weights of one step. Each byte of a panel holds kParts weights. -
-// Activations, spread, dot: four codes of a row, and their products with weights. - kWeightOffset:
-// the constant that was added to the weights that `dot` multiplies. - kMostInputs, widen: the most
-// inputs that `dot` can add before its sums must be widened to 32 bits.
-//   0 means that there is no limit.
+// - Weights, load<kPart>: the weights of one step. Each byte of a panel holds kParts weights.
+// - Activations, spread, dot: four codes of a row, and their products with weights.
+// - kWeightOffset: the constant that was added to the weights that `dot` multiplies.
+// - kMostInputs, widen: the largest number of inputs that `dot` can add before its sums must be
+//   widened to 32 bits. 0 means that there is no limit.
 // - kTileRows, kVectors: the numbers of rows and of weight vectors whose sums fit the registers.
 #pragma once
 
@@ -20,21 +21,21 @@ namespace {
 // The quantised rows of one tile.
 template <class Codes>
 struct Tile {
-  const typename Codes::Code* codes;  // [K / 4, rows, 4], each four codes in kCodeOrder
-  const int32_t* offsets;             // [groups, rows]: initial values of the sums over each group
+  const typename Codes::Code* codes;  // [K / 4, rows, 4], where each four codes are in kCodeOrder
+  const int32_t* offsets;             // [groups, rows]: initial value of the sum over each group
   const float* scales;                // [rows]
 };
 
-// The type of the scales of columns. INT8 has one scale per column in fp32. INT4 has one per group
-// in fp16.
+// The type of the scales of columns. INT8 has one fp32 scale per column. INT4 has one fp16 scale
+// per group of a column.
 template <class Codes>
 using Scale = std::conditional_t<Codes::kParts == 1, float, uint16_t>;
 
 inline F load_scales(const float* from) { return simd::load(from); }
 inline F load_scales(const uint16_t* from) { return simd::load_half(from); }
 
-// Weights are prefetched this many bytes before they are read, because hardware prefetchers stop at
-// 4 KiB pages. On Zen 4, all distances from 2 to 8 KiB were equally fast. Weights are prefetched
+// Weights are prefetched this many bytes before they are needed, because hardware prefetchers stop
+// at 4 KiB pages. On Zen 4, all distances from 2 to 8 KiB were equally fast. Weights are prefetched
 // into the second-level cache. With the first-level cache, passes of 4 tokens took 2 to 5% longer.
 constexpr uintptr_t kFetchedAhead = 4096;
 
@@ -42,11 +43,11 @@ template <class Codes>
 struct Panel {
   const uint8_t* codes;
   const Scale<Codes>* scales;  // [groups, 32]
-  uintptr_t ahead;             // kFetchedAhead for the first tile that reads the panel, otherwise 0
+  uintptr_t ahead;  // kFetchedAhead for the first tile that uses the panel; 0 for the others
 };
 
-// Quantises some rows of a tile whose rows are `stride` apart. kTogether codes of a row are
-// contiguous in memory; it must be a power of two.
+// Quantises some rows of a tile. The rows of the tile are `stride` apart. kTogether codes of a row
+// are contiguous in memory. kTogether must be a power of two.
 template <class Codes, int64_t kTogether = kDot>
 void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_size, int64_t stride,
                    typename Codes::Code* codes, int32_t* offsets, float* scales) {
@@ -54,14 +55,17 @@ void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_s
   constexpr int kPiece = kTogether < kLanes ? kTogether : kLanes;
   const int64_t groups = dlm::groups_of(inputs, group_size);
   for (int64_t row = 0; row < rows; ++row, x += inputs) {
-    const auto at = [&](int64_t k) {  // offset of the codes from input k on, a multiple of 4
+    // Offset of the codes of inputs k to k + 3; k is a multiple of 4.
+    const auto at = [&](int64_t k) {
       const int64_t inside = k & (kTogether - kDot);
       return codes + (k - inside) * stride + row * kTogether + inside;
     };
     const int32_t bits = largest_bits(x, inputs);
     float amax;
     __builtin_memcpy(&amax, &bits, sizeof amax);
-    if (bits >= 0x7f800000) {  // every output of the row becomes NaN, so that the error is noticed
+    // If the row has a NaN or infinity, all its outputs become NaN, so that the caller notices the
+    // error.
+    if (bits >= 0x7f800000) {
       scales[row] = __builtin_nanf("");
       for (int64_t k = 0; k < inputs; k += kDot) __builtin_memset(at(k), 0, kDot * sizeof(Code));
       for (int64_t group = 0; group < groups; ++group) offsets[group * stride + row] = 0;
@@ -96,8 +100,8 @@ void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_s
   }
 }
 
-// Multiplies kRows rows by kVectors vectors of columns over this many inputs, and adds the products
-// to `sums`. Advances its pointers.
+// Multiplies kRows rows by kVectors vectors of columns over `inputs` inputs, and adds the products
+// to `sums`. Moves `code` and `weight` to the next inputs.
 template <class Codes, int kRows>
 [[gnu::always_inline]] inline void sum_products(const typename Codes::Code*& code,
                                                 const uint8_t*& weight, int64_t inputs,
@@ -158,7 +162,7 @@ template <class Codes, int kRows>
         I sums[kSums];
         start(sums);
         int64_t here = least(group_size, left);
-        // A group of 32 has 8 times as many bytes of codes as of scales.
+        // With groups of 32 inputs, the codes of a group have 8 times as many bytes as its scales.
         fetch_ahead(scale, panel.ahead / 8);
         if constexpr (Codes::kMostInputs == 0) {
           sum_products<Codes, kRows>(code, weight, here, panel.ahead, sums);
@@ -191,11 +195,12 @@ template <class Codes, int kRows>
 
 inline F silu(F x) {
   const F scaled = x * simd::set(-kLog2e);
-  // For exponents above 2 ^ 126, the quotient is 0 for every float x.
+  // exp2 must not get an exponent that is too large for a float. At this limit, the quotient is
+  // nearly 0 for all usual x.
   return x / (simd::set(1.0f) + exp2(simd::min(simd::set(126.0f), scaled)));
 }
 
-// Computes results = silu(results) * up, in whole vectors.
+// Computes results = silu(results) * up. Processes whole vectors.
 inline void gate(float* results, const float* up, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes)
     simd::store(results + i, silu(simd::load(results + i)) * simd::load(up + i));
@@ -211,7 +216,7 @@ struct Product {
   const dlm::Linear& layer;
   int64_t group_size, groups;
   Tiles tiles;
-  // These arrays are in scratch memory, and have the data of all tiles.
+  // These arrays are in scratch memory. Each of them has the data of all tiles.
   float* scales;
   int32_t* offsets;
   typename Codes::Code* codes;
@@ -232,7 +237,8 @@ struct Product {
                          codes + start * layer.inputs, offsets + start * groups, scales + start);
   }
 
-  // Multiplies panel `number` of the weights by the rows in tiles [first, last).
+  // Multiplies the rows of the tiles from `first` to `last` - 1 by panel `number` of a weight
+  // matrix.
   void multiply(size_t weight, int64_t number, int64_t first, int64_t last) const {
     const int64_t all = layer.weights[weight].columns, column = number * kPanel;
     for (int64_t tile = first; tile < last; ++tile) {
@@ -254,7 +260,7 @@ struct Product {
   }
 
  private:
-  // Multiplies one tile by a panel. Writes the results to out [rows, 32].
+  // Multiplies the rows of one tile by one panel. Writes the results to out [rows, 32].
   void multiply(size_t weight, int64_t number, int64_t tile, uintptr_t ahead, float* out,
                 int64_t stride) const {
     const dlm::LinearWeight& w = layer.weights[weight];
@@ -269,16 +275,16 @@ struct Product {
   }
 };
 
-constexpr int64_t kTasks = 16;  // number of tasks of a layer that is large enough
+constexpr int64_t kTasks = 16;  // number of tasks for a layer that is large enough
 
 // Quantises the rows of a layer and multiplies them by every panel. The class Product must have
-// these members; the struct Product above is an example:
+// these members (the struct Product above is an example):
 //
-//   slices, quantise(i)                    number of slices of rows, and quantise slice i
-//   tiles, kTogether                       tiles of rows, and how many of them a task takes at once
-//   Task                                   data that a task's thread needs while it multiplies
-//   multiply(weight, number, first, last)  multiply panel `number` of a weight by tiles [first,
-//   last)
+// - slices, quantise(i): the number of slices of rows; quantises slice i.
+// - tiles, kTogether: the tiles of rows, and the number of tiles that a task takes at once.
+// - Task: the data that a task's thread needs while it multiplies.
+// - multiply(weight, number, first, last): multiplies the tiles from `first` to `last` - 1 by panel
+//   `number` of a weight matrix.
 template <class Product>
 void run_product(const Product& product, dlm::Parallel& parallel) {
   const dlm::Linear& layer = product.layer;

@@ -1,12 +1,12 @@
 // Computes INT8 and INT4 linear layers of many rows with matrix registers. The header that defines
-// `matrix` must be included before this one. If there are few rows, or if the groups do not suit
-// the registers, the vector kernel of kernels/linear.h is used instead. Both give bit-identical
-// results.
+// the namespace `matrix` must be included first. The vector kernel of kernels/linear.h is used
+// instead if there are few rows, or if the groups do not suit the registers. Both kernels give
+// bit-identical results.
 //
-// A tile has 32 rows, which fill two registers of 16 rows. A panel has 32 columns, which also fill
-// two registers. The bytes of a panel are stored in the layout of these registers. Each of the
-// tile's two registers is multiplied by each of the panel's two, so four more registers hold the
-// sums. Each loaded byte of a tile or panel is used for 32 products.
+// A tile has 32 rows, which fill two registers of 16 rows each. A panel has 32 columns, which also
+// fill two registers. The bytes of a panel are already stored in the layout of these registers.
+// Each of the two tile registers is multiplied by each of the two panel registers. The sums of
+// these products need four more registers. So each loaded byte is used for 32 products.
 #pragma once
 
 #include "kernels/linear.h"
@@ -14,22 +14,22 @@
 namespace {
 
 constexpr int64_t kMatrixRows = 32;  // number of rows in a tile
-// The number of rows that a task quantises. A slice is smaller than a tile, so that several threads
-// can share a single tile.
+// The number of rows that one task quantises, called a slice. A slice is smaller than a tile, so
+// that several threads can share the work on a single tile.
 constexpr int64_t kSliceRows = 8;
-constexpr int64_t kMatrixTogether = 8;  // number of tiles that a task multiplies each panel by
-// INT4 weights are unpacked for this many inputs at a time. They take 8 KiB, which fits the
-// first-level cache.
+constexpr int64_t kMatrixTogether = 8;  // number of tiles that a task multiplies by each panel
+// INT4 weights are unpacked for this many inputs at a time. The unpacked weights take 8 KiB, which
+// fits the first-level cache.
 constexpr int64_t kUnpackedInputs = 256;
 
-// Up to this many rows, the vector kernel multiplies, because registers would be padded with empty
-// rows. On the vector units, a row takes 16 cycles per 2048 weights, so 16 rows take 256 cycles. In
-// that time, a core cannot read more weights from memory anyway: at 3 GHz that would be 24 GB/s (12
-// GB/s for INT4), and a core's share of the bandwidth is less.
+// Layers with at most this many rows use the vector kernel, because matrix registers would be
+// padded with empty rows. On the vector units, a row takes 16 cycles per 2048 weights, so 16 rows
+// take 256 cycles. A core cannot read 2048 weights from memory in less time. At 3 GHz, that would
+// take a bandwidth of 24 GB/s (12 GB/s for INT4), which is more than a core's share.
 constexpr int64_t kFewRows = 16;
 
-// How codes are multiplied. In both formats, the codes of rows are signed bytes, and weights are
-// unsigned bytes. One product of registers takes kStep inputs.
+// The formats of codes. In both of them, the codes of rows are signed bytes, and weights are
+// unsigned bytes. One product of two registers covers kStep inputs.
 struct MatrixInt8 : simd::Bytes {
   static constexpr bool kIsInt4 = false;
   static constexpr int32_t kWeightOffset = 128;
@@ -42,12 +42,13 @@ struct MatrixInt4 : simd::Bytes {
   static constexpr int64_t kStep = kInputs;
 };
 
-// Data to prefetch while products are computed: some cache lines per product.
+// Data to prefetch while products are computed. Each product prefetches `lines` cache lines.
 struct Fetched {
   const uint8_t* next;
   int64_t lines;
 
-  // Splits `bytes` bytes from `from` on evenly over this many products. Does not go beyond `end`.
+  // Prefetches `bytes` bytes that start at `from`, evenly distributed over `products` products.
+  // Stops at `end`.
   Fetched(const uint8_t* from, int64_t bytes, const uint8_t* end, int64_t products)
       : next(from), lines((least(bytes, end - from) + 64 * products - 1) / (64 * products)) {}
 };
@@ -74,7 +75,7 @@ inline void add_products(const int8_t* codes, const uint8_t* weights, int64_t st
   }
 }
 
-// Stores the sums in the registers to [32, 32].
+// Stores the sums from the registers as an array [32, 32].
 inline void store_sums(int32_t* sums) {
   constexpr int64_t kHalf = kMatrixRows / 2, kWidth = kPanel * kDot;
   matrix::store<0>(sums, kWidth), matrix::store<1>(sums + kPanel / 2, kWidth);
@@ -82,7 +83,7 @@ inline void store_sums(int32_t* sums) {
   matrix::store<2>(sums, kWidth), matrix::store<3>(sums + kPanel / 2, kWidth);
 }
 
-// Unpacks the INT4 weights of one panel for `inputs` inputs to bytes [inputs / 4, 32, 4].
+// Unpacks the INT4 weights of one panel to bytes [inputs / 4, 32, 4].
 inline void unpack(const uint8_t* packed, int64_t inputs, uint8_t* bytes) {
   constexpr int64_t kWidth = kPanel * kDot, kVector = kLanes * kDot;
   for (int64_t k = 0; k < inputs; k += dlm::kPairs, packed += kWidth, bytes += 2 * kWidth) {
@@ -107,8 +108,8 @@ struct MatrixProduct {
   const dlm::Linear& layer;
   int64_t group_size, groups;
   Tiles tiles;
-  // These arrays have the data of all tiles. Tiles are padded to 32 rows, and rows to whole
-  // products.
+  // These arrays have the data of all tiles. The shapes below are per tile. Tiles are padded to 32
+  // rows, and rows are padded to a multiple of `step` inputs.
   int8_t* codes;     // [K / step, 32, step]
   int32_t* offsets;  // [groups, 32]: added to the sums of each group
   float* scales;     // [32]
@@ -163,14 +164,14 @@ struct MatrixProduct {
     }
   }
 
-  // Writes the results of one panel, [tiles, 32, 32].
+  // Multiplies tiles by one panel. Writes the results, [tiles, 32, 32].
   void multiply_int8(const dlm::LinearWeight& weight, int64_t number, int64_t first, int64_t last,
                      float* results) const {
     const int64_t K = layer.inputs, bytes = K * kPanel, whole = K / kStep, left = K % kStep;
     const uint8_t* const panel = weight.panels + number * bytes;
     const uint8_t* const end = weight.panels + dlm::padded_columns(weight.columns) * K;
-    // A copy of the weights of the last, incomplete product. The memory after the panel may not
-    // exist.
+    // Holds the weights of the last, incomplete product, because the memory after the panel may not
+    // be readable.
     alignas(64) uint8_t rest[kStep * kPanel];
     __builtin_memcpy(rest, panel + whole * kStep * kPanel, left * kPanel);
     __builtin_memset(rest + left * kPanel, 0, (kStep - left) * kPanel);
@@ -233,9 +234,9 @@ struct MatrixProduct {
         [&](auto v) __attribute__((always_inline)) { to[v] = load_scales(from + v * kLanes); });
   }
 
-  // Adds the offsets of the group to the sums of a tile. Then calls `body` for each vector of sums,
-  // with three arguments: the index of the vector's first sum in [32, 32], the number of the vector
-  // in its row, and the vector itself.
+  // Adds the offsets of the group to the sums of a tile. Then calls `body` for each vector of sums.
+  // The arguments of `body` are the index of the vector's first sum in [32, 32], the number of the
+  // vector in its row, and the vector itself.
   template <class Body>
   [[gnu::always_inline]] void each_sum(int64_t tile, int64_t group, Body body) const {
     alignas(64) int32_t sums[kMatrixRows * kPanel];
@@ -249,8 +250,8 @@ struct MatrixProduct {
   }
 };
 
-// Computes a linear layer with matrix registers. If the layer does not suit them, uses the vector
-// kernels of the same processor.
+// Computes a linear layer with matrix registers. If the layer does not suit these registers, uses
+// the vector kernel of the same processor.
 template <const dlm::Kernels& kVectorKernels>
 void matrix_linear(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {
   const int64_t size = layer.group_size;

@@ -5,7 +5,8 @@
 
 namespace {
 
-// The factor that normalises a row, from the sum of its squares: 1 / sqrt(mean + epsilon).
+// Returns the factor that normalises a row: 1 / sqrt(mean of the squares + epsilon). `squares` is
+// the sum of the squares of the row.
 inline float inverse_size(float squares, int64_t width, float epsilon) {
   return 1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + epsilon);
 }
@@ -19,11 +20,11 @@ inline void scale_row(const float* x, float inverse, const float* weight, int64_
   for (; i < width; ++i) y[i] = x[i] * inverse * weight[i];
 }
 
-// The sum of the squares of a row. read(i) returns the vector of numbers from i on. read_one(i)
-// returns number i, for the numbers after the last whole vector.
+// Returns the sum of the squares of a row. read(i) returns the vector that starts at number i.
+// read_one(i) returns the single number i. It is used after the last whole vector.
 template <class Read, class ReadOne>
 [[gnu::always_inline]] inline float sum_squares(int64_t width, Read read, ReadOne read_one) {
-  constexpr int kSums = 4;  // enough to hide the latency of multiply-adds
+  constexpr int kSums = 4;  // number of partial sums; hides the latency of multiply-adds
   F sums[kSums];
   unroll<kSums>([&](auto j) __attribute__((always_inline)) { sums[j] = simd::zero(); });
   int64_t i = 0;

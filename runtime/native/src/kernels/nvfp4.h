@@ -1,15 +1,15 @@
-// The kernel for NVFP4 linear layers, and products of floats that other kernels also use.
+// The kernel for NVFP4 linear layers, and products of float matrices that other kernels also use.
 #pragma once
 
 #include "kernels/common.h"
 
 namespace {
 
-// The weights of this many inputs are decoded at a time. They take 16 KiB, which fits the
-// first-level cache.
+// The number of inputs whose weights are decoded at a time. The decoded weights take 16 KiB, which
+// fits the first-level cache.
 constexpr int64_t kStretch = 128;
 
-// Decodes a scale in E4M3. Its exponent bias is 7, and that of a float is 127.
+// Decodes a scale in the format E4M3. The exponent bias is 7 in E4M3, and 127 in a float.
 inline float e4m3(uint8_t byte) {
   if ((byte & 0x7f) == 0x7f) return __builtin_nanf("");
   const uint32_t bits =
@@ -19,12 +19,13 @@ inline float e4m3(uint8_t byte) {
   return scale * 0x1p120f;
 }
 
-// Decodes the weights of one panel for `inputs` inputs to floats [inputs, 32].
+// Decodes the weights of one panel to floats [inputs, 32].
 inline void decode(const uint8_t* codes, const uint8_t* scales, int64_t inputs, float global_scale,
                    float* weights) {
   constexpr int kVectors = kPanel / kLanes, kHalf = kPanel / 2;
-  constexpr int8_t kTwice[] = {0, 1,  2,  3,  4,  6,  8,  12,
-                               0, -1, -2, -3, -4, -6, -8, -12};  // the values of E2M1
+  constexpr int8_t kTwice[] = {0, 1, 2, 3, 4, 6, 8, 12,
+                               // all numbers that E2M1 can represent
+                               0, -1, -2, -3, -4, -6, -8, -12};
   const simd::Table table = simd::load_table(kTwice);
   for (int64_t from = 0; from < inputs; from += dlm::kGroup, scales += kPanel) {
     float steps[kPanel];
@@ -40,7 +41,7 @@ inline void decode(const uint8_t* codes, const uint8_t* scales, int64_t inputs, 
   }
 }
 
-// Multiplies kRows rows, which are `stride` apart, by a panel's weights [inputs, 32]. Adds the
+// Multiplies kRows rows by a panel's weights [inputs, 32]. The rows are `stride` apart. Adds the
 // products to sums [kRows, 32].
 template <int kRows>
 [[gnu::noinline]] void multiply_floats(const float* x, int64_t stride, const float* weights,
@@ -69,9 +70,9 @@ template <int kRows>
   }
 }
 
-// Multiplies the rows in tiles [first, last) of x [rows, K] by a panel's weights. Writes the
-// results to sums [rows, 32]. weights_of(k, inputs) returns the weights [inputs, 32] of the inputs
-// from k on.
+// Multiplies the rows of the tiles from `first` to `last` - 1 of x [rows, K] by a panel. Writes the
+// results to sums [rows, 32]. weights_of(k, inputs) returns the panel's weights [inputs, 32] for
+// the inputs that start at k.
 template <class WeightsOf>
 void sum_floats(const float* x, int64_t K, const Tiles& tiles, int64_t first, int64_t last,
                 float* sums, WeightsOf weights_of) {

@@ -48,8 +48,8 @@ extern decltype(Kernels::linear) const kAmxLinear;
 
 namespace {
 
-// Makes a kernel set. If the processor lacks its instructions (`all` names them), the set gets a
-// refusal.
+// Describes a kernel set. If the processor lacks one of the needed instruction sets, which `all`
+// names, the description has a refusal.
 KernelSet make_set(const Kernels& kernels, bool has_all, const char* all) {
   return {kernels.name, &kernels, has_all ? "" : std::string("the processor has no ") + all};
 }
@@ -64,14 +64,15 @@ std::vector<KernelSet> find_kernel_sets() {
       has(__builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"),
           __builtin_cpu_supports("avx512dq"), __builtin_cpu_supports("avx512vl"),
           __builtin_cpu_supports("avx512vnni"));
-  // CPUID reports F16C in leaf 1, and AVX-VNNI in leaf 7, subleaf 1. Older compilers have no names
-  // for these features.
+  // CPUID reports F16C in leaf 1, and AVX-VNNI in leaf 7, subleaf 1. Older compilers cannot test
+  // for these features by name.
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx >> 29 & 1) != 0;
   const bool has_avx2 =
       has(__builtin_cpu_supports("avx2"), __builtin_cpu_supports("fma"), has_f16c);
 #ifdef DLM_AMX
-  // The copy is made here, because code in the kernels' own files may not run on this processor.
+  // The kernel set is put together here and not in the kernels' own files, because the code of
+  // those files may not run on this processor.
   static const Kernels amx = [] {
     Kernels kernels = kAvx512Kernels;
     kernels.name = "amx-int8", kernels.linear = kAmxLinear;

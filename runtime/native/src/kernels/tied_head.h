@@ -1,16 +1,18 @@
 // The kernel for a tied head. It multiplies rows of activations by the rows of an embedding table.
-// The table is stored as in the checkpoint, or in FP8. Sums are fp32.
+// The table has the number format of the checkpoint, or FP8. Sums are fp32.
 #pragma once
 
 #include "kernels/common.h"
 
 namespace {
 
-// The numbers of table rows and of activation rows whose sums fit the registers.
+// The numbers of table rows and of activation rows that are multiplied at a time. Their sums fit
+// the registers.
 constexpr int kTableRows = 4, kHeadRows = simd::kFloatRows * simd::kFloatVectors / kTableRows;
 
-// Multiplies kRows rows of x by kTable rows of a table, and writes the products to y, whose rows
-// are `stride` apart. Prefetches the table rows at `ahead`. kLoad loads a vector of the table.
+// Multiplies kRows rows of x by kTable rows of a table. Writes the products to y, whose rows are
+// `stride` apart. Meanwhile prefetches the table rows at `ahead`. kLoad loads one vector of the
+// table.
 template <class Element, F (*kLoad)(const Element*), int kRows, int kTable>
 [[gnu::noinline]] void multiply_by_table(const float* x, const Element* table, int64_t inputs,
                                          const Element* ahead, const float* scales, float* y,
@@ -36,7 +38,7 @@ template <class Element, F (*kLoad)(const Element*), int kRows, int kTable>
                        __attribute__((always_inline)) { fetch_ahead(ahead + t * inputs + k, 0); });
     add(x + k, inputs, table + k, inputs);
   }
-  if (k < inputs) {  // the last vector, padded with zeros
+  if (k < inputs) {  // the last vector, which is padded with zeros
     float rows[kRows * kLanes] = {};
     Element elements[kTable * kLanes] = {};
     for (int64_t i = k; i < inputs; ++i) {
@@ -54,7 +56,8 @@ template <class Element, F (*kLoad)(const Element*), int kRows, int kTable>
 
 template <class Element, F (*kLoad)(const Element*)>
 void multiply_head(const dlm::TiedHead& head, dlm::Parallel& parallel) {
-  constexpr int64_t kTaskRows = 256;  // number of table rows per task; fewer if the table is small
+  // The number of table rows per task. If the table is small, tasks have fewer rows.
+  constexpr int64_t kTaskRows = 256;
   const auto* const table = static_cast<const Element*>(head.table);
   const Tiles tiles(head.rows, kHeadRows);
   const int64_t K = head.inputs, N = head.columns;
@@ -67,7 +70,8 @@ void multiply_head(const dlm::TiedHead& head, dlm::Parallel& parallel) {
     for (int64_t n = from; n < to;) {
       const bool is_whole = n + kTableRows <= to;
       const int64_t together = is_whole ? kTableRows : 1;
-      // Prefetch the next rows, or at the end of the table the same rows again.
+      // Prefetches the next rows of the table. At the end of the table, prefetches the current rows
+      // again.
       const int64_t next = n + 2 * kTableRows <= N ? n + together : n;
       for (int64_t tile = first; tile < last; ++tile) {
         const int64_t start = tiles.start(tile);

@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kMostBytes = size_t{1} << 28;
 
-// The characters that str.strip of Python removes: white space and four ASCII separators.
+// True for the characters that Python's str.strip removes: white space and four ASCII separators.
 bool is_stripped(char32_t point) { return is_space(point) || (point >= 0x1C && point <= 0x1F); }
 
 std::string_view stripped(std::string_view text) {
@@ -25,7 +25,8 @@ std::string_view stripped(std::string_view text) {
   return first < last ? text.substr(first, last - first) : std::string_view();
 }
 
-// The index of a role. If a name is listed twice, the first entry is for the first message.
+// Returns the index of a role. If the file lists the name twice, the first entry is for the first
+// message of a conversation.
 size_t role_of(const TextFile& file, const std::string& where, std::string_view name,
                bool is_first) {
   std::string known;

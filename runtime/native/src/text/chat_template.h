@@ -1,5 +1,5 @@
-// Turns a conversation into the text that the denoiser was trained on, up to where the assistant's
-// reply starts.
+// Turns a conversation into the text that the denoiser was trained on. The text ends where the
+// assistant's reply starts.
 //
 // The chat template itself is not run. The bundle's text file has the text that the template puts
 // before, between and after messages.
@@ -20,14 +20,13 @@ struct ChatMessage {
 
 struct RenderedChat {
   std::string text;
-  // The byte ranges [first, last) of the messages' contents in the text, ascending. Empty contents
-  // are left out.
+  // The byte range of each message's content in the text, in ascending order: from `first` to
+  // `last` - 1. Empty contents are left out.
   std::vector<std::pair<size_t, size_t>> contents;
 };
 
 // Throws Error(DLM_INVALID_ARGUMENT) for an unknown role. Throws Error(DLM_UNSUPPORTED) if the text
-// file lacks the text for this conversation, or if the template does more than joining the
-// messages.
+// file lacks the text for this conversation, or if the template does more than joining messages.
 RenderedChat render_chat(const TextFile& file, const std::vector<ChatMessage>& messages);
 
 }  // namespace dlm

@@ -9,7 +9,8 @@
 namespace dlm {
 namespace {
 
-constexpr uint8_t kStarts = 255;          // class of the starters that may change
+// The class of starters that may change. A starter is a character with the combining class 0.
+constexpr uint8_t kStarts = 255;
 constexpr char32_t kFirstChange = 0x300;  // all text below this code point is already composed
 // Constants of Hangul, whose syllables are composed by arithmetic (section 3.12 of the standard).
 constexpr char32_t kSyllables = 0xAC00, kLeads = 0x1100, kVowels = 0x1161, kTails = 0x11A7;
@@ -46,7 +47,7 @@ void decompose(const TextFile& file, char32_t point, std::vector<Point>& out) {
   }
 }
 
-// The composition of two characters, or 0 if they do not compose.
+// Returns the composition of two characters. Returns 0 if they do not compose.
 char32_t composed(const TextFile& file, char32_t first, char32_t second) {
   if (first - kLeads < kLeadCount && second - kVowels < kVowelCount)
     return kSyllables + ((first - kLeads) * kVowelCount + (second - kVowels)) * kTailCount;
@@ -74,10 +75,10 @@ void sort_marks(std::vector<Point>& points) {
   }
 }
 
-// Composes each mark with its starter, unless a mark of the same class or a starter is between
-// them.
+// Composes each mark with its starter, unless another starter or a mark of the same class is
+// between them.
 void join(const TextFile& file, std::vector<Point>& points) {
-  // start: index of the last starter. At first, it is invalid.
+  // `start` is the index of the last starter. Before the first starter, it is an invalid index.
   size_t kept = 0, start = points.size();
   for (size_t i = 0; i < points.size(); ++i) {
     const Point point = points[i];

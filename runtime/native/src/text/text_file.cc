@@ -12,14 +12,15 @@ namespace {
 constexpr char kMagic[] = "DLMTEXT";
 constexpr uint8_t kVersion = 1;
 constexpr size_t kMagicBytes = 8, kPages = kCodePoints / 256;
-constexpr int32_t kMostDecomposed = 18;  // code points in a decomposition; the longest in Unicode
-                                         // has 4
+// The largest number of code points in a decomposition. The longest decomposition in Unicode has 4.
+constexpr int32_t kMostDecomposed = 18;
 constexpr int32_t kMostAround = 1024, kMostRoles = 16, kMostClasses = 255;
-constexpr int32_t kMostSplits = 64;  // released tokenizers have up to four splits
-// The most bytes of a token's text. A denoiser that repeats a token must not fill the memory.
+constexpr int32_t kMostSplits = 64;  // most splits; released tokenizers have up to four
+// The largest size of a token's text in bytes. The limit ensures that a denoiser that repeats a
+// token cannot fill the memory.
 constexpr size_t kMostTokenBytes = size_t{1} << 16;
 
-// The sizes in the header, in order.
+// The numbers in the header of the file, in order. They are the sizes of the tables.
 struct Sizes {
   int32_t vocab, token_bytes, chars, merges, added, raw_added, added_bytes, classes, class_pages,
       splits, states, nfc_pages, decomposed, decomposition_points, compositions, prefix, suffix,
@@ -44,7 +45,7 @@ class Reader {
     return out;
   }
 
-  // Reads `count` numbers from `lowest` to `highest`.
+  // Reads `count` numbers. Each number must be at least `lowest` and at most `highest`.
   Numbers numbers(const char* name, int64_t count, int32_t lowest, int32_t highest) {
     const Numbers out = take<int32_t>(count);
     for (const int32_t value : out)
@@ -54,8 +55,9 @@ class Reader {
     return out;
   }
 
-  // Reads `count` + 1 numbers in ascending order, from 0 to `total`. Equal numbers may follow each
-  // other.
+  // Reads `count` + 1 numbers: the starts of `count` lists, and the end of the last list. The first
+  // number must be 0, and the last must be `total`. A number must not be smaller than the number
+  // before it.
   Numbers starts(const char* name, int64_t count, int32_t total) {
     const Numbers out = numbers(name, count + 1, 0, total);
     if (out[0] != 0 || out[out.size - 1] != total || !std::is_sorted(out.begin(), out.end()))
@@ -93,7 +95,8 @@ void check_sizes(const Sizes& s, const Reader& reader) {
     reader.refuse("splits", "have no classes of characters");
 }
 
-// Reads the vocabulary. This must come first, because merges, characters and splits refer to it.
+// Reads the vocabulary. It must be read first, because merges, characters and splits refer to
+// tokens.
 void read_vocabulary(TextFile& file, const Sizes& s, Reader& reader) {
   const int32_t last = s.vocab - 1;
   file.vocab_size = s.vocab;

@@ -1,8 +1,8 @@
 // A bundle's compiled text file. It has the tables of the tokenizer and of the chat template.
 //
 // exporter/dlm_export/text/layout.py writes the file, and docs/reference/bundle.md documents it.
-// The file has a header of sizes, then int32 numbers in little-endian order, then bytes. It
-// contains only data, no code. All of it is checked when it is read.
+// The file has a header with the sizes of the tables, then int32 numbers in little-endian order,
+// then bytes. It contains only data, no code. Everything in it is checked when it is read.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,8 @@ namespace dlm {
 
 using Numbers = View<int32_t>;  // an array of numbers in the file
 
-// A table with one byte for each code point, in pages of 256. It is empty if it has no pages.
+// A table with one byte for each code point. The table is stored in pages of 256 code points. A
+// table without pages is empty.
 struct CodePointTable {
   Numbers pages;
   View<uint8_t> values;
@@ -40,7 +41,7 @@ struct Strings {
 struct TextFile {
   enum TokenFlag : uint8_t { special = 1, whole = 2, byte = 4 };
   enum AddedFlag : int32_t { strips_left = 1, strips_right = 2, single_word = 4 };
-  // How a chat uses the content of a message: not at all (the message is refused), unchanged, or
+  // How a chat uses the content of a message: not at all (the message is rejected), unchanged, or
   // without surrounding white space.
   enum Transform : int32_t { refused = 0, as_is = 1, stripped = 2 };
 
@@ -51,62 +52,67 @@ struct TextFile {
   std::vector<int32_t> storage;  // content of the file; all other fields point into it
 
   int32_t vocab_size = 0;
-  // The text of each token. Flag `whole`: if a piece has exactly this text, it becomes this token
-  // without any merging.
+  // The text of each token. A token with the flag `whole` is used without merging if a piece has
+  // exactly its text.
   Strings tokens;
   View<uint8_t> token_flags;
-  // The tokens that a piece consists of before merging. A character listed in char_points has one
-  // token. Any other character has one token per byte. -1: there is no token, and the byte is left
-  // out.
+  // The tokens of a piece before merging. A character in char_points has one token of its own. Any
+  // other character has one token for each of its bytes. -1 means that a byte has no token and is
+  // left out.
   Numbers byte_ids, char_points, char_ids;
-  Numbers merges;  // [M, 3]: left token, right token, result; earlier rows merge first
-  // Texts that always become one token. The first `raw_added` are matched before normalisation, and
-  // the others after it. Each of the two parts is in ascending order.
+  Numbers merges;  // [M, 3]: left token, right token, merged token; earlier rows have priority
+  // Texts that always become one token, called added texts. The first `raw_added` of them are
+  // matched before normalisation. The others are matched after it. Each of these two parts is in
+  // ascending order.
   Numbers added_ids, added_flags;
   Strings added;
   size_t raw_added = 0;
 
-  bool has_space_letter = false;   // U+2581 stands for a space
+  bool has_space_letter = false;   // U+2581 represents a space
   bool starts_with_space = false;  // encoding adds a space at the start
-  bool is_byte_fallback = false;  // adjacent byte tokens are decoded together; invalid bytes become
-                                  // U+FFFD each
-  bool strips_space = false;      // decoding removes one space at the start
-  // The splits cut text into pieces, one split after another. Each split cuts a text into its
-  // matches and the parts between them. `classes` has the character class of each code point.
+  // True if adjacent byte tokens are decoded together, so that each invalid byte becomes U+FFFD.
+  bool is_byte_fallback = false;
+  bool strips_space = false;  // decoding removes one space at the start
+  // Splits cut the text into pieces before merging, one split after another. A split cuts its text
+  // into matches and the parts between matches. `classes` has the character class of each code
+  // point.
   CodePointTable classes;
   int32_t class_count = 0;
-  // Each split is a state machine. The states of split s are [split_starts[s], split_starts[s +
-  // 1]), and the first of them is its start state. A state has one entry for each character class,
-  // and one for the end of the text. The entry is 2 * (next state + 1), or 0 if there is no next
-  // state. 1 is added if a match ends before that character.
+  // Each split is a state machine. The states of split s are numbered from split_starts[s] to
+  // split_starts[s + 1] - 1. The first of them is its start state. A state has one entry for each
+  // character class, and one for the end of the text. An entry is 2 * (next state + 1), or 0 if
+  // there is no next state. If a match may end before the character, the entry is larger by 1.
   Numbers split_starts, split_tables;
 
-  // Tables for composing text (NFC). The class of a code point is 0 if the code point never
-  // changes, and 255 if it is a starter that may change. Otherwise it is the combining class.
+  // Tables for composing text (NFC). `nfc` has a class for each code point: 0 if the code point
+  // never changes, and 255 if it is a starter that may change. Otherwise the class is the combining
+  // class.
   CodePointTable nfc;
   Numbers decomposed, decomposition_starts, decomposition_points;
-  Numbers compositions;  // [F, 3]: first code point, second, their composition; ascending
+  // [F, 3]: first code point, second code point, composition; in ascending order.
+  Numbers compositions;
 
   Numbers prefix, suffix;  // token ids added before and after a prompt
 
-  // Tables for chats. The context of a message is 2 * role, plus 1 if it is the last message. The
-  // text before a message depends on its context and on the previous role. (The previous role is
-  // stored as role + 1; 0 means that there is no previous message.) The text after the last message
-  // depends on its role. -1 means that the conversation is not allowed.
+  // Tables for chats. The context of a message is a number: 2 * role, plus 1 if it is the last
+  // message. The text before a message depends on its context and on the previous role. (The
+  // previous role is stored as role + 1. 0 means that there is no previous message.) The text after
+  // the last message depends on the role of that message. -1 means that the conversation is not
+  // allowed.
   Strings chat_strings;
-  // [R], the names of the roles. If a name is listed twice, the first entry is for the first
-  // message of a conversation. If there are no roles, the first string says why chats are not
-  // supported.
+  // [R]: the names of the R roles. If a name is listed twice, the first entry is for the first
+  // message of a conversation. If there are no roles, the first string of chat_strings says why
+  // chats are not supported.
   Numbers roles;
   Numbers chat_transforms;             // [2 R]
   Numbers chat_gaps;                   // [R + 1, 2 R]
   Numbers chat_ends;                   // [R]
-  Numbers literal_contexts, literals;  // by context: texts that a content must not contain
+  Numbers literal_contexts, literals;  // for each context: texts that a content must not contain
   Numbers empty_contexts;              // contexts in which the content must not be empty
 };
 
-// Reads and checks a file. Messages start with `where`. Throws Error(DLM_BAD_BUNDLE,
-// DLM_UNSUPPORTED).
+// Reads and checks the content of a text file. `where` is the start of error messages. Throws
+// Error(DLM_BAD_BUNDLE, DLM_UNSUPPORTED).
 TextFile read_text_file(const void* data, size_t size, const std::string& where);
 
 }  // namespace dlm

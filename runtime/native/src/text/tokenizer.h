@@ -1,8 +1,9 @@
-// The tokenizer: converts text to token ids and back, with the tables of a compiled text file. When
-// a bundle is built, the results are compared with those of the Python tokenizer.
+// The tokenizer: converts text to token ids and back. It uses the tables of a compiled text file.
+// Each build of a bundle compares its results with those of the Python tokenizer.
 //
-// It implements byte pair encoding. Tokens are sequences of bytes, or sequences of characters; then
-// a character that the vocabulary lacks is encoded as bytes.
+// The tokenizer implements byte pair encoding. In some vocabularies, tokens are sequences of bytes.
+// In others, tokens are sequences of characters; there, a character that the vocabulary lacks is
+// encoded as bytes.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +17,14 @@
 
 namespace dlm {
 
-constexpr size_t kMostTextBytes = size_t{1} << 28;  // most bytes of text in one call
+constexpr size_t kMostTextBytes = size_t{1} << 28;  // most bytes of text that one call encodes
 
 // An open-addressing hash index of numbers. The load factor is at most 1/2.
 class Index {
  public:
   void reserve(size_t count);
-  // Throws Error(DLM_BAD_BUNDLE) if there are more collisions than chance would explain.
+  // Adds a number. Throws Error(DLM_BAD_BUNDLE) if there are more hash collisions than chance would
+  // explain.
   void insert(uint64_t hash, int32_t number);
   template <class IsIt>
   int32_t find(uint64_t hash, IsIt is_it) const {
@@ -39,22 +41,22 @@ class Index {
 
 struct Encode {
   bool is_prompt = false;
-  bool special_tokens = false;  // text of a special token is encoded as that token
+  bool special_tokens = false;  // true: the text of a special token becomes that token
 };
 
 class Text {
  public:
-  // Reads and checks a file; throws like read_text_file.
+  // Reads and checks the content of a text file. Throws the same errors as read_text_file.
   Text(const void* data, size_t size, const std::string& where);
 
   const TextFile& file() const { return file_; }
 
-  // Appends the ids of a text to `out`. If `how.is_prompt` is set, also adds the tokens that the
+  // Appends the ids of a text to `out`. If `how.is_prompt` is true, also adds the tokens that the
   // tokenizer puts around a prompt. Throws Error(DLM_INVALID_ARGUMENT) for invalid UTF-8, and for
   // special tokens that are not allowed.
   void encode(std::string_view text, Encode how, std::vector<int32_t>& out) const;
-  // Appends the ids of a chat. Special tokens in the template's text are recognised. Text that
-  // touches the content of a message is never recognised as a special token.
+  // Appends the ids of a chat to `out`. Special tokens are recognised only in the template's text.
+  // Text that touches the content of a message never becomes a special token.
   void encode_chat(const RenderedChat& chat, std::vector<int32_t>& out) const;
 
  private:
@@ -66,17 +68,18 @@ class Text {
   TextFile file_;
   const std::string where_;
   Index merges_, wholes_;
-  uint8_t starts_added_[2][256] = {};  // first bytes of added texts, before and after normalisation
+  // 1 for each byte that can start an added text, before and after normalisation.
+  uint8_t starts_added_[2][256] = {};
 };
 
-// Decodes token ids to text, in batches. Only whole characters are returned, so how the ids are
-// split into batches does not change the text.
+// Decodes token ids to text, in batches. Each batch returns only whole characters. So the text does
+// not depend on how the ids are split into batches.
 class TextDecoder {
  public:
   explicit TextDecoder(std::shared_ptr<const Text> text) : text_(std::move(text)) {}
 
-  // Decodes `count` more ids and appends their text to `out`. Skips unknown and special ids.
-  // is_last: no ids follow.
+  // Decodes `count` more ids, and appends their text to `out`. Skips unknown and special ids.
+  // is_last means that no ids follow.
   void operator()(const int32_t* ids, size_t count, bool is_last, std::string& out);
 
  private:

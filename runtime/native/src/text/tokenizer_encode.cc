@@ -11,9 +11,10 @@
 namespace dlm {
 namespace {
 
-constexpr size_t kMostProbes = 1024;  // at load factor 1/2, a few dozen are enough unless keys were
-                                      // chosen to collide
-constexpr size_t kStepsPerChar = 64;  // most steps of a split per character
+// The largest number of probes in a hash table. A few dozen are enough, unless somebody chose keys
+// that collide.
+constexpr size_t kMostProbes = 1024;
+constexpr size_t kStepsPerChar = 64;  // most steps of a split, per character of the text
 constexpr std::string_view kSpaceLetter = "\xE2\x96\x81";  // U+2581
 
 uint64_t mixed(uint64_t value) {
@@ -39,7 +40,7 @@ uint64_t hash_of(std::string_view text) {
   return mixed(mixed(hash ^ word));
 }
 
-// The position where the trailing white space starts.
+// Returns the position where the trailing white space of `text` starts.
 size_t space_before(std::string_view text) {
   size_t end = text.size();
   while (end > 0) {
@@ -52,7 +53,7 @@ size_t space_before(std::string_view text) {
   return end;
 }
 
-// The bytes of leading white space.
+// Returns the number of bytes of leading white space in `text`.
 size_t space_behind(std::string_view text) {
   size_t end = 0;
   for (size_t at = 0; at < text.size() && is_space(next_char(text, at));) end = at;
@@ -95,11 +96,11 @@ Text::Text(const void* data, size_t size, const std::string& where)
     starts_added_[i < file_.raw_added ? 0 : 1][static_cast<uint8_t>(file_.added[i][0])] = 1;
 }
 
-// The state of one call of Text::encode or Text::encode_chat.
+// The working data of one call of Text::encode or Text::encode_chat.
 class Encoding {
  public:
-  // `chat` is the rendered chat, which decides where special tokens are recognised. For other text,
-  // it is nullptr.
+  // `chat` is the rendered chat, which decides where special tokens are recognised. It is nullptr
+  // for text that is not a chat.
   Encoding(const Text& text, bool special_tokens, const RenderedChat* chat,
            std::vector<int32_t>& out)
       : text_(text), file_(text.file_), special_tokens_(special_tokens), chat_(chat), out_(out) {}
@@ -114,7 +115,8 @@ class Encoding {
   }
 
  private:
-  // Appends the ids of added texts, and calls `piece` for the text between them.
+  // Finds the added texts in `text`, and appends their ids. Calls `piece` for each part of the text
+  // between them.
   template <class Piece>
   void split_added(std::string_view text, size_t stage, Piece piece) {
     const uint8_t* const starts = text_.starts_added_[stage];
@@ -141,8 +143,7 @@ class Encoding {
     if (done < text.size()) piece(text.substr(done));
   }
 
-  // True if the text of a special token must be encoded as ordinary text here. Then no added token
-  // is recognised in it.
+  // True if the text of a special token must be encoded as ordinary text at this place.
   bool is_ordinary(size_t stage, size_t start, size_t end) const {
     if (chat_ == nullptr) return !special_tokens_;
     if (stage == 0) return touches_content(start, end);
@@ -164,12 +165,13 @@ class Encoding {
     return found != contents.end() && found->first < end;
   }
 
-  // The index of the longest added text in [first, last) that `text` starts with, or `last` if
-  // there is none.
+  // Returns the index of the longest added text that `text` starts with. Searches the indices from
+  // `first` to `last` - 1. Returns `last` if there is no such text.
   size_t longest_added(std::string_view text, size_t first, size_t last) const {
     size_t found = last;
     for (size_t length = 1; first < last && length <= text.size(); ++length) {
-      // Texts with the same start are adjacent, and the shortest comes first.
+      // Added texts that start with the same bytes are neighbours, and the shortest of them comes
+      // first.
       const auto next = static_cast<uint8_t>(text[length - 1]);
       const auto bound = [&](bool is_upper) {
         size_t low = first, high = last;
@@ -206,7 +208,7 @@ class Encoding {
     return spaced_;
   }
 
-  // Splits text with the split `number` and the splits after it.
+  // Splits `text` with the split `number`, and then with all later splits.
   void split(std::string_view text, size_t number) {
     if (number + 1 == file_.split_starts.size) return merge(text);
     const auto width = static_cast<size_t>(file_.class_count) + 1;
@@ -228,7 +230,7 @@ class Encoding {
         fail(DLM_BAD_BUNDLE, "%s: split %zu takes more than %zu steps per byte of this text",
              text_.where_.c_str(), number, kStepsPerChar);
       if (end == at) {
-        at += char_bytes(text[at]);  // not inside a match
+        at += char_bytes(text[at]);  // no match starts at this character
         continue;
       }
       if (done < at) split(text.substr(done, at - done), number + 1);
@@ -246,8 +248,9 @@ class Encoding {
     });
   }
 
-  // Merges the tokens of a piece (byte pair encoding). Each step merges the pair that comes first
-  // in the list of merges. If it occurs several times, the leftmost pair is merged.
+  // Merges the tokens of a piece (byte pair encoding). Each step merges two neighbouring tokens:
+  // the pair that comes first in the list of merges. If this pair occurs several times, the
+  // leftmost one is merged.
   void merge(std::string_view text) {
     const int32_t whole = text_.wholes_.find(
         hash_of(text), [&](int32_t token) { return file_.tokens[token] == text; });
@@ -264,7 +267,7 @@ class Encoding {
       const auto at = static_cast<size_t>(top & 0xFFFFFFFF);
       Symbol& left = symbols_[at];
       if (left.merge != static_cast<int32_t>(top >> 32))
-        continue;  // one of the two was already merged
+        continue;  // one of the two symbols was already merged
       const size_t behind = left.next;
       left.id = file_.merges[3 * static_cast<size_t>(left.merge) + 2];
       left.next = symbols_[behind].next;
@@ -276,7 +279,9 @@ class Encoding {
     for (size_t i = 0; i < count; i = symbols_[i].next) put(symbols_[i].id);
   }
 
-  // Appends an id. A vocabulary may also have the text of a special token as an ordinary token.
+  // Appends an id. Throws if it is the id of a special token, and special tokens are not allowed.
+  // Merging can produce such an id if the vocabulary also has the special token's text as an
+  // ordinary token.
   void put(int32_t id) {
     if (!special_tokens_ && text_.is_special(id))
       fail(DLM_INVALID_ARGUMENT,
@@ -309,7 +314,7 @@ class Encoding {
     }
   }
 
-  // Looks for the merge of a symbol with the next symbol, and queues it.
+  // Looks for a merge of the symbol at index `at` with the next symbol, and adds it to the queue.
   void offer(size_t at, bool is_heap) {
     Symbol& left = symbols_[at];
     left.merge = left.next < symbols_.size() ? merge_of(left.id, symbols_[left.next].id) : -1;
@@ -319,7 +324,7 @@ class Encoding {
   }
 
   struct Symbol {
-    int32_t id, merge;  // merge: index of the merge with the next symbol; -1: there is none
+    int32_t id, merge;  // merge: index of the merge with the next symbol, or -1
     uint32_t previous, next;
   };
 
@@ -328,8 +333,9 @@ class Encoding {
   const bool special_tokens_;
   const RenderedChat* const chat_;
   std::vector<int32_t>& out_;
-  size_t piece_start_ = 0, piece_size_ = 0;  // in the text that is being normalised
-  bool is_changed_ = false;                  // true if normalisation changed the text
+  // Start and size of the piece in the text that is being normalised.
+  size_t piece_start_ = 0, piece_size_ = 0;
+  bool is_changed_ = false;  // true if normalisation changed the text
   std::string composed_, spaced_;
   std::vector<Symbol> symbols_;
   std::vector<uint64_t> heap_;

@@ -1,5 +1,5 @@
-// Writes the arrays of one case. Some of the first items may have a schema of their own, and all
-// other items share one schema.
+// Writes the arrays of one case (see writer.h). Some of the first items may have a schema of their
+// own. All other items have the same schema.
 #include <algorithm>
 
 #include "compile/schema/keywords.h"
@@ -8,14 +8,14 @@
 namespace dlm::compile::schema {
 namespace {
 
-constexpr size_t kMostMatches = 3;       // maximum number of keywords such as contains in one array
-constexpr size_t kMostStates = 20'000;   // maximum number of states of array_with_matches()
-constexpr size_t kMostMixed = 6;         // larger sets of different items are written in one order
-constexpr uint64_t kMostIntegers = 100;  // maximum number of integers that finite() lists
+constexpr size_t kMostMatches = 3;  // largest number of keywords such as `contains` in one array
+constexpr size_t kMostStates = 20'000;   // largest number of states in array_with_matches()
+constexpr size_t kMostMixed = 6;         // the items of a larger set are written in one order only
+constexpr uint64_t kMostIntegers = 100;  // largest number of integers that finite() lists
 
 }  // namespace
 
-// Returns the formula of the item at an index, and whether a schema describes the item.
+// Returns the formula of the item with the given index, and true if a schema describes this item.
 std::pair<Formula, bool> Writer::item(const Case& found, size_t index) {
   std::vector<Formula> parts;
   bool is_described = false;
@@ -38,10 +38,10 @@ std::pair<Formula, bool> Writer::item(const Case& found, size_t index) {
   return {formulas_.all(parts), is_described};
 }
 
-// Returns how many of the first items a schema evaluates. In the specification, a schema evaluates
-// an item if a keyword such as `items` applies to the item. Items that are evaluated by an inner
-// schema, for example in allOf, are included. The keyword unevaluatedItems of `by` does not apply
-// to evaluated items.
+// Returns the number of items at the start of an array that a schema evaluates. In the
+// specification, a schema evaluates an item if a keyword such as `items` applies to it. Items that
+// an inner schema evaluates, for example in allOf, also count. `by` is the schema that has the
+// keyword unevaluatedItems. This keyword applies only to items that are not evaluated.
 size_t Writer::evaluated_items(const Schema& schema, const Schema& by, const Case& found) {
   expressions_.budget().check();
   if (schema.is_boolean()) return 0;
@@ -117,7 +117,7 @@ Writer::Made Writer::array(const Case& found, const Place& place) {
     const auto [formula, is_described] = item(found, i);
     const Made made = value(formula, inner, is_described);
     if (made.node == expressions_.nothing()) {
-      // The array must end before an item that has no valid value.
+      // This item has no valid value, so the array must end before it.
       if (low > i) return {};
       high = static_cast<uint32_t>(i);
       break;
@@ -156,9 +156,10 @@ Writer::Made Writer::array(const Case& found, const Place& place) {
   return {expressions_.sequence(expressions_.bytes("["), behind), size};
 }
 
-// Writes an array in which certain numbers of items must match certain schemas, as `contains`
-// requires. The function from() builds an automaton whose states have the number of items so far,
-// and for each schema the number of matching items. Numbers are not counted further than necessary.
+// Writes an array in which a given number of items must match a given schema, as `contains`
+// requires. The function from() builds an automaton. Its states have the number of items so far
+// and, for each schema, the number of matching items so far. No number is counted further than
+// necessary.
 Writer::Made Writer::array_with_matches(const Case& found, const std::vector<const Term*>& matches,
                                         const Place& place, size_t prefix, uint64_t low,
                                         uint32_t high) {
@@ -168,7 +169,7 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
   size_t last = std::max<size_t>({prefix, 1, static_cast<size_t>(low)});
   for (const Term* const term : matches) last = std::max<size_t>(last, term->first + 1);
   if (high != kUnbounded) last = high;
-  std::vector<uint64_t> most;  // [schema]: count matching items up to this number
+  std::vector<uint64_t> most;  // for each schema: count matching items up to this number
   double states = static_cast<double>(last + 1);
   for (const Term* const term : matches) {
     most.push_back(term->high == kNoLimit ? term->low : term->high);
@@ -205,9 +206,8 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
         if (is_matching) {
           is_possible = is_possible && is_counted && counts[m] < most[m];
           ++next[m];
-          // If only the number of matching items has a maximum and no minimum, an item that is
-          // counted as matching does not need to match. The real number of matching items is then
-          // below the counted number.
+          // If there is a maximum but no minimum, an item that is counted as matching need not
+          // match. Then fewer items match than are counted, which is allowed.
           if (term.low > 0) parts.push_back(formulas_.of(*term.schema, term.inner));
         } else if (is_counted && term.high != kNoLimit) {
           parts.push_back(formulas_.of(*term.schema, !term.inner));
@@ -235,8 +235,8 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
   return {expressions_.sequence(expressions_.bytes("["), items), size};
 }
 
-// Collects the different values for which a formula is true. `keyed` maps their keys to their
-// texts, and `order` lists the keys. Returns false if the values cannot be listed.
+// Lists the different values for which a formula is true. `keyed` maps the keys of these values to
+// their texts, and `order` lists the keys. Returns false if the values cannot be listed.
 bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>& keyed,
                     std::vector<std::string>& order) {
   const Term& term = formulas_[formula];
@@ -256,7 +256,7 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
     return std::all_of(ways.begin(), ways.end(),
                        [&](Formula way) { return finite(way, level, keyed, order); });
   }
-  // The rest of the function handles formulas that consist of a type and, for integers, a minimum
+  // The rest of the function handles formulas that have only a type and, for integers, a minimum
   // and a maximum.
   std::optional<Decimal> low, high;
   bool is_low_excluded = false, is_high_excluded = false;
@@ -289,7 +289,7 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
     if (to - from >= static_cast<int64_t>(kMostIntegers)) return false;
     for (int64_t number = from; number <= to; ++number) {
       const std::string text = std::to_string(number);
-      // Build the same key that key_of() returns for this number.
+      // Makes the same key as key_of() makes for this number.
       const Decimal decimal = Decimal::parse(text);
       add(decimal.is_zero() ? "#0"
                             : (decimal.is_negative ? "#-" : "#") + decimal.digits + "e" +
@@ -302,8 +302,8 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
   return true;
 }
 
-// Writes an array of different items from a finite set. If the set is small, the items may come in
-// any order. Otherwise they come in the order of the set.
+// Writes an array whose items must all be different, with items from a finite set. If the set is
+// small, the items may come in any order. Otherwise they come in the order of the set.
 std::optional<Writer::Made> Writer::unique_array(Formula item_, uint64_t low, uint64_t high,
                                                  const Place& place) {
   std::map<std::string, Node> keyed;

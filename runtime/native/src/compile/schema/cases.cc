@@ -1,4 +1,4 @@
-// Splits the formula of an array or object into cases. writer.h explains cases.
+// Splits the formula of an array or object into cases. writer.h explains what a case is.
 #include <algorithm>
 
 #include "compile/schema/writer.h"
@@ -6,9 +6,9 @@
 namespace dlm::compile::schema {
 namespace {
 
-constexpr size_t kMostCases = 4096;  // maximum number of cases of one array or object
+constexpr size_t kMostCases = 4096;  // largest number of cases of one array or object
 constexpr size_t kMostCasesInAll = 50'000;
-constexpr size_t kMostClauses = 64;  // maximum number of clauses of one choice, or of one object
+constexpr size_t kMostClauses = 64;  // largest number of clauses of one choice, and of one object
 
 bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
@@ -16,8 +16,7 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 
 }  // namespace
 
-// Adds formulas to a case, so that the case requires them. Each choice and each atom is added only
-// once.
+// Adds formulas to a case as new requirements. Each choice and each atom is added only once.
 void Writer::assert_all(Case& found, std::vector<Formula> todo) {
   std::reverse(todo.begin(), todo.end());
   while (!todo.empty() && !found.is_dead) {
@@ -44,8 +43,8 @@ void Writer::assert_all(Case& found, std::vector<Formula> todo) {
   }
 }
 
-// Simplifies a formula with the facts that the case has already decided. If `names` is not null,
-// assumes that an object has no properties other than `names`.
+// Simplifies a formula, given the facts that the case has already decided. If `names` is not null,
+// the object is assumed to have no properties except those in `names`.
 Formula Writer::reduced(Formula formula, const Case& found, const std::vector<std::string>* names) {
   expressions_.budget().check();
   if (found.asserted.count(formula) != 0) return Formulas::kYes;
@@ -84,8 +83,8 @@ Formula Writer::reduced(Formula formula, const Case& found, const std::vector<st
   return formula;
 }
 
-// Returns a formula that is true if at least one of the named properties violates patternProperties
-// or additionalProperties.
+// Returns a formula that is true if at least one of the properties in `names` violates
+// patternProperties or additionalProperties.
 Formula Writer::violation(const Term& term, const std::vector<std::string>& names) {
   const Schema& schema = *term.schema;
   std::vector<Formula> ways;
@@ -110,8 +109,8 @@ Formula Writer::violation(const Term& term, const std::vector<std::string>& name
   return formulas_.any(ways);
 }
 
-// Like reduced(), but for a choice that the case already requires. reduced() would return kYes for
-// it.
+// Does the same as reduced(), but for a choice that the case already requires. For such a choice,
+// reduced() would return kYes.
 Formula Writer::reduced_choice(Formula choice, const Case& found,
                                const std::vector<std::string>& names) {
   std::vector<Formula> ways;
@@ -120,8 +119,8 @@ Formula Writer::reduced_choice(Formula choice, const Case& found,
   return formulas_.any(ways);
 }
 
-// Removes the choices that have only one possible alternative left, or that are certainly true.
-// Returns whether the case has changed.
+// Removes the choices that are decided: those that are certainly true, and those that have only one
+// possible alternative left. Returns true if the case has changed.
 bool Writer::propagate(Case& found) {
   std::vector<Formula> choices;
   choices.swap(found.choices);
@@ -135,8 +134,8 @@ bool Writer::propagate(Case& found) {
       if (rest == Formulas::kYes) is_true = true;
       if (rest != Formulas::kNo) left.push_back(way);
     }
-    // The case no longer requires a decided choice. So the properties that the choice names may be
-    // written as further properties.
+    // The case no longer requires a choice that is decided. So a property that the choice names may
+    // be written like any property that the schema does not name.
     if (is_true || left.size() <= 1) found.asserted.erase(choices[i]);
     if (is_true) {
       is_changed = true;
@@ -151,8 +150,8 @@ bool Writer::propagate(Case& found) {
   return is_changed;
 }
 
-// Returns whether the case must be split before a branch can be written, because the branch
-// constrains the content of an array or object. If `with_names`, also returns true if the branch
+// Returns true if a branch constrains the content of an array or object. Then the case must be
+// split before the branch can be written. If `with_names` is true, also returns true if the branch
 // requires a property that is not in `names`.
 bool Writer::adds_structure(Formula formula, const std::vector<std::string>& names,
                             bool with_names) {
@@ -177,8 +176,9 @@ bool Writer::adds_structure(Formula formula, const std::vector<std::string>& nam
   }
 }
 
-// Converts a choice to clauses and appends them to `out`. Returns false if the choice is not only
-// about which of the named properties are present, or if there are too many clauses.
+// Converts a choice to clauses, and appends them to `out`. Returns false if there are too many
+// clauses. Also returns false if the choice is about more than the presence of the properties in
+// `names`.
 bool Writer::clauses_of(Formula choice, const std::vector<std::string>& names,
                         std::vector<Clause>& out) {
   std::vector<Clause> made = {{}};
@@ -202,8 +202,8 @@ bool Writer::clauses_of(Formula choice, const std::vector<std::string>& names,
   return out.size() <= kMostClauses;
 }
 
-// Returns the names of the properties to write: the names in `properties` in their order, followed
-// by the other required names.
+// Returns the names of the properties to write. First come the names in `properties`, in their
+// order. Then come the other required names.
 std::vector<std::string> Writer::names_of(const Case& found) {
   std::vector<std::string> names;
   std::unordered_set<std::string_view> seen;
@@ -252,8 +252,7 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
     if (found.is_dead) continue;
     if (type == kObject && expand_violation(found, names, open)) continue;
     if (!found.choices.empty() && formulas_.listed(formulas_.all(found.atoms)) == nullptr) {
-      // All remaining choices are about which properties are present, or have become certainly
-      // true.
+      // Each remaining choice is about the presence of properties, or is certainly true by now.
       std::vector<Clause> clauses;
       bool is_changed = false;
       std::optional<size_t> other;
@@ -261,7 +260,8 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
       for (size_t i = 0; i < found.choices.size() && !other.has_value(); ++i) {
         const Formula rest = reduced_choice(found.choices[i], found, names);
         if (rest == Formulas::kYes) {
-          // Require the alternative that is true if the object has only the properties in `names`.
+          // Requires the alternative that is true if the object has no properties except those in
+          // `names`.
           for (const Formula way : formulas_.alternatives(found.choices[i])) {
             if (reduced(way, found, &names) != Formulas::kYes) continue;
             certain.push_back(way);
@@ -279,8 +279,8 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
         continue;
       }
       if (is_changed) {
-        // Require the alternatives that are certainly true, and process the case again. This
-        // removes the choices that they decide.
+        // Requires the alternatives that are certainly true, and processes the case again. This
+        // removes the choices that these alternatives decide.
         assert_all(found, certain);
         open.push_back(std::move(found));
         continue;
@@ -297,8 +297,8 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
   return either(out);
 }
 
-// Returns the index of the choice by which to split the case next. Returns nullopt if the remaining
-// choices are only about which properties are present.
+// Returns the index of the choice by which the case must be split next. Returns nullopt if all
+// remaining choices are only about the presence of properties.
 std::optional<size_t> Writer::next_choice(const Case& found, uint8_t type,
                                           const std::vector<std::string>& names) {
   if (formulas_.listed(formulas_.all(found.atoms)) != nullptr) return std::nullopt;
@@ -311,9 +311,9 @@ std::optional<size_t> Writer::next_choice(const Case& found, uint8_t type,
   return std::nullopt;
 }
 
-// If the case requires that some property violates patternProperties or additionalProperties,
-// replaces this requirement with one alternative for each property in `names`. Returns false if
-// there is no such requirement, or if the case has a list of its values.
+// Handles a requirement that some property violates patternProperties or additionalProperties.
+// Replaces it by one alternative for each property in `names`. Returns false if the case has no
+// such requirement, or if its values are listed.
 bool Writer::expand_violation(Case& found, const std::vector<std::string>& names,
                               std::vector<Case>& open) {
   const auto at = std::find_if(found.atoms.begin(), found.atoms.end(), [&](Formula part) {
@@ -336,7 +336,7 @@ bool Writer::expand_violation(Case& found, const std::vector<std::string>& names
 
 void Writer::split(const Case& found, size_t choice, std::vector<Case>& open) {
   const std::vector<Formula> ways = formulas_.alternatives(found.choices[choice]);
-  // Push the last alternative first, so that the first one is written first.
+  // The last alternative is pushed first, so that the first alternative is written first.
   for (size_t i = ways.size(); i-- > 0;) {
     expressions_.budget().check();
     Case made = found;
@@ -347,8 +347,9 @@ void Writer::split(const Case& found, size_t choice, std::vector<Case>& open) {
   }
 }
 
-// Like split(), but for a choice that is about more than the presence of properties. Assumes that
-// only the properties in `names` are written, and splits by the alternatives that remain possible.
+// Does the same as split(), but for a choice that is not only about the presence of properties.
+// Assumes that only the properties in `names` are written. Splits the case by the alternatives that
+// are still possible.
 void Writer::split_with_names(const Case& found, size_t choice,
                               const std::vector<std::string>& names, std::vector<Case>& open) {
   const Formula rest = reduced_choice(found.choices[choice], found, names);
@@ -413,8 +414,8 @@ Writer::Made Writer::listed_values(const Case& found, const ValueSet& values, co
   return {expressions_.either(std::move(nodes)), size};
 }
 
-// Returns true if a formula is certainly true in a case. Returns false if it is not, or if this is
-// unknown.
+// Returns true if a formula is certainly true in a case. Returns false if it is not, or if this
+// cannot be decided.
 bool Writer::is_asserted(Formula formula, const Case& found, uint8_t type) {
   for (const Formula part : formulas_.conjuncts(formulas_.restricted(formula, type))) {
     if (found.asserted.count(part) != 0) continue;

@@ -11,7 +11,8 @@ using json::Value;
 
 constexpr int64_t kMostRows = 1'000'000;
 
-// Reads a member whose value must be one of the texts in `known`. The first text is the default.
+// Returns a member of the description. Its value must be one of the texts in `known`. The first of
+// these texts is the default.
 std::string chosen(const Value& description, const char* name,
                    std::initializer_list<const char*> known) {
   const Value* const given = description.find(name);
@@ -56,8 +57,9 @@ class Table {
   }
 
  private:
-  // Writes one field. `is_alone` means that the field is the only one of its line. Such a field
-  // must not be empty, because the line would be empty too, and readers skip empty lines.
+  // Writes one field. If `is_alone` is true, the field is the only one of its line. Such a field
+  // must not be empty. Otherwise its line would be empty, and programs that read CSV skip empty
+  // lines.
   Node field(Node texts, bool is_alone) {
     const Node needs_no_quotes =
         is_alone ? expressions_.without(plain_, expressions_.empty()) : plain_;
@@ -80,7 +82,7 @@ class Table {
   Expressions& expressions_;
   Described described_;
   const std::string delimiter_, line_end_;
-  Node plain_;  // the texts that do not need quotes
+  Node plain_;  // texts that need no quotes
 };
 
 }  // namespace

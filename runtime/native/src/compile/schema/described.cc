@@ -12,7 +12,7 @@ namespace {
 
 using json::Value;
 
-constexpr int kMostReferences = 100;  // maximum length of a chain of references
+constexpr int kMostReferences = 100;  // largest number of references in a chain
 
 // Removes the quotes of JSON strings and decodes their escapes.
 ByteAutomaton unquoted(const ByteAutomaton& strings, Budget& budget) {
@@ -81,7 +81,8 @@ bool Described::is_of_type(const Schema& resolved, std::string_view type) {
 }
 
 void Described::allow(const Schema& schema, std::initializer_list<Keyword> keywords) {
-  // The keywords from Keyword::schema on, such as $id, do not constrain values.
+  // The keywords from Keyword::schema on, such as $id, do not constrain values. So they are not
+  // tested.
   for (size_t i = 0; i < static_cast<size_t>(Keyword::schema); ++i) {
     const auto keyword = static_cast<Keyword>(i);
     if (schema[keyword] != nullptr &&

@@ -1,5 +1,6 @@
-// Reads the JSON Schema of a text that is not JSON, such as CSV or XML. csv.cc and xml.cc use it to
-// get the properties of objects, and the plain texts of strings, numbers, booleans and nulls.
+// Interprets a JSON Schema that describes a text in another format, such as CSV or XML. csv.cc and
+// xml.cc use it to get the properties of objects, and the plain texts of strings, numbers, booleans
+// and nulls.
 #pragma once
 
 #include <initializer_list>
@@ -32,26 +33,26 @@ class Described {
             const char* format);
 
   const Schema& root() { return document_.root(); }
-  // Returns the target of a schema's $ref, or the schema itself if it has no $ref.
+  // Returns the target of a schema's $ref. Without a $ref, returns the schema itself.
   const Schema& resolved(const Schema& schema);
-  // Returns whether the keyword `type` of a schema is exactly this type.
+  // Returns true if the keyword `type` of a schema is exactly this type.
   static bool is_of_type(const Schema& resolved, std::string_view type);
-  // Throws if the schema has a keyword that constrains values and is not in `keywords`.
+  // Throws if the schema has a keyword that constrains values, unless the keyword is in `keywords`.
   void allow(const Schema& schema, std::initializer_list<Keyword> keywords);
-  // Returns the properties of an object in the schema's order.
+  // Returns the properties of an object, in the order of the schema.
   std::vector<Property> properties(const Schema& object);
   // Returns the texts of the values that a schema allows. Strings are written without quotes and
-  // escapes, and null is the empty text. The schema must not allow arrays or objects.
+  // escapes. null is the empty text. The schema must not allow arrays or objects.
   Node scalars(const Schema& schema);
   [[noreturn]] void refuse(const Schema& at, const std::string& why);
-  // Returns whether a schema is recursive, that is, whether its values can contain values of the
+  // Returns true if a schema is recursive, which means that its values can contain values of the
   // same schema.
   bool is_recursive(const Schema& schema) { return !recursion_.below(*schema.value).empty(); }
 
   Expressions& expressions() { return expressions_; }
   Automata& automata() { return automata_; }
   Document& document() { return document_; }
-  // Returns a node together with the warnings so far. Throws if the node has no texts.
+  // Returns a node together with all warnings so far. Throws if the node has no texts.
   Texts texts(Node node);
 
  private:
@@ -64,9 +65,9 @@ class Described {
   const char* const format_;
 };
 
-// Returns the texts of a node, with some bytes replaced by other spellings. For example, XML writes
-// & as &amp;. No spelling may be a prefix of another one. The first byte of each spelling must be a
-// byte that is itself replaced.
+// Returns the texts of a node, in which some bytes are replaced by other spellings. For example,
+// XML writes & as &amp;. No spelling may be the start of another one. Each spelling must start with
+// a byte that is itself replaced.
 using Spellings = std::vector<std::pair<uint8_t, std::string_view>>;
 Node respelled(Expressions& expressions, Automata& automata, Node node, const Spellings& spellings);
 

@@ -1,5 +1,5 @@
-// Reads the text of a schema. Finds the resources with their drafts, the place of each value, and
-// the subschemas. keyword_shapes.cc reads the keywords, and references.cc resolves the references.
+// Parses the text of a schema. Finds the resources and their drafts, the place of each value, and
+// the subschemas. keyword_shapes.cc checks the keywords, and references.cc resolves the references.
 #include "compile/schema/document.h"
 
 #include <optional>
@@ -15,10 +15,11 @@ namespace {
 using json::Value;
 using Kind = Value::Kind;
 
-constexpr int kMostNesting = 256;       // maximum nesting depth of the schema's JSON text
-constexpr size_t kMostText = 16 << 20;  // maximum size of the schema's JSON text, in bytes
-constexpr size_t kBytesPerByte = 100;   // memory of parsed JSON per byte of text, see base/json.h
-constexpr size_t kMostShown = 60;       // maximum number of characters of a value in a message
+constexpr int kMostNesting = 256;       // largest nesting depth of the schema's JSON text
+constexpr size_t kMostText = 16 << 20;  // largest size of the schema's JSON text, in bytes
+// Memory of the parsed JSON per byte of its text, see base/json.h.
+constexpr size_t kBytesPerByte = 100;
+constexpr size_t kMostShown = 60;  // largest number of characters of a value in a message
 
 int draft_of(const Value& value, int otherwise, bool* is_named) {
   const Value* const named = value.kind() == Kind::object ? value.find("$schema") : nullptr;
@@ -40,7 +41,7 @@ int draft_of(const Value& value, int otherwise, bool* is_named) {
   return otherwise;
 }
 
-// Appends a value as JSON text. Stops when `out` is longer than a message needs.
+// Appends a value as JSON text. Stops once `out` is longer than a message needs.
 void append_shown(const Value& value, std::string& out) {
   if (out.size() > 4 * kMostShown) return;
   switch (value.kind()) {
@@ -74,7 +75,7 @@ void append_shown(const Value& value, std::string& out) {
   }
 }
 
-// Returns the first `most` code points of a text. Appends dots if the text has more.
+// Returns the first `most` code points of a text. If the text is longer, appends dots.
 std::string cut(const std::string& text, size_t most) {
   size_t points = 0;
   for (size_t i = 0; i < text.size(); ++i) {
@@ -118,7 +119,8 @@ void Document::read_root() {
   index(*root_, nullptr, resources_[0].get(), true);
 }
 
-// Returns the resource of an object: a new one if the object has its own $id, otherwise `around`.
+// Returns the resource of an object. If the object has its own $id, this is a new resource.
+// Otherwise it is `around`.
 Resource* Document::resource_of(const Value& value, Resource* around) {
   bool is_named = around->names_draft;
   const bool is_root = around->root == &value;

@@ -1,5 +1,5 @@
-// Reads the text of a JSON Schema: finds its subschemas and their keywords, and resolves references
-// such as {"$ref": "#/$defs/a"}.
+// Parses a JSON Schema: finds its subschemas and their keywords, and resolves references such as
+// {"$ref": "#/$defs/a"}.
 //
 // The target of a reference must be inside the same document. Other documents are never retrieved.
 // `$schema` selects the draft of the specification that defines the keywords. The default is Draft
@@ -90,23 +90,23 @@ enum Kinds : uint8_t {
   kAllKinds = 127
 };
 
-// A resource of the specification: the whole document, or a subschema with its own $id. References
-// are relative to the URI of their resource.
+// A resource, as the specification defines it: the whole document, or a subschema that has its own
+// $id. References are relative to the URI of their resource.
 struct Resource {
   const json::Value* root;
-  std::string uri;  // without fragment
+  std::string uri;  // the URI of the resource, without a fragment
   int draft;
-  bool names_draft;  // whether $schema selects the draft
+  bool names_draft;  // true if $schema selects the draft
   std::unordered_map<std::string, const json::Value*> anchors, dynamic_anchors;
 };
 
-// A subschema. `keywords` has the values of its keywords, or nullptr for missing ones. The shapes
-// of the values have been checked against the specification.
+// A subschema. `keywords` has the value of each keyword, or nullptr if the subschema does not have
+// it. The shapes of the values were checked against the specification.
 struct Schema {
   const json::Value* value;
   const Resource* resource;
   std::array<const json::Value*, static_cast<size_t>(Keyword::count)> keywords{};
-  // The members of the keyword "properties", by name.
+  // The members of the keyword "properties". They can be found by name.
   std::unordered_map<std::string_view, const json::Value*> properties;
 
   const json::Value* operator[](Keyword keyword) const {
@@ -116,32 +116,31 @@ struct Schema {
   int draft() const { return resource->draft; }
 };
 
-// The text of one JSON Schema, with its subschemas and references.
+// The parsed text of one JSON Schema, with its subschemas and references.
 class Document {
  public:
-  // Parses the text of a schema. Throws Error(DLM_INVALID_ARGUMENT) if it is not JSON or not a
-  // schema.
+  // Parses the text of a schema. Throws Error(DLM_INVALID_ARGUMENT) if the text is not JSON or not
+  // a schema.
   Document(std::string_view text, Budget& budget);
-  // Reads a schema from parsed JSON. `root` must outlive this object.
+  // Takes a schema that is already parsed as JSON. `root` must outlive this object.
   Document(const json::Value& root, Budget& budget);
 
   const Schema& root() { return schema(*root_); }
-  // Returns the subschema that a JSON value of the document contains. Repeated calls return the
-  // same object.
+  // Returns the subschema for a JSON value of the document. Repeated calls return the same object.
   const Schema& schema(const json::Value& value);
   // Returns the target of a schema's $ref, $dynamicRef or $recursiveRef. Throws if the target is
   // outside the document.
   const Schema& target(const Schema& from, Keyword keyword);
 
-  // Returns the place of a value in the document as a JSON pointer, for example "#/properties/a".
+  // Returns the place of a value in the document, as a JSON pointer such as "#/properties/a".
   std::string place(const json::Value& value) const;
   // Throws "schema: #/a: keyword 'x' <why>".
   [[noreturn]] void refuse(const Schema& at, Keyword keyword, const std::string& why) const;
   void warn(const std::string& text);
   const std::vector<std::string>& warnings() const { return warnings_; }
 
-  // Returns the targets of all references below a value, at any depth. Leaves out references
-  // without a valid target.
+  // Returns the targets of all references inside a value, at any depth. References without a valid
+  // target are left out.
   std::vector<const json::Value*> destinations_below(const json::Value& value);
   static std::string_view name(Keyword keyword);
 
@@ -150,7 +149,7 @@ class Document {
   struct Place {
     const json::Value* parent;
     const Resource* resource;
-    uint32_t first, last;  // range in references_: the references below this value
+    uint32_t first, last;  // range in references_: the references inside this value
   };
   void index(const json::Value& value, const json::Value* parent, Resource* resource,
              bool is_schema);
@@ -167,15 +166,16 @@ class Document {
   const json::Value* root_;
   std::vector<std::unique_ptr<Resource>> resources_;
   std::unordered_map<std::string, Resource*> by_uri_;
-  std::unordered_map<const json::Value*, Place> places_;  // only arrays and objects
-  std::vector<const json::Value*> references_;  // objects with a $ref, $dynamicRef or $recursiveRef
+  std::unordered_map<const json::Value*, Place> places_;  // has only arrays and objects
+  // The objects that have a $ref, $dynamicRef or $recursiveRef.
+  std::vector<const json::Value*> references_;
   std::unordered_map<const json::Value*, std::vector<const json::Value*>> destinations_;
   std::unordered_map<const json::Value*, std::unique_ptr<Schema>> schemas_;
   std::vector<std::string> warnings_;
   std::unordered_set<std::string> warned_;
 };
 
-// Returns a value as JSON text for messages. Long texts are cut.
+// Returns a value as JSON text for messages. A long text is cut.
 std::string shown(const json::Value& value);
 
 }  // namespace dlm::compile::schema

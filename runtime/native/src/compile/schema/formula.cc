@@ -1,5 +1,5 @@
 // Builds formulas from atoms with "and" and "or". Simplifies each formula, and stores equal
-// formulas once. formula_of_schema.cc builds the formulas of a schema's keywords.
+// formulas only once. formula_of_schema.cc builds the formulas of a schema's keywords.
 #include "compile/schema/formula.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace {
 
 using json::Value;
 
-// Returns whether an atom depends on the keywords of one specific schema.
+// Returns true if an atom depends on the keywords of one particular schema.
 bool belongs_to_schema(Atom atom) {
   switch (atom) {
     case Atom::items:
@@ -154,7 +154,7 @@ Formula Formulas::values(std::vector<const Value*> found, const Schema* schema, 
     budget_.check();
     std::string key = key_of(*value);
     if (!set.lookup.insert(key).second) continue;
-    // Identify a value by its address, because equal values may be written in different ways.
+    // A value is identified by its address, because equal values may be written in different ways.
     content.append(reinterpret_cast<const char*>(&value), sizeof value);
     set.values.push_back(value);
     set.keys.push_back(std::move(key));
@@ -175,8 +175,8 @@ Formula Formulas::values(std::vector<const Value*> found, const Schema* schema, 
   return add(std::move(term));
 }
 
-// Returns a formula that is true for values different from `value`, an array or object. Such a
-// value has another type, another size or another content.
+// Returns a formula that is true for all values different from `value`, which is an array or
+// object. A different value has another type, another size or another content.
 Formula Formulas::differs(const Value& value, const Schema& schema) {
   budget_.check();
   const bool is_array = value.kind() == Value::Kind::array;
@@ -205,8 +205,8 @@ Formula Formulas::differs(const Value& value, const Schema& schema) {
   return any({type(static_cast<uint8_t>(kAllKinds & ~kind)), all({type(kind), any(ways)})});
 }
 
-// Returns a schema that only allows `value`, a value of an enum or const. Error messages about it
-// give the place of `schema`, which has the enum or const.
+// Returns a schema that allows only `value`, which is a value of an enum or const. Error messages
+// about this schema give the place of `schema`, which contains the enum or const.
 const Schema& Formulas::constant(const Value& value, const Schema& schema) {
   const auto [at, is_new] = constants_.try_emplace(&value);
   if (is_new) {
@@ -235,8 +235,9 @@ uint64_t Formulas::count(const Schema& schema, Keyword keyword, uint64_t otherwi
   return found;
 }
 
-// Returns the statement that the count of a value of one type, such as its number of items, is in
-// low..high, or is not.
+// Returns the statement that a count is at least `low` and at most `high`. If `positive` is false,
+// returns the negated statement. The count belongs to values of one type, for example the number of
+// items of an array.
 Formula Formulas::range(Atom kind, const Schema& schema, uint8_t type_, uint64_t low, uint64_t high,
                         bool positive) {
   const auto within = [&](uint64_t from, uint64_t to) {
@@ -361,12 +362,12 @@ Formula Formulas::any(const std::vector<Formula>& parts) {
   return made.parts.size() == 1 ? made.parts[0] : add(std::move(made));
 }
 
-// Returns a formula that is true if exactly one branch is true. `pairs` has each branch, followed
+// Returns a formula that is true if exactly one branch is true. `pairs` lists each branch, followed
 // by its negation.
 Formula Formulas::one(const std::vector<Formula>& pairs) {
   Term made;
   made.op = Op::one, made.kinds = 0, made.is_typed = true;
-  std::vector<Formula> others;  // conditions in addition to the branches
+  std::vector<Formula> others;  // conditions to add to the branches
   Formula always = kNo;
   size_t always_true = 0;
   for (size_t i = 0; i < pairs.size(); i += 2) {
@@ -395,7 +396,8 @@ Formula Formulas::one(const std::vector<Formula>& pairs) {
   return all(others);
 }
 
-// Returns a formula that is true if at least two of the branches [from, to) are true.
+// Returns a formula that is true if at least two of the branches from index `from` to index `to` -
+// 1 are true.
 Formula Formulas::several(const std::vector<Formula>& branches, size_t from, size_t to) {
   if (to - from < 2) return kNo;
   const size_t middle = from + (to - from) / 2;

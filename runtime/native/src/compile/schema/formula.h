@@ -1,12 +1,12 @@
 // Expresses a JSON Schema as a logical formula about one value. For example, the schema {"type":
 // "string", "minLength": 2} becomes the formula "the value is a string, and if it is a string, it
-// has at least two code points". The parts of a formula are joined by "and" and "or". Negations
-// occur only in the smallest parts (negation normal form).
+// has at least two code points". The parts of a formula are joined by "and" and "or". Only the
+// smallest parts can be negated (negation normal form).
 //
-// If the formula of a schema is true for a value, the value is certainly valid. The formula may be
-// false for some valid values, because some keywords cannot be expressed exactly. So the invalid
-// values need a second formula. If the second formula is true for a value, the value is certainly
-// invalid. Formulas::of() returns the first formula for `positive`, and the second one otherwise.
+// A schema has two formulas, because some keywords cannot be expressed exactly. If the first
+// formula is true for a value, the value is certainly valid. If the second formula is true for a
+// value, the value is certainly invalid. For some values, both formulas are false. Formulas::of()
+// returns the first formula if `positive` is true, and the second one otherwise.
 #pragma once
 
 #include <cstdint>
@@ -27,35 +27,35 @@ using Formula = uint32_t;
 
 enum class Op : uint8_t { no, yes, atom, all, any, one };
 
-// The kinds of atoms, which are the smallest parts of a formula. Each atom makes one statement
-// about a value. Most atoms apply only to some types, like their keywords, and are true for values
-// of other types. For example, `length` is true for every number. The atoms `enter`, `type` and
+// The kinds of atoms. Atoms are the smallest parts of a formula. Each atom makes one statement
+// about a value. Like keywords, most atoms apply only to values of some types, and are true for all
+// other values. For example, `length` is true for every number. The atoms `enter`, `type` and
 // `values` apply to all values.
 //
-// "(or not)" marks statements that can be negated. The negated atom has `positive` = false, or
-// `inner` = false if the line says "inner". `schema` means Term::schema, the schema that has the
-// keywords.
+// "(or not)" marks statements that can be negated. In the negated atom, `positive` is false. If the
+// line says "inner", `inner` is false instead. In the comments, `schema` means Term::schema, the
+// schema that has the keywords.
 enum class Atom : uint8_t {
-  enter,           // always true; records that a recursive reference enters target `low`
-  type,            // is of one of `kinds`; low != 0: 1.0 is not an integer (Draft 4)
-  values,          // is in a list of values (or not)
-  integer,         // is an integer (or a fraction); `low` is used as in `type`
-  bound,           // high == 0: minimum `number`, else maximum; low != 0: exclusive
-  multiple,        // is a multiple of `number` (or not)
-  length,          // has low..high code points
-  pattern,         // matches the pattern `text` (or not)
-  format,          // has the format `text`
-  item_count,      // has low..high items
-  items,           // satisfies `items` and `prefixItems` of `schema`
-  item,            // item `low`, if present, is valid by `schema` (or not: inner)
-  matches,         // low..high items from index `first` on are valid by `schema` (or not: inner)
-  unique,          // all items are different
-  property_count,  // has low..high properties
-  has,             // has the property `text` (or not)
-  members,         // satisfies properties, patternProperties and additionalProperties
-  member,          // property `text`, if present, is valid by `schema` (or not: inner)
+  enter,       // is always true; records that a recursive reference enters target `low`
+  type,        // the value has one of `kinds`; if low is not 0, 1.0 is not an integer (Draft 4)
+  values,      // the value is in a list of values (or not)
+  integer,     // the value is an integer (or a fraction); `low` has the same meaning as in `type`
+  bound,       // `number` is a minimum (high is 0) or a maximum; it is exclusive if low is not 0
+  multiple,    // the value is a multiple of `number` (or not)
+  length,      // the string has `low` to `high` code points
+  pattern,     // the string matches the pattern `text` (or not)
+  format,      // the string has the format `text`
+  item_count,  // the array has `low` to `high` items
+  items,       // the array satisfies `items` and `prefixItems` of `schema`
+  item,        // if there is an item with index `low`, `schema` allows it (or not: inner)
+  matches,     // from index `first` on, `schema` allows (or not: inner) `low` to `high` items
+  unique,      // all items are different
+  property_count,  // the object has `low` to `high` properties
+  has,             // the object has the property `text` (or not)
+  members,         // the object satisfies properties, patternProperties and additionalProperties
+  member,          // if there is a property `text`, `schema` allows it (or not: inner)
   violates,        // some property violates patternProperties or additionalProperties
-  names,           // satisfies propertyNames of `schema`
+  names,           // the object satisfies propertyNames of `schema`
   unevaluated_items,
   unevaluated_properties,
   rejected  // placeholder: no formula can express `keyword` of `schema`
@@ -63,12 +63,12 @@ enum class Atom : uint8_t {
 
 constexpr uint64_t kNoLimit = UINT64_MAX;
 
-// The distinct values of an enum, with their keys from key_of().
+// The different values of an enum, with their keys from key_of().
 struct ValueSet {
   std::vector<const json::Value*> values;
   std::vector<std::string> keys;
   std::unordered_set<std::string> lookup;
-  uint8_t kinds = 0;  // of the values; both number kinds for a number such as 1.0
+  uint8_t kinds = 0;  // of the values; a number such as 1.0 has both kinds of numbers
 };
 
 struct Term {
@@ -76,16 +76,17 @@ struct Term {
   Atom atom = Atom::enter;
   bool positive = true;
   bool inner = true;
-  uint8_t kinds = kAllKinds;  // the term is false for values of other kinds
-  uint8_t speaks_of = 0;      // the kinds to which the keywords of the term apply
-  bool is_typed = false;      // whether the term itself limits the kinds, like "type" does
+  uint8_t kinds = kAllKinds;  // the term is false for values of all other kinds
+  uint8_t speaks_of = 0;      // the kinds of values to which the keywords of the term apply
+  bool is_typed = false;      // true if the term itself limits the kinds, as "type" does
   Keyword keyword = Keyword::count;
   const Schema* schema = nullptr;
   uint64_t low = 0, high = kNoLimit, first = 0;
   std::string text;
   Decimal number;
   const ValueSet* values = nullptr;
-  std::vector<Formula> parts;  // of all and any; for one: each branch, followed by its negation
+  // For `all` and `any`: the parts. For `one`: each branch, followed by its negation.
+  std::vector<Formula> parts;
 };
 
 // Builds, simplifies and stores formulas. Equal formulas have the same number.
@@ -96,41 +97,44 @@ class Formulas {
   static constexpr Formula kNo = 0, kYes = 1;
   const Term& operator[](Formula formula) const { return terms_[formula]; }
 
-  // Returns the formula of a schema for valid values, or the formula for invalid values if
-  // `positive` is false.
+  // Returns the formula for the valid values of a schema if `positive` is true. Otherwise returns
+  // the formula for its invalid values.
   Formula of(const Schema& schema, bool positive);
   Formula all(const std::vector<Formula>& parts);
   Formula any(const std::vector<Formula>& parts);
   Formula has(const std::string& name, bool positive, const Schema* schema);
-  // Returns the statement that a property, if present, is valid (or invalid) by a schema.
+  // Returns the statement that a schema allows a property, if the object has this property. If
+  // is_valid is false, the statement is that the schema does not allow it.
   Formula member(const std::string& name, const Schema& schema, bool is_valid);
 
-  // Returns the parts of a formula that are joined by "and". A formula of another kind is its only
-  // part.
+  // Returns the parts of a formula that are joined by "and". If the formula is not of this kind, it
+  // is returned as the only part.
   std::vector<Formula> conjuncts(Formula formula) const;
   // Returns the alternatives of a formula of kind `any` or `one`. The formula is true if and only
   // if at least one of them is true.
   const std::vector<Formula>& alternatives(Formula formula);
-  // Simplifies a formula for values of one type: kNull, kBoolean, kNumber, kString, kArray or
-  // kObject.
+  // Simplifies a formula under the condition that the value has one type: kNull, kBoolean, kNumber,
+  // kString, kArray or kObject.
   Formula restricted(Formula formula, uint8_t type);
-  // Removes the branches that enter a target more often than `max_depth` allows. `counts` has pairs
-  // of the number of a target and how often the target already contains the value.
+  // Removes the branches that enter the target of a recursive reference more often than `max_depth`
+  // allows. `counts` has pairs of numbers: the number of a target, and how many values of this
+  // target are around the value.
   Formula entered(Formula formula, const std::vector<std::pair<uint32_t, uint32_t>>& counts,
                   uint32_t max_depth);
-  // Returns the numbers of the targets that a formula enters, for the value itself or for values
-  // inside it.
+  // Returns the numbers of the recursive targets that a formula enters, either for the value itself
+  // or for values inside the value.
   const std::vector<uint32_t>& numbers(Formula formula);
 
-  // Returns true if `other` is certainly true for each value for which `one` is true. Returns false
-  // if this is not so, or if it cannot be shown quickly.
+  // Returns true if `other` is certainly true for every value for which `one` is true. Returns
+  // false if this is not the case, or if it cannot be shown quickly.
   bool implies(Formula one, Formula other, int depth = 8);
-  // Returns a formula that is true for the property `name` of every value of `formula`. It contains
-  // only conditions that are simple to derive, so it may allow more values than necessary.
+  // Returns a formula for the property `name` of an object. The formula is true for the property of
+  // every object for which `formula` is true. It has only conditions that are easy to derive. So it
+  // may allow more values than necessary.
   Formula property(Formula formula, const std::string& name);
 
-  // Returns a list of values that contains all values of the formula. Returns nullptr if no part of
-  // the formula has such a list.
+  // Returns a list that contains all values for which the formula is true. Returns nullptr if no
+  // part of the formula has such a list.
   const ValueSet* listed(Formula formula) const;
 
   Document& document() { return document_; }

@@ -29,8 +29,9 @@ Formula Formulas::of(const Schema& schema, bool positive) {
 Formula Formulas::written(const Schema& schema, bool positive) {
   std::vector<Formula> out;
   // Up to Draft 7, the specification ignores the keywords beside a $ref. But many schemas use such
-  // keywords, and many readers obey them. So valid values must satisfy these keywords, but a value
-  // that violates them is not certainly invalid.
+  // keywords, and many validators obey them. So the formula for valid values requires these
+  // keywords. The formula for invalid values ignores them, because a value that violates them is
+  // not certainly invalid.
   const bool hides_siblings = !positive && schema.draft() <= kDraft7 && schema[Keyword::ref];
   if (hides_siblings) return reference(schema, Keyword::ref, false);
   if (const Value* const types = schema[Keyword::type]) {
@@ -110,7 +111,7 @@ void Formulas::strings_of(const Schema& schema, bool positive, std::vector<Formu
     const Formula found = atom(Atom::pattern, schema, kString, std::move(term));
     out.push_back(positive ? found : all({type(kString), found}));
   }
-  // Some readers ignore formats, so a string that violates a format is not certainly invalid.
+  // Some validators ignore formats, so a string that violates a format is not certainly invalid.
   if (const Value* const format = schema[Keyword::format]; format != nullptr && positive) {
     Term term;
     term.text = format->string();

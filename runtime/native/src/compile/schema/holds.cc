@@ -19,20 +19,20 @@ size_t code_points(const std::string& text) {
 
 bool is_within(uint64_t count, const Term& term) { return count >= term.low && count <= term.high; }
 
-// Returns whether a number is a multiple of `of`. Sets `is_decided` to false, and the result is not
-// valid, if the computation would take long.
+// Returns true if `number` is a multiple of `of`. If the computation would take long, sets
+// *is_decided to false, and the result is not valid.
 bool is_multiple(const Decimal& number, const Decimal& of, bool* is_decided) {
   if (number.is_zero()) return true;
   const int64_t shift = number.exponent - of.exponent;
   constexpr int64_t kMost = 400;
-  constexpr size_t kMostDigits = 18;  // a remainder times ten fits into 64 bits
+  constexpr size_t kMostDigits = 18;  // with this limit, ten times a remainder fits into 64 bits
   if (shift > kMost || shift < -kMost || of.digits.size() > kMostDigits) {
     *is_decided = false;
     return false;
   }
-  // `number` is a multiple of `of` if the digits of `number`, times 10^shift, are a multiple of the
-  // digits of `of`. This is impossible for a negative shift. In that case, the digits of `number`
-  // would have to be divisible by a power of ten, but they do not end in a zero.
+  // `number` is a multiple of `of` if its digits, times 10^shift, are a multiple of the digits of
+  // `of`. If the shift is negative, this is impossible. The digits of `number` would have to be
+  // divisible by a power of ten, but their last digit is not zero.
   if (shift < 0) return false;
   const uint64_t divisor = std::stoull(of.digits);
   uint64_t rest = 0;
@@ -57,7 +57,7 @@ bool Holds::connected(const Term& term, const Test& test) {
     case Op::any:
       return std::any_of(parts.begin(), parts.end(), test);
     case Op::one: {
-      // The parts are each branch, followed by its negation.
+      // `parts` lists each branch, followed by its negation.
       size_t valid = 0, undecided = 0;
       for (size_t i = 0; i < parts.size() && valid < 2; i += 2) {
         if (test(parts[i])) {
@@ -90,7 +90,7 @@ bool Holds::text(Formula formula, const std::string& text_) {
 
 bool Holds::matches(const std::string& pattern, const std::string& name, const Schema& at) {
   const bool is_sure = matches(pattern, name, at, Found::surely);
-  // All engines agree on printable ASCII.
+  // All regex engines agree about printable ASCII.
   const bool is_plain = std::all_of(name.begin(), name.end(), [](char c) {
     return static_cast<unsigned char>(c) >= ' ' && static_cast<unsigned char>(c) < 0x7F;
   });
@@ -240,7 +240,7 @@ bool Holds::array(const Term& term, const Value& value_) {
   }
 }
 
-// Returns whether a property satisfies patternProperties and additionalProperties of a schema.
+// Returns true if a property satisfies patternProperties and additionalProperties of a schema.
 bool Holds::member(const Schema& schema, const Value& member_) {
   bool is_listed = schema.properties.count(member_.key()) != 0;
   Document& document = formulas_.document();
@@ -281,7 +281,7 @@ bool Holds::object(const Term& term, const Value& value_) {
                     each.key());
       });
     case Atom::violates: {
-      // The atom is true if at least one property is certainly invalid.
+      // This atom is true if at least one property is certainly invalid.
       const Schema& schema = *term.schema;
       return std::any_of(members.begin(), members.end(), [&](const Value& each) {
         bool is_listed = schema.properties.count(each.key()) != 0, is_invalid = false;

@@ -1,5 +1,5 @@
-// Decides whether a formula is true for one known value. This is used for the values of enum and
-// const, and for the names of properties.
+// Decides whether a formula is true for one known value. The compiler uses this for the values of
+// enum and const, and for the names of properties.
 #pragma once
 
 #include <array>
@@ -18,8 +18,9 @@ class Holds {
       : expressions_(expressions), formulas_(formulas), automata_(expressions) {}
 
   bool value(Formula formula, const json::Value& value);
-  bool text(Formula formula, const std::string& text);  // like value(), for a string
-  // Returns whether a pattern is found in the name of a property. Throws if regex engines disagree.
+  bool text(Formula formula, const std::string& text);  // does the same as value(), for a string
+  // Returns true if a pattern is found in the name of a property. Throws if regex engines disagree
+  // about it.
   bool matches(const std::string& pattern, const std::string& name, const Schema& at);
 
   Automata& automata() { return automata_; }
@@ -38,7 +39,7 @@ class Holds {
   Expressions& expressions_;
   Formulas& formulas_;
   Automata automata_;
-  std::array<std::unordered_map<std::string, Node>, 2> patterns_;  // indexed by Found
+  std::array<std::unordered_map<std::string, Node>, 2> patterns_;  // the index is a Found value
   std::unordered_map<std::string, Node> formats_;
 };
 

@@ -1,5 +1,5 @@
-// Reads the keywords of a subschema: checks their names and the shapes of their values, and warns
-// about names that look misspelled.
+// Checks the keywords of a subschema: their names and the shapes of their values. Warns about names
+// that look misspelled.
 #include "compile/schema/keyword_shapes.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 using json::Value;
 using Kind = Value::Kind;
 
-constexpr size_t kShortestWord = 4;  // shorter keywords are not suggested for a misspelled one
+constexpr size_t kShortestWord = 4;  // shorter keywords are not suggested as corrections
 
 struct Entry {
   const char* name;
@@ -79,8 +79,8 @@ constexpr Entry kEntries[] = {
     {"definitions", Shape::any},
 };
 static_assert(std::size(kEntries) == static_cast<size_t>(Keyword::count));
-// The annotations of the specification and of OpenAPI. They do not constrain values, but they are
-// not misspelled keywords either.
+// The annotations of the specification and of OpenAPI. They do not constrain values. No warning is
+// given for them.
 const std::unordered_set<std::string_view>& annotations() {
   static const auto* const made = new std::unordered_set<std::string_view>{"$vocabulary",
                                                                            "$comment",
@@ -116,9 +116,9 @@ bool is_type(const Value& value) {
          std::find(std::begin(kTypes), std::end(kTypes), value.string()) != std::end(kTypes);
 }
 
-// Returns the edit distance of two words (restricted Damerau-Levenshtein: a swap of two
-// neighbouring letters is one edit, and these letters are not edited again). All differences in
-// case together count as one edit.
+// Returns the edit distance of two words. It is the restricted Damerau-Levenshtein distance:
+// swapping two neighbouring letters is one edit, and swapped letters are not edited again. All
+// differences between upper and lower case together are one edit.
 size_t distance(std::string_view one, std::string_view other) {
   const auto lower = [](std::string_view text) {
     std::string out(text);
@@ -188,7 +188,7 @@ void Document::check_shape(const Schema& schema, Keyword keyword, const Value& v
     return !number.is_negative && number.is_integer();
   };
   const Shape shape = shape_of(keyword);
-  // Accept forms of older drafts too, if the document does not select a draft.
+  // If the document does not select a draft, the forms of older drafts are accepted too.
   const bool may_be_older = !schema.resource->names_draft;
   switch (shape) {
     case Shape::any:

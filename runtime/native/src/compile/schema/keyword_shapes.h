@@ -1,4 +1,4 @@
-// Checks the values of keywords against the shapes that the specification requires, for example a
+// Checks that the values of keywords have the shapes that the specification requires, for example a
 // list of names for `required`. The shapes also show where a schema contains subschemas.
 #pragma once
 
@@ -24,13 +24,13 @@ enum class Shape : uint8_t {
   schema,
   schemas,
   map,
-  items,          // a schema, or a list of them before Draft 2020-12
-  names_by_name,  // an object whose values are lists of names, for dependentRequired
+  items,          // a schema; before Draft 2020-12 also a list of schemas
+  names_by_name,  // an object whose values are lists of names; for dependentRequired
   dependencies    // an object whose values are schemas or lists of names
 };
 
 Shape shape_of(Keyword keyword);
-// Returns the keywords by name.
+// Returns a map from the names of keywords to the keywords.
 const std::unordered_map<std::string_view, Keyword>& keywords();
 
 inline bool is_schema(const json::Value& value) {

@@ -1,18 +1,19 @@
-// Helpers that several files use to read the keywords of a subschema.
+// Helpers that several files use to interpret the keywords of a subschema.
 #pragma once
 
 #include "compile/schema/document.h"
 
 namespace dlm::compile::schema {
 
-// The schemas of an array's items. Some of the first items may have a schema of their own, and all
-// other items share one schema.
+// The schemas of an array's items. Some of the first items may have a schema of their own. All
+// other items have the same schema.
 struct ItemSchemas {
-  const json::Value* prefix = nullptr;  // the schemas of the first items as a list, or nullptr
+  const json::Value* prefix = nullptr;  // list of the schemas of the first items, or nullptr
   const json::Value* others = nullptr;
 
   size_t count() const { return prefix == nullptr ? 0 : prefix->elements().size(); }
-  // Returns the schema of the item at an index, or nullptr if any value is allowed.
+  // Returns the schema of the item with the given index. Returns nullptr if any value is allowed
+  // there.
   const json::Value* at(size_t index) const {
     return index < count() ? &prefix->elements()[index] : others;
   }
@@ -25,8 +26,8 @@ inline ItemSchemas item_schemas(const Schema& schema) {
   return {schema[Keyword::prefix_items], items};
 }
 
-// Returns whether the draft of a schema defines a keyword. Readers of that draft ignore other
-// keywords. But the author of the schema expects that values obey them.
+// Returns true if the draft of a schema defines a keyword. Validators for that draft ignore other
+// keywords. But the author of the schema expects that values obey all of its keywords.
 inline bool is_of_draft(const Schema& schema, Keyword keyword) {
   const int draft = schema.draft();
   switch (keyword) {

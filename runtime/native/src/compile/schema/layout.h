@@ -1,4 +1,4 @@
-// Describes the layout of JSON text, that is, the white space between its parts.
+// Describes the layout of JSON text, which is the white space between its parts.
 #pragma once
 
 #include <cstdint>
@@ -12,32 +12,33 @@ namespace dlm::compile::schema {
 struct Layout {
   std::string item_separator = ",";  // between items of an array and between properties
   std::string key_separator = ":";   // between a property's name and its value
-  // Number of spaces of indentation per level. Each item is on its own line. If negative, there are
-  // no line breaks.
+  // Spaces of indentation per level. Each item is on a line of its own. A negative number means
+  // that there are no line breaks.
   int32_t indent = -1;
-  bool has_lines = false;  // each item of a top-level array is on its own line
+  bool has_lines = false;  // each item of a top-level array is on a line of its own
 
   // The texts around the items of a container that is not empty: after the opening bracket, between
   // two items, and before the closing bracket. `level` is the number of containers around this
-  // container. Empty containers are written as [] and {}.
+  // container. Empty containers are always written as [] and {}.
   struct Around {
     std::string start, between, end;
   };
   Around around(uint32_t level, bool is_array) const;
-  // Returns a number for the layout of a level. Levels with the same number have the same layout.
+  // Returns a number that identifies the layout of a level. Levels with the same number have the
+  // same layout.
   uint32_t kind_of_level(uint32_t level) const;
 };
 
-// Writes a JSON value in a layout. Characters are escaped only if JSON requires it. Numbers keep
-// their spelling.
+// Writes a JSON value in the given layout. Characters are escaped only if JSON requires it. Numbers
+// are written as in the schema.
 std::string text_of(const json::Value& value, const Layout& layout, uint32_t level);
 
-// Returns a text that identifies a value. Equal values have the same key, and different values have
-// different keys. 1 and 1.0 are equal, and true and 1 are different.
+// Returns a text that identifies a value. Two values have the same key if and only if they are
+// equal. 1 and 1.0 are equal, but true and 1 are different.
 std::string key_of(const json::Value& value);
 
-// Returns the texts of a container with `low` to `high` times `item`. For an object, `item` is a
-// property together with its name.
+// Returns the texts of a container that has `low` to `high` repetitions of `item`. For an object,
+// `item` is a property together with its name.
 Node container(Expressions& expressions, const Layout::Around& around, bool is_array, Node item,
                uint32_t low, uint32_t high);
 

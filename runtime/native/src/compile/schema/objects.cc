@@ -1,4 +1,5 @@
-// Writes the objects of one case. An object is a row of properties in the order of the schema.
+// Writes the objects of one case (see writer.h). An object is a row of properties in the order of
+// the schema.
 #include <algorithm>
 
 #include "compile/ecma_pattern.h"
@@ -9,10 +10,10 @@ namespace {
 
 using json::Value;
 
-constexpr size_t kMostNameClasses = 64;  // maximum number of classes in more_properties()
+constexpr size_t kMostNameClasses = 64;  // largest number of name classes in more_properties()
 
-// The minimum number of states of a property: quotes, colon, value and comma. The characters of its
-// name are not included.
+// The smallest number of states of a property without the characters of its name: for the quotes,
+// the colon, the value and the comma.
 constexpr size_t kStatesBesideName = 6;
 
 }  // namespace
@@ -29,12 +30,12 @@ bool Writer::is_name_allowed(const Case& found, const std::string& name) {
   });
 }
 
-// Returns whether a schema evaluates a property. In the specification, a schema evaluates a
-// property if a keyword such as `properties` applies to the property. An inner schema, for example
-// in allOf, may do so too. The keyword unevaluatedProperties of `by` does not apply to evaluated
-// properties.
+// Returns true if a schema evaluates a property. In the specification, a schema evaluates a
+// property if a keyword such as `properties` applies to it. An inner schema, for example in allOf,
+// may also evaluate it. `by` is the schema that has the keyword unevaluatedProperties. This keyword
+// applies only to properties that are not evaluated.
 //
-// If `name` is null, the function answers for all properties that are not listed in `properties`,
+// If `name` is null, the question is about all properties that are not listed in `properties`,
 // match all of `patterns`, and match no other pattern.
 bool Writer::is_evaluated(const Schema& schema, const Schema& by, const std::string* name,
                           const std::vector<const Value*>& patterns, const Case& found) {
@@ -59,8 +60,8 @@ bool Writer::is_evaluated(const Schema& schema, const Schema& by, const std::str
   return any_applied(schema, found, kObject, is_by);
 }
 
-// Returns whether `test` is true for at least one of the schemas that `schema` certainly applies to
-// the same value, such as those of allOf.
+// Returns true if `test` is true for one of the inner schemas that apply to every value to which
+// `schema` applies, such as those of allOf.
 bool Writer::any_applied(const Schema& schema, const Case& found, uint8_t type,
                          const std::function<bool(const Value&)>& test) {
   for (const Keyword keyword : {Keyword::ref, Keyword::dynamic_ref, Keyword::recursive_ref}) {
@@ -129,9 +130,9 @@ Writer::Made Writer::property(const Case& found, const std::string& name, const 
   return value(formulas_.all(parts), place, is_described);
 }
 
-// Writes one property that no schema lists in `properties`. If not `are_all`, the name of the
-// property must match patternProperties. The names are divided into classes: all names of a class
-// match the same patterns.
+// Writes one property that no schema lists in `properties`. If `are_all` is false, the name of the
+// property must match patternProperties. The possible names are divided into classes. All names of
+// a class match the same patterns.
 Writer::Made Writer::more_properties(const Case& found, const std::vector<std::string>& names,
                                      bool are_all, const Place& place) {
   struct Class {
@@ -223,8 +224,8 @@ Writer::Made Writer::more_properties(const Case& found, const std::vector<std::s
   return either(out);
 }
 
-// Calls `exclude` for each name that the case mentions anywhere. Such a name must not be used for a
-// further property.
+// Calls `exclude` for each name that occurs in the case. Properties that the schema does not list
+// must not have such a name.
 void Writer::exclude_names(const Case& found,
                            const std::function<void(const std::string&)>& exclude) {
   std::vector<Formula> todo(found.asserted.begin(), found.asserted.end());
@@ -262,7 +263,7 @@ Writer::Made Writer::object(const Case& found, const std::vector<std::string>& n
     if (term.high != kNoLimit)
       made.high = std::min<uint64_t>(made.high, high_count(term, Keyword::max_properties));
   }
-  if (names.empty() && made.low > 1)  // further properties may all have the same name
+  if (names.empty() && made.low > 1)  // all unlisted properties may have the same name
     document_.refuse(*fewest->schema, Keyword::min_properties,
                      "of more than 1 is not supported without properties");
   size_t states = 0;

@@ -1,4 +1,5 @@
-// Builds the regular languages of CSV and XML texts. A JSON Schema describes the data in the texts.
+// Builds the regular languages (sets of texts) of CSV and XML. A JSON Schema describes the data in
+// the texts.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +11,12 @@
 
 namespace dlm::compile::schema {
 
-// Reads the members "low" and "high" of a description, for example of {"csv": ..., "low": 1,
-// "high": 9}. Each must be in 0..`most`. The parameter `low` is the default of "low". Without
-// "high", there is no upper limit.
+// Returns the members "low" and "high" of a description, for example of {"csv": ..., "low": 1,
+// "high": 9}. Each of them must be between 0 and `most`. The parameter `low` is the default for
+// "low". If "high" is missing, there is no upper limit.
 std::pair<uint32_t, uint32_t> counts(const json::Value& description, uint32_t low, int64_t most);
 
-// Returns a part repeated `low` to `high` times, with a separator between repetitions.
+// Returns `low` to `high` repetitions of a part, with a separator between two repetitions.
 Node separated(Expressions& expressions, Node part, Node separator, uint32_t low, uint32_t high);
 
 // Both functions below throw Error(DLM_INVALID_ARGUMENT). The message gives the place in the schema
@@ -28,16 +29,17 @@ Node separated(Expressions& expressions, Node part, Node separator, uint32_t low
 //   "header"     true (default) if the first line has the names of the columns
 //   "delimiter"  "," (default), ";", "|" or a tab
 //   "line_end"   "\n" (default) or "\r\n"
-//   "low", "high"  minimum (default: 1) and maximum (default: unlimited) number of rows
+//   "low"        smallest number of rows (default: 1)
+//   "high"       largest number of rows (default: unlimited)
 //
-// Fields are quoted only if necessary. A null is written as an empty field, and so is a missing
-// property.
+// Fields have quotes only if necessary. A null is written as an empty field. A missing property is
+// an empty field too.
 Texts csv_texts(Expressions& expressions, const json::Value& description, const Options& options);
 
 // Returns the XML texts of an element. There is no white space between elements. The properties of
 // an object are child elements, in the order of the schema. An array is written by repeating its
-// element. The keyword `xml` of OpenAPI (https://spec.openapis.org/oas/v3.1.0#xml-object) changes
-// the names of elements, makes attributes of properties, and wraps arrays in an element.
+// element. The keyword `xml` of OpenAPI (https://spec.openapis.org/oas/v3.1.0#xml-object) can
+// rename elements, turn properties into attributes, and put an element around an array.
 Texts xml_texts(Expressions& expressions, const json::Value& schema, const Options& options);
 
 }  // namespace dlm::compile::schema

@@ -2,8 +2,9 @@
 // limited.
 //
 // The targets of references form a graph. A schema can contain itself if the graph has a cycle.
-// This class chooses targets to count: the writer counts how often each of them is entered around a
-// value, and stops at `max_depth`. Each counted target has a number.
+// This class chooses some targets to be counted. While the writer writes a value, it counts how
+// many values of each counted target are around it, and stops at `max_depth`. Each counted target
+// has a number.
 #pragma once
 
 #include <cstdint>
@@ -21,17 +22,17 @@ class Recursion {
  public:
   Recursion(Document& document, Budget& budget);
 
-  // Chooses the targets to count and numbers them. Usually, these are all targets that are in a
-  // cycle. A value then has one counter for each of them, and the number of combinations of
-  // counters grows quickly. If a group of connected cycles would have too many combinations, only
-  // enough of its targets to break all cycles are counted. If there are still too many
-  // combinations, these targets share one number.
+  // Chooses the targets to count, and numbers them. Usually, these are all targets that are in a
+  // cycle. Each value then has one counter per target, and the number of combinations of counters
+  // grows quickly. If a group of connected cycles would have too many combinations, only some of
+  // its targets are counted. These targets are enough to break all its cycles. If there are still
+  // too many combinations, the counted targets of the group get the same number.
   void count(uint32_t max_depth);
 
   // Returns the number of a counted target. Returns kNotCounted for any other target.
   uint32_t number(const json::Value& target) const;
-  // Returns the numbers of the counted targets that the references below a value reach, directly or
-  // through other references. The numbers are ascending.
+  // Returns the numbers of the counted targets that can be reached from the references inside a
+  // value, directly or through other references. The numbers are in ascending order.
   const std::vector<uint32_t>& below(const json::Value& value);
 
  private:
@@ -43,12 +44,14 @@ class Recursion {
   std::unordered_map<const json::Value*, uint32_t> vertices_;
   std::vector<const json::Value*> targets_;
   std::vector<std::vector<uint32_t>> edges_;
-  std::vector<uint32_t> component_;  // [vertex]: its component, in reverse topological order
-  std::vector<uint8_t> is_cyclic_;   // [vertex]: whether it is in a cycle
-  std::vector<uint8_t> is_head_;     // [vertex]: whether a back edge of the search leads to it
+  // For each vertex: its component; components are in reverse topological order.
+  std::vector<uint32_t> component_;
+  std::vector<uint8_t> is_cyclic_;  // for each vertex: 1 if it is in a cycle
+  std::vector<uint8_t> is_head_;    // for each vertex: 1 if a back edge of the search leads to it
   uint32_t components_ = 0;
-  std::vector<uint32_t> numbers_;               // [vertex]: its number, or kNotCounted
-  std::vector<std::vector<uint32_t>> reached_;  // [component]: the numbers that it reaches
+  std::vector<uint32_t> numbers_;  // for each vertex: its number, or kNotCounted
+  // For each component: the numbers that can be reached from it.
+  std::vector<std::vector<uint32_t>> reached_;
   std::unordered_map<const json::Value*, std::vector<uint32_t>> below_;
 };
 

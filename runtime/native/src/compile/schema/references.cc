@@ -24,7 +24,8 @@ const std::vector<const Value*>& Document::destinations(const Value& holder) {
     try {
       at->second.push_back(&target_value(from, keyword));
     } catch (const Error&) {
-      // Ignore a missing target here. The reference may be in a schema that is never used.
+      // A missing target is ignored here, because the reference may be in a schema that is never
+      // used.
     }
   }
   return at->second;
@@ -98,10 +99,11 @@ const Value& Document::target_value(const Schema& from, Keyword keyword) {
   if (found == nullptr) refuse_it("leads nowhere");
   if (keyword == Keyword::ref) return *found;
 
-  // A dynamic reference depends on the path by which the validator reached it. If the outermost
-  // resource on that path has the same anchor, that anchor is the target. The root of the document
-  // is always the outermost resource. If the root does not have the anchor and several other
-  // resources have it, the target is unknown, so the reference is rejected.
+  // The target of a dynamic reference depends on the path by which the validator reached the
+  // reference. If the outermost resource on that path has the same anchor, that anchor is the
+  // target. The root of the document is always the outermost resource. If the root lacks the
+  // anchor, but several other resources have it, the target is unknown. Then the reference is
+  // rejected.
   std::vector<const Value*> same;
   if (keyword == Keyword::dynamic_ref) {
     const auto anchor = is_pointer ? resource->second->dynamic_anchors.end()

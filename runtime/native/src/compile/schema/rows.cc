@@ -1,5 +1,6 @@
 // Writes rows of optional parts between brackets. The parts are the properties of an object, or the
-// items of an array whose items must all be different.
+// items of an array whose items must all be different. A slot is the place of one possible part in
+// the row.
 #include <algorithm>
 #include <map>
 
@@ -7,15 +8,15 @@
 
 namespace dlm::compile::schema {
 
-// Returns the end of a row, after the last slot: further properties and the closing bracket. The
-// row already has `count` parts.
+// Returns the end of a row, after its last slot: unlisted properties and the closing bracket.
+// `count` is the number of parts that the row already has.
 Node Writer::end_of_row(const Row& row, bool is_array, const Layout::Around& around,
                         uint64_t count) {
   const Node closing = expressions_.bytes(is_array ? "]" : "}");
   const Node ended = expressions_.sequence(expressions_.bytes(around.end), closing);
   const Node between = expressions_.sequence(expressions_.bytes(around.between), row.more);
-  // Further properties may all have the same name. Readers then keep only one of them, so together
-  // they count as one towards the minimum.
+  // All unlisted properties may have the same name. Programs then keep only one of them. So
+  // together they count as one property towards the minimum.
   const uint64_t missing = row.low > count ? row.low - count : 0;
   const uint64_t most = row.high == kNoLimit ? kUnbounded : row.high - std::min(count, row.high);
   const auto limit = static_cast<uint32_t>(most);
@@ -37,15 +38,16 @@ Node Writer::end_of_row(const Row& row, bool is_array, const Layout::Around& aro
 
 Node Writer::row(const Row& row, bool is_array, uint32_t level) {
   const Layout::Around around = options_.layout.around(level, is_array);
-  // The row is built from an automaton that processes one slot after the other. A state consists of
-  // the number of parts so far and a bit mask of the clauses that are already true. Parts are
-  // counted only as far as a minimum or maximum needs it.
+  // The row is built from an automaton that processes one slot after another. A state consists of
+  // the number of parts so far, and of a bit mask of the clauses that are already true. The number
+  // of parts is counted only as far as a minimum or maximum needs it.
   using State = std::pair<uint64_t, uint64_t>;
   const uint64_t most_counted = row.high != kNoLimit ? row.high : std::max<uint64_t>(row.low, 1);
   const size_t slots = row.slots.size();
-  // For each slot: the clauses about it, and whether they require that it is present.
+  // For each slot: the clauses about the slot. The bool is true if the clause requires that the
+  // slot is present.
   std::vector<std::vector<std::pair<size_t, bool>>> literals(slots);
-  // For each slot: a mask of the clauses that no later slot can make true.
+  // For each slot: a bit mask of the clauses that no later slot can make true.
   std::vector<uint64_t> closed(slots, 0);
   for (size_t c = 0; c < row.clauses.size(); ++c) {
     size_t last = 0;
@@ -59,7 +61,8 @@ Node Writer::row(const Row& row, bool is_array, uint32_t level) {
   constexpr uint32_t kNone = UINT32_MAX;
   struct Step {
     State state;
-    uint32_t without = kNone, with = kNone;  // the next states, as indices into the next layer
+    // Next states without and with the slot, as indices into the next layer.
+    uint32_t without = kNone, with = kNone;
   };
   std::vector<std::vector<Step>> layers(slots + 1);
   layers[0].push_back({{0, 0}, kNone, kNone});
@@ -111,8 +114,8 @@ Node Writer::row(const Row& row, bool is_array, uint32_t level) {
   return expressions_.sequence(expressions_.bytes(is_array ? "[" : "{"), behind[0]);
 }
 
-// Like row(), but the slots may come in any order. A state is the set of the slots written so far,
-// so there must be only a few slots.
+// Does the same as row(), but the slots may come in any order. A state is the set of the slots that
+// are already written, so there must be only a few slots.
 Node Writer::row_in_any_order(const Row& row, bool is_array, uint32_t level) {
   const Layout::Around around = options_.layout.around(level, is_array);
   std::vector<Slot> slots;

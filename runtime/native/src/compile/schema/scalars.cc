@@ -1,5 +1,5 @@
-// Writes strings, numbers, booleans and null. Each atom of the formula becomes a regular language.
-// "And" becomes an intersection of languages, and "or" becomes a union.
+// Writes strings, numbers, booleans and null. Each atom of the formula becomes a regular language
+// (a set of texts). "And" becomes the intersection of languages, and "or" becomes their union.
 #include <algorithm>
 
 #include "compile/ecma_pattern.h"
@@ -9,7 +9,7 @@
 namespace dlm::compile::schema {
 namespace {
 
-constexpr uint64_t kMostCount = 10'000;  // maximum count of characters, items or properties
+constexpr uint64_t kMostCount = 10'000;  // largest count of characters, items or properties
 
 Node digits(Expressions& expressions, char low, char high, uint32_t fewest, uint32_t most) {
   ByteSet set;
@@ -17,9 +17,9 @@ Node digits(Expressions& expressions, char low, char high, uint32_t fewest, uint
   return expressions.repeat(expressions.set(set), fewest, most);
 }
 
-// The maximum number of digits of a number that is written without an exponent. Integers have up to
-// 15 digits. Other numbers have up to 9 digits before the point and 6 digits after it. Two
-// different numbers within these limits are also different after they are rounded to doubles.
+// The largest numbers of digits in a number that is written without an exponent. Integers have up
+// to 15 digits. Other numbers have up to 9 digits before the point and 6 digits after it. Two
+// different numbers within these limits remain different when they are rounded to doubles.
 constexpr uint32_t kWholeDigits = 9, kFractionDigits = 6, kMostDigits = 15;
 
 Node whole_number(Expressions& expressions, uint32_t most) {
@@ -48,7 +48,7 @@ Node plain_fractions(Expressions& expressions) {
 
 }  // namespace
 
-// Returns a minimum count as a 32-bit number. Throws if it is too large, because a minimum cannot
+// Returns a minimum count as a 32-bit number. Throws if it is too large, because a minimum must not
 // be reduced.
 uint32_t Writer::low_count(const Term& term, Keyword keyword) {
   if (term.low > kMostCount)
@@ -58,8 +58,8 @@ uint32_t Writer::low_count(const Term& term, Keyword keyword) {
   return static_cast<uint32_t>(term.low);
 }
 
-// Returns a maximum count as a 32-bit number. If it is too large, reduces it and warns that longer
-// values are left out.
+// Returns a maximum count as a 32-bit number. If the maximum is too large, reduces it, and warns
+// that longer values are left out.
 uint32_t Writer::high_count(const Term& term, Keyword keyword) {
   if (term.high == kNoLimit) return kUnbounded;
   if (term.high > kMostCount)
@@ -194,19 +194,19 @@ Node Writer::not_multiple(const Term& term) {
   return expressions_.either(others, plain_fractions(expressions_));
 }
 
-// Returns the numbers without an exponent that are different from all values of a list.
+// Returns the numbers without an exponent that are different from all values in a list.
 Node Writer::other_numbers(const ValueSet& values) {
   std::vector<Node> excluded;
   for (const json::Value* const value : values.values) {
     if (value->kind() != json::Value::Kind::number) continue;
     const Decimal number = Decimal::parse(value->written());
-    // Comparing digits is not enough for a value with so many digits, because a number with fewer
-    // digits may round to the same double. So write no numbers at all.
+    // For a value with so many digits, comparing digits is not enough. A number with fewer digits
+    // may round to the same double. So no numbers are written at all.
     if (number.digits.size() > kMostDigits) return expressions_.nothing();
     std::string whole = "0", fraction;
     if (number.exponent >= 0) {
       if (!number.is_zero()) whole = number.digits;
-      constexpr int64_t kMostZeros = 400;  // a finite double has fewer zeros
+      constexpr int64_t kMostZeros = 400;  // a finite double does not have more zeros than this
       for (int64_t i = 0; i < std::min(number.exponent, kMostZeros); ++i) whole += '0';
     } else {
       const auto places = static_cast<size_t>(-number.exponent);
@@ -230,7 +230,8 @@ Node Writer::other_numbers(const ValueSet& values) {
 // ---- Strings
 
 Node Writer::string_that(const Term& term) {
-  // If the pattern must not match, exclude the strings in which at least one engine finds a match.
+  // If the pattern must not match, the strings in which at least one engine finds a match are
+  // excluded.
   const Found found_ = term.positive ? Found::surely : Found::perhaps;
   const char* const kind = term.atom == Atom::format ? "f" : term.positive ? "p" : "n";
   const std::string key = kind + term.text;

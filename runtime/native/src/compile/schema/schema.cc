@@ -16,20 +16,22 @@ namespace {
 
 using json::Value;
 
-constexpr size_t kMostTree = 16 << 20;  // maximum size of a tree's text, in bytes
-constexpr int kMostNesting = 300;       // maximum nesting depth of a tree's text
+constexpr size_t kMostTree = 16 << 20;  // largest size of a tree's text, in bytes
+constexpr int kMostNesting = 300;       // largest nesting depth of a tree's text
 constexpr int64_t kMostLines = 1'000'000;
 
 struct Extent {
   uint32_t recursion, any, characters;
 };
-// Limits for depths and string lengths, from the largest automaton to the smallest one. The first
-// ones only shorten strings, because a block rarely has room for long strings.
+// Limits for depths and string lengths. The first entry gives the largest automaton, and the last
+// entry gives the smallest one. The first entries only shorten strings, because the decoded text
+// rarely has room for long strings.
 constexpr Extent kExtents[] = {{3, 3, kUnbounded}, {3, 3, 2048}, {3, 3, 1024}, {2, 3, 1024},
                                {2, 2, 1024},       {1, 2, 1024}, {1, 1, 256},  {0, 1, 256}};
-// By default, the estimate should be below this fraction (a quarter) of the limit of states.
+// By default, the estimated number of states should be at most the limit of states divided by this
+// number.
 constexpr double kComfort = 4;
-// Smaller extents are used only if they reduce the estimate to this share.
+// Smaller limits are used only if they reduce the estimate to this share of it.
 constexpr double kWorthwhile = 0.9;
 
 WriterOptions writer_options(const Options& options, const Extent& extent) {
@@ -81,7 +83,8 @@ Texts texts_of(Expressions& expressions, Document& document, const Options& opti
     for (size_t i = 1; i + 1 < extents.size() && out.is_smallest && out.size <= limit; ++i)
       if (Texts larger = make(extents[i]); larger.size <= limit) out = std::move(larger);
   }
-  // The estimate may be too high. So reject the schema only if the estimate is far above the limit.
+  // The estimate may be too high. So the schema is rejected only if the estimate is far above the
+  // limit.
   constexpr double kTooMany = 100;
   if (out.size > kTooMany * states)
     throw Error(DLM_INVALID_ARGUMENT,
@@ -162,7 +165,7 @@ class Tree {
         "or repeat");
   }
 
-  // Returns the texts of `root`, the result of node().
+  // Returns the texts of `root`, which must be the result of node().
   Texts texts(Node root) const { return {root, warnings_, size_, is_smallest_}; }
 
  private:
@@ -173,7 +176,7 @@ class Tree {
     return options;
   }
 
-  // Returns the texts of several values of a schema. Each value is on its own line.
+  // Returns the texts of several values of a schema. Each value is on a line of its own.
   Texts lines_of(const Value& schema, std::pair<uint32_t, uint32_t> times) {
     const auto [low, high] = times;
     Options options = options_;
@@ -205,7 +208,7 @@ class Tree {
   Expressions& expressions_;
   const Options& options_;
   std::vector<std::string> warnings_;
-  double size_ = 0;  // sum over all schemas
+  double size_ = 0;  // estimated number of states, summed over all schemas
   bool is_smallest_ = true;
 };
 

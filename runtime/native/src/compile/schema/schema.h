@@ -1,8 +1,9 @@
-// Compiles JSON Schemas to regular languages. Also compiles trees that combine several schemas with
-// other texts.
+// Compiles JSON Schemas to regular languages (sets of texts). Also compiles trees, which combine
+// several schemas with other texts.
 //
-// Every keyword that constrains values is either enforced or rejected with an error that names it.
-// So every text of the language is valid. But the language does not contain every valid text:
+// Every keyword that constrains values is either enforced, or rejected with an error that names the
+// keyword. So every text of the language is valid. But the language does not contain every valid
+// text:
 //
 //   - Objects have only the properties that the schema names, in the order of the schema.
 //   - Strings use the shortest escapes.
@@ -24,12 +25,12 @@ namespace dlm::compile::schema {
 
 struct Options {
   Layout layout;
-  // Limits how often a schema may contain itself. Also limits how deeply containers may nest in a
-  // value for which the schema allows anything. The default is 3. It is reduced if the automaton
-  // would exceed the limits.
+  // The largest number of times that a schema may contain itself. It is also the largest nesting
+  // depth of containers in a value that the schema does not constrain. The default is 3. If the
+  // automaton would exceed the limits, the default is reduced.
   std::optional<uint32_t> max_depth;
-  // Target for the estimated number of states. If the estimate is higher, depths and the lengths of
-  // strings are reduced. 0 means a quarter of the limit of states.
+  // The desired maximum of the estimated number of states. If the estimate is higher, depths and
+  // the lengths of strings are reduced. 0 means a quarter of the limit of states.
   double most_states = 0;
   uint32_t level = 0;            // number of containers around the value
   bool any_order = false;        // objects with up to 6 properties may have them in any order
@@ -38,10 +39,10 @@ struct Options {
 
 struct Texts {
   Node node;
-  // About keywords that look misspelled, and about values that are left out.
+  // Warnings about keywords that look misspelled, and about values that are left out.
   std::vector<std::string> warnings;
   double size = 0;          // estimated number of states
-  bool is_smallest = true;  // whether a smaller most_states would not reduce `size`
+  bool is_smallest = true;  // true if a smaller most_states would not reduce `size`
 };
 
 // All functions below throw Error(DLM_INVALID_ARGUMENT). The message gives the place in the schema
@@ -68,7 +69,7 @@ Texts listed_texts(Expressions& expressions, std::string_view list);
 //   {"json_lines": S, "low": 1, "high": 9}   1 to 9 values of schema S, each on its own line
 //   {"csv": S, ...}, {"xml": S}              a CSV table or an XML element; see records.h
 //   {"sequence": [...]}, {"either": [...]}   all parts one after the other, or one of the parts
-//   {"repeat": X, "low": 0, "high": 5}       0 to 5 times X; without "high", any number of times
+//   {"repeat": X, "low": 0, "high": 5}       X, 0 to 5 times; without "high", any number of times
 //
 // An object may also have a "name". Error messages and warnings about the object start with this
 // name.

@@ -1,12 +1,12 @@
-// Writes the values of a formula as a regular language of JSON texts.
+// Writes the values of a formula as a regular language (a set) of JSON texts.
 //
-// The formula of an array or object is split into cases. A case contains no "or" any more, except
-// "or"s about which properties are present. For example, {"anyOf": [A, B]} has two cases. An object
-// is written as a row: its properties in the order of the schema. An array is written as a row of
-// items. The language is the union of the cases.
+// The formula of an array or object is split into cases. A case contains no "or", except about
+// which properties are present. For example, {"anyOf": [A, B]} has two cases. An object is written
+// as a row, which lists its properties in the order of the schema. An array is written as a row of
+// items. The language is the union of all cases.
 //
-// A case writes only properties that its schemas name, unless the options say otherwise. Places in
-// the text with the same formula and the same layout share one node.
+// A case writes only properties that its schemas name, unless the options say otherwise. If a
+// formula occurs at several places with the same layout, these places share one node.
 #pragma once
 
 #include <functional>
@@ -26,12 +26,13 @@ namespace dlm::compile::schema {
 
 struct WriterOptions {
   Layout layout;
-  uint32_t max_depth = 3;  // maximum times that a schema may contain itself
-  uint32_t any_depth = 3;  // maximum nesting depth of values that a schema does not constrain
-  // The maximum length of a string that has a maxLength. A string may be longer if its minLength
-  // requires it.
+  uint32_t max_depth = 3;  // largest number of times that a schema may contain itself
+  uint32_t any_depth = 3;  // largest nesting depth of values that a schema does not constrain
+  // The largest length of a string that has a maxLength. If minLength requires it, a string may be
+  // longer.
   uint32_t most_characters = kUnbounded;
-  bool any_order = false;        // objects with up to kMostInAnyOrder properties allow any order
+  // Objects with up to kMostInAnyOrder properties may have them in any order.
+  bool any_order = false;
   bool more_properties = false;  // objects may have properties that the schema does not name
 };
 
@@ -39,7 +40,7 @@ constexpr size_t kMostInAnyOrder = 6;
 
 class Writer {
  public:
-  // A node, and an estimate of the number of states of its automaton.
+  // A node, and the estimated number of states of its automaton.
   struct Made {
     Node node = 0;
     double size = 0;
@@ -47,26 +48,26 @@ class Writer {
 
   Writer(Expressions& expressions, Formulas& formulas, const WriterOptions& options);
 
-  // Returns the values for which a formula is true. There are `level` containers around the values.
-  // `root` is the number of their schema in Recursion, or kNotCounted.
+  // Returns the values for which a formula is true. `level` is the number of containers around the
+  // values. `root` is the number of their schema in Recursion, or kNotCounted.
   Made values(Formula formula, uint32_t level, uint32_t root);
   // Returns all JSON objects.
   Made any_object(uint32_t level);
-  // Returns whether some strings were left out because of most_characters.
+  // Returns true if some strings were left out because of most_characters.
   bool has_cut_strings() const { return has_cut_strings_; }
 
  private:
-  // Pairs of a number from Recursion and a count. The numbers are ascending.
+  // Pairs of the number of a schema in Recursion and a count. The numbers are in ascending order.
   using Counts = std::vector<std::pair<uint32_t, uint32_t>>;
 
-  // Describes the containers and schemas around a value.
+  // The containers and schemas around a value.
   struct Place {
     uint32_t level;
     Counts counts;  // for each counted schema: how many of its values are around this value
   };
 
-  // One case of an array or object. The case requires that each of its atoms and each of its
-  // choices is true. A choice is a formula joined by "or".
+  // One case of an array or object. Each of its atoms and each of its choices must be true. A
+  // choice is a formula whose parts are joined by "or".
   struct Case {
     std::vector<Formula> atoms, choices;
     std::unordered_set<Formula> asserted;  // every formula that the case requires
@@ -74,7 +75,8 @@ class Writer {
     bool is_dead = false;
   };
 
-  // A property of an object. In arrays whose items must all be different, a possible item.
+  // One possible part of a row: a property of an object. In an array whose items must all be
+  // different, it is a possible item.
   struct Slot {
     Node node;
     bool is_required;
@@ -87,9 +89,10 @@ class Writer {
   using Clause = std::vector<Literal>;
   struct Row {
     std::vector<Slot> slots;
-    std::vector<Clause> clauses;  // each clause has at least one literal that is true
+    std::vector<Clause> clauses;  // in each clause, at least one literal must be true
     uint64_t low = 0, high = kNoLimit;
-    Node more = 0;  // one further property; these come after the slots
+    // One property that the schema does not list. Such properties come after the slots.
+    Node more = 0;
   };
 
   Made value(Formula formula, const Place& place, bool is_described);
@@ -97,7 +100,7 @@ class Writer {
   Made anything(uint32_t level, uint32_t around);
   Made either(const std::vector<Made>& some);
 
-  // Strings, numbers, booleans and null.
+  // These functions write strings, numbers, booleans and null.
   Node scalar(Formula formula, uint8_t type);
   Node scalar_case(const std::vector<Formula>& parts, uint8_t type);
   Node number_case(const std::vector<Formula>& parts);
@@ -108,7 +111,7 @@ class Writer {
   uint32_t low_count(const Term& term, Keyword keyword);
   uint32_t high_count(const Term& term, Keyword keyword);
 
-  // Arrays and objects.
+  // These functions write arrays and objects.
   Made container_values(Formula formula, uint8_t type, const Place& place);
   std::optional<size_t> next_choice(const Case& found, uint8_t type,
                                     const std::vector<std::string>& names);

@@ -17,12 +17,13 @@ using json::Value;
 
 constexpr uint32_t kMostNesting = 300;
 
-// The characters of XML 1.0 (production 2).
+// The characters that XML 1.0 allows (production 2).
 const CodePoints kCharacters = {
     {0x9, 0xA}, {0xD, 0xD}, {0x20, 0xD7FF}, {0xE000, 0xFFFD}, {0x10000, 0x10FFFF}};
 
-// Readers change line breaks to \n, and in attributes they change white space to spaces. They do
-// not change character references such as &#13;, so such characters are written as references.
+// XML parsers change line breaks to \n. In attributes, they also change white space to spaces. They
+// do not change character references such as &#13;. So the characters that would be changed are
+// written as references.
 const Spellings kInElements = {{'&', "&amp;"}, {'<', "&lt;"}, {'>', "&gt;"}, {'\r', "&#13;"}};
 const Spellings kInAttributes = {{'&', "&amp;"},  {'<', "&lt;"},  {'>', "&gt;"},  {'\r', "&#13;"},
                                  {'\n', "&#10;"}, {'\t', "&#9;"}, {'"', "&quot;"}};
@@ -57,8 +58,8 @@ class Elements {
   }
 
  private:
-  // Returns the member `key` of the keyword `xml` of a schema. If the schema does not have it,
-  // looks in the target of its $ref.
+  // Returns the member `key` of a schema's keyword `xml`. If the schema lacks this member, returns
+  // that of the target of its $ref.
   const Value* xml(const Schema& schema, const char* key) {
     for (const Schema* at : {&schema, &described_.resolved(schema)}) {
       const Value* const found = at->is_boolean() ? nullptr : at->value->find("xml");
@@ -101,7 +102,7 @@ class Elements {
     return node;
   }
 
-  // Writes the rest of an element after its name: the attributes, the end of the start tag, and the
+  // Writes the part of an element after its name: the attributes, the end of the start tag, and the
   // content.
   Node content(const Schema& schema, uint32_t level) {
     const Node closed = expressions_.bytes(">");
@@ -166,7 +167,8 @@ class Elements {
   Expressions& expressions_;
   Described described_;
   const uint32_t max_depth_;
-  std::unordered_map<const Schema*, uint32_t> open_;  // how many elements of each schema are open
+  // For each schema: how many of its elements are open.
+  std::unordered_map<const Schema*, uint32_t> open_;
   std::map<std::pair<const Value*, std::string>, Node> kept_;
 };
 

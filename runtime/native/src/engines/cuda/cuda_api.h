@@ -1,7 +1,7 @@
 // The part of CUDA's driver API that engines use. libcuda is loaded at run time. Its functions are
 // declared here, because few build machines have CUDA's headers. The names are those of libcuda.
-// The types and values are those of cuda.h, and tests/cuda_calls_check.cc compares them. Enums are
-// passed as int.
+// The types and values are those of cuda.h. Where that header is installed,
+// tests/cuda_calls_check.cc compares them. Enums are passed as int.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 #include <new>
 #include <string>
 
-// These types are opaque here. They have their official names, so that the check can compare
-// signatures.
+// These types are declared, but not defined. They have the names of CUDA's header, so that the test
+// can compare signatures.
 struct CUctx_st;
 struct CUgraph_st;
 struct CUgraphExec_st;
@@ -81,11 +81,12 @@ struct CUDA_MEMCPY2D {
 
 class Cuda {
  public:
-  // Loads the library in $DLM_CUDA_LIBRARY, or libcuda.so.1. Throws Error(DLM_ENGINE_MISSING).
+  // Loads the library that $DLM_CUDA_LIBRARY names. If the variable is not set, loads libcuda.so.1.
+  // Throws Error(DLM_ENGINE_MISSING).
   Cuda();
 
-  // Throws Error(DLM_ENGINE_FAILED) if `result` is an error. The message has the name of the call
-  // and the driver's name of the error.
+  // Throws Error(DLM_ENGINE_FAILED) if `result` is an error. The message has the name of the
+  // function that was called and the driver's name of the error.
   void check(CUresult result, const char* call) const;
 
 #define DLM_CUDA_MEMBER(name, ...) CUresult (*name)(__VA_ARGS__) = nullptr;
@@ -96,8 +97,8 @@ class Cuda {
 // A CUDA device and its primary context. TensorRT and ONNX Runtime use the same context.
 class CudaDevice {
  public:
-  // Throws Error(DLM_ENGINE_MISSING) if there is no device at all, and Error(DLM_INVALID_ARGUMENT)
-  // if there is no device with this index.
+  // Throws Error(DLM_ENGINE_MISSING) if the machine has no CUDA device. Throws
+  // Error(DLM_INVALID_ARGUMENT) if it has no device with this index.
   explicit CudaDevice(int index = 0);
   ~CudaDevice();
   CudaDevice(const CudaDevice&) = delete;
@@ -107,14 +108,15 @@ class CudaDevice {
   int32_t sm() const { return sm_; }  // compute capability; 89 means 8.9
   const std::string& name() const { return name_; }
 
-  // While a Use exists, the device's context is current in the thread that created it.
+  // Makes the device's context current in the thread that creates the Use object, as long as the
+  // object exists.
   class Use {
    public:
     explicit Use(const CudaDevice& device) : cuda_(device.cuda_) {
       cuda_.check(cuda_.cuCtxPushCurrent_v2(device.context_), "cuCtxPushCurrent");
     }
-    // For destructors, which must not throw. If the context cannot be made current, its memory is
-    // already freed.
+    // For use in destructors, which must not throw. If the context cannot be made current, its
+    // memory was already freed.
     Use(const CudaDevice& device, std::nothrow_t) noexcept
         : cuda_(device.cuda_),
           is_pushed_(cuda_.cuCtxPushCurrent_v2(device.context_) == CUDA_SUCCESS) {}
@@ -130,7 +132,7 @@ class CudaDevice {
     bool is_pushed_ = true;
   };
 
-  // Free and total bytes of the device. The device's context must be current.
+  // The free and the total device memory, in bytes. The device's context must be current.
   struct Memory {
     size_t free, total;
   };
@@ -144,8 +146,8 @@ class CudaDevice {
   std::string name_;
 };
 
-// Frees objects of the driver. The device's context must be current when they are created and when
-// they are freed.
+// Frees objects of the CUDA driver. The device's context must be current when they are created and
+// when they are freed.
 struct CudaDelete {
   const Cuda* cuda;
   void operator()(CUstream_st* stream) const { cuda->cuStreamDestroy_v2(stream); }
@@ -156,8 +158,8 @@ using CudaStream = std::unique_ptr<CUstream_st, CudaDelete>;
 using CudaGraph = std::unique_ptr<CUgraph_st, CudaDelete>;
 using CudaGraphExec = std::unique_ptr<CUgraphExec_st, CudaDelete>;
 
-// Creates a stream. Unlike the default stream, it does not wait for other streams. Throws like
-// Cuda::check.
+// Creates a stream. Unlike the default stream, it does not wait for other streams. Throws the same
+// errors as Cuda::check.
 CudaStream create_stream(const Cuda& cuda);
 
 // A block of device memory, or of host memory that the device can access directly.

@@ -1,5 +1,5 @@
-// The cache on a CUDA device. "Past" holds the rows of keys and values that passes read, and
-// "present" the rows that the last pass wrote.
+// The cache of keys and values on a CUDA device. The part "past" has the rows that passes read. The
+// part "present" has the rows that the last pass wrote.
 #pragma once
 
 #include <algorithm>
@@ -13,9 +13,9 @@
 
 namespace dlm {
 
-// Returns the offsets of parts with these sizes in one allocation, followed by the size of the
-// allocation. TensorRT requires offsets that are multiples of 256 bytes, and different addresses
-// even for empty tensors.
+// Lays out several parts in one allocation. Returns the offset of each part, followed by the size
+// of the allocation. `bytes` has the sizes of the parts. TensorRT requires that offsets are
+// multiples of 256 bytes, and that even empty tensors have different addresses.
 inline std::vector<size_t> lay_out(const std::vector<size_t>& bytes) {
   std::vector<size_t> offsets = {0};
   for (const size_t part : bytes)
@@ -25,36 +25,39 @@ inline std::vector<size_t> lay_out(const std::vector<size_t>& bytes) {
 
 class DeviceCache {
  public:
-  // The addresses of one key or value tensor in past and in present. Past has the shape [B,
-  // kv_heads, S, head_size], and present has T instead of S. Each has room for S + T rows.
+  // The addresses of one key or value tensor in `past` and in `present`. In `past`, it has the
+  // shape [B, kv_heads, S, head_size], for B requests and S cached tokens. In `present`, the shape
+  // has T instead of S, for T new tokens. Both have room for S + T rows.
   struct Place {
     CUdeviceptr past, present;
   };
 
   DeviceCache(const Cuda& cuda, const CacheShape& shape) : cuda_(cuda), shape_(shape) {}
 
-  // Sets the memory of all tensors: the keys and values of layer 0, then of layer 1, and so on.
-  // Forgets all rows kept so far.
+  // Sets the memory of all tensors: the keys and values of layer 0, then those of layer 1, and so
+  // on. Drops all cached rows.
   void place(std::vector<Place> places);
 
-  // Like place(), but copies the kept rows to the new memory. The copies are queued on the stream.
+  // Does the same as place(), but copies the cached rows to the new memory. The copies are queued
+  // on the stream.
   void move(std::vector<Place> places, CUstream stream);
   const std::vector<Place>& places() const { return places_; }
 
-  // The caller calls begin() before each pass and end() after it. If the pass throws, end() is not
-  // called. `use` is the argument of Context::run.
+  // The caller calls begin() before each pass and end() after it. If the pass throws, the caller
+  // does not call end(). `use` is the argument of Context::run.
   void begin(const dlm_pass& pass, CacheUse use);
   void end(const dlm_pass& pass, CacheUse use);
 
-  // Does the work of Context::keep_outside. The copies are queued on the stream; the function does
-  // not wait for them. Rows stay in the order of their positions. All of past is first copied
-  // behind the rows of present. Then it is copied back, with the new number of rows per head. This
-  // takes a few copies per tensor. In host memory, only the rows that change are moved
-  // (cache/slots.h). Here that would take thousands of copies, some per head, and each copy takes
-  // microseconds.
+  // Does the work of Context::keep_outside. The copies are queued on the stream, and the function
+  // does not wait for them. Rows stay in the order of their positions.
+  //
+  // First, all of `past` is copied to the memory after the rows of `present`. Then the rows to keep
+  // are copied back, with the new number of rows per head. This takes a few copies per tensor. In
+  // host memory, only the rows that change are moved (cache/slots.h). On a device, this would take
+  // several copies per head, and so thousands of copies, each of which takes microseconds.
   void keep_outside(int32_t first, int32_t last, CUstream stream);
 
-  // The bytes of past and present now.
+  // The number of bytes that `past` and `present` use at this time.
   uint64_t bytes() const;
 
  private:
@@ -72,13 +75,13 @@ class DeviceCache {
   const CacheShape& shape_;
   std::vector<Place> places_;
   int32_t batch_ = 1;
-  int32_t kept_ = 0;                  // rows per head in past; they are the positions outside hole_
-  Range hole_{0, 0}, written_{0, 0};  // written_ has the positions of the rows in present
+  int32_t kept_ = 0;                  // rows per head in `past`; their positions are outside hole_
+  Range hole_{0, 0}, written_{0, 0};  // written_ has the positions of the rows in `present`
 };
 
-// Opens a context of the engine whose cache is in device memory. All other arrays of a pass are in
-// host memory. The engine must outlive the context, and its `run` must not return before the pass
-// is complete. `longest` is the argument of Engine::open_context.
+// Opens a context of the engine. The context's cache is in device memory. All other arrays of a
+// pass are in host memory. The engine must outlive the context. The engine's `run` must not return
+// before the pass is complete. `longest` is the argument of Engine::open_context.
 std::unique_ptr<Context> open_device_context(HostEngine& engine, const CudaDevice& device,
                                              const CacheShape& shape, int32_t longest);
 

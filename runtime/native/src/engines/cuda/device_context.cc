@@ -40,7 +40,7 @@ class DeviceContext final : public Context {
     cache_.end(pass, use);
   }
 
-  // The engine uses other streams, so the copies must be finished when this function returns.
+  // The engine uses other streams, so this function waits until the copies are finished.
   void keep_outside(int32_t first, int32_t last) override {
     const CudaDevice::Use use(device_);
     cache_.keep_outside(first, last, stream_.get());
@@ -50,7 +50,8 @@ class DeviceContext final : public Context {
   uint64_t cache_bytes() const override { return cache_.bytes(); }
 
  private:
-  // Allocates past and present, each for one canvas. Frees the old memory before it allocates more.
+  // Allocates `past` and `present`, each with room for one canvas per request. Frees the old memory
+  // before it allocates new memory.
   void make_room(int32_t batch, int32_t length) {
     const std::vector<size_t> offsets = offsets_of(batch, length);
     const CudaDevice::Use use(device_);
@@ -66,8 +67,8 @@ class DeviceContext final : public Context {
     point();
   }
 
-  // Makes room for `tokens` new rows after the `cached` rows of each head. The cached rows are
-  // kept.
+  // Makes room for `tokens` new rows after the `cached` rows of each head. The cached rows keep
+  // their content.
   void make_room_behind(int32_t batch, int32_t cached, int32_t tokens) {
     const int32_t rows = cached + tokens;
     if (cached == 0) return make_room(batch, rows);
@@ -113,7 +114,8 @@ class DeviceContext final : public Context {
     if (needed <= memory.free) return;
     size_t a_token = 0;
     for (const CacheLayer& layer : shape_) a_token += 4 * layer.tensor_bytes(batch, 1);
-    // Tensor sizes are rounded up. This is the most that the rounding adds, whatever the length.
+    // Tensor sizes are rounded up. `rounding` is the largest number of bytes that this can add, for
+    // any length.
     const size_t rounding = 4 * shape_.size() * 256;
     const size_t fitting = memory.free < rounding ? 0 : (memory.free - rounding) / a_token;
     fail(DLM_OUT_OF_MEMORY,

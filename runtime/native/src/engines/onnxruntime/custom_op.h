@@ -1,9 +1,10 @@
-// ONNX Runtime's custom operators of the domain dlm_export. They call the kernels of
+// The custom operators of the domain dlm_export for ONNX Runtime. They run the kernels of
 // kernels/kernels.h.
 //
 // A bundle's graph also defines these operators as functions of standard ONNX operators, so that
-// any engine can run it. If the processor has kernels, the runtime registers the custom operators.
-// ONNX Runtime then uses a registered operator instead of the graph's function of the same name.
+// any engine can run the graph. If the processor has kernels, the runtime registers the custom
+// operators. ONNX Runtime then uses a registered operator instead of the graph's function with the
+// same name.
 #pragma once
 
 #include <algorithm>
@@ -18,10 +19,10 @@
 
 namespace dlm::ops {
 
-constexpr int kUint8 = 2, kFloat8 = 17;  // element types that no port has; for the others, see
-                                         // engines/graph_contract.h
+// Element types that no port has. engines/graph_contract.h has the other types.
+constexpr int kUint8 = 2, kFloat8 = 17;
 constexpr size_t kMostWeights = 3, kMostDims = 5;
-constexpr size_t kSegments = 8;  // number of attention's optional input with the segments
+constexpr size_t kSegments = 8;  // index of attention's optional input with the segments
 
 // An input tensor of one operator call.
 template <class Element>
@@ -40,8 +41,8 @@ struct Tensor {
   }
 };
 
-// One call of an operator. It gives access to the inputs and outputs, and runs tasks on the
-// session's threads.
+// One call of an operator. The object gives access to the call's inputs and outputs, and runs tasks
+// on the session's threads.
 class Call final : public Parallel {
  public:
   Call(const ort::Api& api, OrtKernelContext* context) : api_(api), context_(context) {}
@@ -87,7 +88,7 @@ class Call final : public Parallel {
 
   void run(size_t count, void (*task)(void* user, size_t i), void* user) override {
     if (count == 1) return task(user, 0);
-    // Each task is its own batch. So a thread that starts late runs fewer tasks.
+    // Each task is a batch of its own. So a thread that starts late runs fewer tasks.
     ask<ort::KernelContextParallelFor>(api_, context_, task, count, count, user);
   }
 
@@ -99,7 +100,7 @@ class Call final : public Parallel {
   OrtKernelContext* const context_;
 };
 
-// Scratch memory for the duration of a call, from the session's allocator, aligned to 64 bytes.
+// Scratch memory for one call, aligned to 64 bytes. It comes from the session's allocator.
 class Scratch {
  public:
   Scratch(const Call& call, const OrtMemoryInfo* memory, size_t bytes) : api_(call.api()) {
@@ -131,26 +132,29 @@ class Scratch {
 
 struct Op;
 
-// The attributes of one node of the graph. The comments name the operators that have them.
+// The attributes of one node of the graph. The comment after each field names the operators that
+// have the attribute.
 struct Node {
   const Op& op;
-  std::array<int64_t, kMostWeights> columns{};  // linear layers: N of each weight
-  int64_t group_size = 0;                       // Int4Linear and Int4Embedding
-  int64_t heads = 0, kv_heads = 0;              // CachedAttention
-  int64_t visible_block = 0;                    // BlockCachedAttention
-  float epsilon = 0;                            // AddNorm and NormedCachedAttention
+  // Linear layers: number of columns of each weight matrix.
+  std::array<int64_t, kMostWeights> columns{};
+  int64_t group_size = 0;           // Int4Linear and Int4Embedding
+  int64_t heads = 0, kv_heads = 0;  // CachedAttention
+  int64_t visible_block = 0;        // BlockCachedAttention
+  float epsilon = 0;                // AddNorm and NormedCachedAttention
 };
 
 struct Definition {
   const char* name;
   std::vector<int> inputs, outputs;  // element types
-  // reads the attributes; NULL: there are none
+  // Reads the attributes. NULL if the operator has no attributes.
   void (*read)(const ort::Api& api, const OrtKernelInfo* info, Node& node);
   void (*compute)(const Kernels& kernels, const Node& node, Call& call);
   bool has_segments = false;
 };
 
-// An operator: the struct that ONNX Runtime requires, which must come first, and our own data.
+// An operator: the struct that ONNX Runtime requires, and our own data after it. The struct must
+// come first, because ONNX Runtime passes pointers to it.
 struct Op {
   ort::CustomOp entry;
   Definition is;
@@ -161,7 +165,7 @@ struct Op {
 
 void read_group_size(const ort::Api& api, const OrtKernelInfo* info, Node& node);
 
-// The operators of each kind. Each function is in a file of its own.
+// Return the definitions of the operators, one function per kind. Each function is in its own file.
 std::vector<Definition> linear_operators();
 std::vector<Definition> expert_operators();
 std::vector<Definition> attention_operators();
@@ -170,7 +174,7 @@ std::vector<Definition> attention_operators();
 
 namespace dlm {
 
-// The custom operators of one session. The object must outlive the session.
+// The custom operators of one session. This object must outlive the session.
 class CustomOps {
  public:
   CustomOps(const ort::Api& api, const Kernels& kernels);

@@ -1,4 +1,4 @@
-// Connects the custom operators of ONNX Runtime to the kernels. The graph is untrusted, so the
+// Connects the custom operators of ONNX Runtime to the kernels. The graph is untrusted. So the
 // shapes are checked in every pass, before a kernel gets a pointer.
 #include <cstdio>
 #include <exception>
@@ -85,7 +85,7 @@ CustomOps::CustomOps(const ort::Api& api, const Kernels& kernels)
        {ops::linear_operators(), ops::expert_operators(), ops::attention_operators()})
     for (const ops::Definition& is : kind)
       ops_.push_back({ops::make_entry(), is, api, &kernels, memory_.get()});
-  for (const ops::Op& op : ops_)  // the elements do not move after this
+  for (const ops::Op& op : ops_)  // from now on, the elements of ops_ do not move
     ask<ort::CustomOpDomainAdd>(api, domain_.get(), &op.entry);
 }
 

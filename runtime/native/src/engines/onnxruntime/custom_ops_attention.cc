@@ -1,5 +1,5 @@
-// Custom operators for attention over a cache, for RMSNorms of residual sums, and for the
-// candidates of a row.
+// Custom operators for attention over a cache, for sums that are normalised with RMSNorm, and for
+// the candidates of a row.
 #include <cinttypes>
 
 #include "engines/onnxruntime/custom_op.h"
@@ -7,7 +7,7 @@
 namespace dlm::ops {
 namespace {
 
-constexpr int64_t kSegmentNumbers = 4;  // numbers per segment
+constexpr int64_t kSegmentNumbers = 4;  // each segment is stored as this many numbers
 
 void read_heads(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   ask<ort::KernelInfoGetAttributeInt64>(api, info, "heads", &node.heads);
@@ -40,7 +40,7 @@ template <CacheType kCache>
 void attend(const Kernels& kernels, const Node& node, Call& call) {
   const auto q = call.input<float>(0), k = call.input<float>(1), v = call.input<float>(2);
   const auto past_keys = call.input<uint8_t>(3),
-             past_values = call.input<uint8_t>(4);  // the element type does not matter here
+             past_values = call.input<uint8_t>(4);  // the kernel does not use the element type here
   const auto positions = call.input<int64_t>(5);
   const auto cos = call.input<float>(6), sin = call.input<float>(7);
   Tensor<const int64_t> segments{nullptr, {0, kSegmentNumbers}, 2};

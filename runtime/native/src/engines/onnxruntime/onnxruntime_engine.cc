@@ -1,10 +1,12 @@
 // The engine that runs a bundle's graph with ONNX Runtime.
 //
-// libonnxruntime is loaded at run time, not linked. So one build of the runtime works with the
-// library of the pip wheel and with the system's. engines/onnxruntime/ort_api.h declares its
-// functions. The graph is untrusted. When it is opened, its inputs and outputs are compared with
-// the manifest. Every output is bound to a buffer of exactly the shape that the pass needs, so ONNX
-// Runtime writes nowhere else.
+// libonnxruntime is not linked, but loaded at run time. So one build of the runtime works with the
+// library of the pip wheel and with the library of the system. engines/onnxruntime/ort_api.h
+// declares its functions.
+//
+// The graph is untrusted. When it is opened, its inputs and outputs are compared with the manifest.
+// Every output is bound to a buffer of exactly the shape that the pass needs. So ONNX Runtime
+// writes nowhere else.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -50,14 +52,15 @@ struct Library {
   std::string version;
 };
 
-// Loads the library. `provider` is the execution provider that will run the graph.
+// Loads the library. `provider` is the execution provider that will run the graph. Some providers
+// need a newer version of the library.
 Library load_library(const std::string& given, const ProviderChoice& provider) {
-  // In the official builds, CreateEnv stores a device id and starts to send telemetry. Only this
-  // variable, set before, prevents it (docs/Privacy.md of ONNX Runtime). If the program has set it,
-  // its value is kept.
+  // In the official builds, CreateEnv stores a device id and starts to send telemetry. Setting this
+  // variable before the call prevents both (docs/Privacy.md of ONNX Runtime). If the program has
+  // set the variable itself, its value does not change.
   setenv("ORT_DISABLE_TELEMETRY", "1", 0);
-  // The names to try: the release name of the project, the name that linkers use, and then Debian's
-  // names, which contain the minor version.
+  // The file names to try. First comes the name in ONNX Runtime's releases, then the name that
+  // linkers use. Debian's names come last. They contain the minor version.
   std::vector<std::string> names = {"libonnxruntime.so.1", "libonnxruntime.so"};
   for (long minor = 40; minor >= long{ort::kOpsetVersion}; --minor)
     names.push_back("libonnxruntime.so.1." + std::to_string(minor));
@@ -69,7 +72,7 @@ Library load_library(const std::string& given, const ProviderChoice& provider) {
     throw Error(DLM_ENGINE_MISSING,
                 name + " is not ONNX Runtime: it has no OrtGetApiBase. " + kAdvice);
   const ort::ApiBase* const base = get_base();
-  // The version is read first. If the library lacks the table, get_api prints an error to stderr.
+  // The version is checked first. If the library is too old, get_api prints an error to stderr.
   const std::string version = one_line(base->get_version_string());
   char* point = nullptr;
   const long major = std::strtol(version.c_str(), &point, 10);
@@ -89,8 +92,8 @@ Library load_library(const std::string& given, const ProviderChoice& provider) {
   return {ort::Api(table), version};
 }
 
-// The status for a graph that could not be loaded. It says whether the bundle or the library is at
-// fault.
+// Returns the status for a graph that could not be loaded. The status says whether the bundle or
+// the library is at fault.
 dlm_status load_failure(const ort::Api& api, const OrtStatus* reported) {
   const int code = reported != nullptr ? api.call<ort::GetErrorCode>(reported) : 0;
   if (code == ort::kNoSuchFile) return DLM_NOT_FOUND;
@@ -99,7 +102,7 @@ dlm_status load_failure(const ort::Api& api, const OrtStatus* reported) {
   return is_bad ? DLM_BAD_BUNDLE : DLM_ENGINE_FAILED;
 }
 
-// Returns whether a message of ONNX Runtime says that a device has no memory left. Such messages
+// Returns true if a message of ONNX Runtime says that a device has no memory left. Such messages
 // come from ONNX Runtime's memory arena or from CUDA.
 bool is_out_of_memory(const std::string& message) {
   const char* const signs[] = {"Failed to allocate memory", "Available memory of", "out of memory"};
@@ -107,8 +110,8 @@ bool is_out_of_memory(const std::string& message) {
                      [&](const char* sign) { return message.find(sign) != std::string::npos; });
 }
 
-// A session option, and a part of the error if ONNX Runtime rejects a session because of this
-// option. The option makes ONNX Runtime reject sessions that would run some operators on the CPU.
+// kNoFallback is a session option. It makes ONNX Runtime reject sessions that would run some
+// operators on the CPU. kFallbackRefused is a part of the error message in this case.
 constexpr char kNoFallback[] = "session.disable_cpu_ep_fallback",
                kFallbackRefused[] = "assigned to the default CPU EP";
 
@@ -116,7 +119,8 @@ constexpr char kNoFallback[] = "session.disable_cpu_ep_fallback",
 
 // The inputs and outputs of one pass.
 struct Values {
-  std::deque<Owned<OrtValue, ort::ReleaseValue>> owned;  // frees the values below
+  // Owns the OrtValues in `inputs` and `outputs`.
+  std::deque<Owned<OrtValue, ort::ReleaseValue>> owned;
   std::vector<OrtValue*> inputs, outputs;
   std::vector<const char*> output_names;
 };
@@ -145,7 +149,7 @@ class OnnxRuntime final : public HostEngine {
                  ort::SessionGetOutputTypeInfo>("output", ports_.outputs);
     has_segments_ = find_segments();
     for (const Port& port : ports_.inputs) input_names_.push_back(port.name.c_str());
-    // Comes last, so that a pass can leave it out.
+    // This input comes last, so that a pass can leave it out.
     input_names_.push_back(graph_.ports.segments.c_str());
   }
 
@@ -161,8 +165,8 @@ class OnnxRuntime final : public HostEngine {
                    : HostEngine::open_context(longest);
   }
 
-  // Segments require our kernels. Without kernels, the graph's own functions would compute every
-  // request against the rows of all requests.
+  // Segments require our kernels. Without our kernels, ONNX Runtime runs the graph's own functions,
+  // in which every request would see the rows of all requests.
   bool takes_segments() const override { return has_segments_ && !device_ && !kernels_.empty(); }
 
   void run(const dlm_pass& pass, const std::vector<Segment>& segments) override {
@@ -172,8 +176,8 @@ class OnnxRuntime final : public HostEngine {
     // ONNX Runtime copies them.
     const OrtMemoryInfo* const host = memory_.get();
     const OrtMemoryInfo* const cache = device_ ? device_memory_.get() : host;
-    // The C API has no read-only tensors over memory of the caller. ONNX Runtime only reads inputs,
-    // so const may be cast away.
+    // The C API cannot make a read-only tensor over memory of the caller. ONNX Runtime only reads
+    // inputs, so const may be cast away.
     const auto add_input = [&](const Port& port, const void* data, const OrtMemoryInfo* where) {
       values.inputs.push_back(tensor(values, pass, port, const_cast<void*>(data), where));
     };
@@ -181,7 +185,7 @@ class OnnxRuntime final : public HostEngine {
       add_input(ports_.inputs[port], data, port < kFirstPast ? host : cache);
     };
     const auto write = [&](size_t number, void* data) {
-      if (data == nullptr) return;  // this output is not needed
+      if (data == nullptr) return;  // the caller does not need this output
       const Port& port = ports_.outputs[number];
       values.output_names.push_back(port.name.c_str());
       values.outputs.push_back(
@@ -237,33 +241,33 @@ class OnnxRuntime final : public HostEngine {
 
   void set_up(SessionOptions& options, int threads) const {
     set(api().call<ort::CreateSessionOptions>(options.out()));
-    // All sessions of the process share the environment. Other code may have set a more verbose
-    // level.
+    // All sessions of the process share the environment. Other code may have set it to log more.
     set(api().call<ort::SetSessionLogSeverityLevel>(options.get(), ort::kLogFatal));
-    // With 0, ONNX Runtime uses all physical cores.
+    // If the number of threads is 0, ONNX Runtime uses all physical cores.
     set(api().call<ort::SetIntraOpNumThreads>(options.get(), threads));
     set(api().call<ort::SetInterOpNumThreads>(options.get(), 1));
     set(api().call<ort::SetSessionExecutionMode>(options.get(), ort::kSequential));
     set(api().call<ort::SetSessionGraphOptimizationLevel>(options.get(), ort::kOptimizeAll));
-    // Without this, the threads of an idle session would keep spinning, and take cores from the
-    // next session.
+    // Without this option, the threads of an idle session would continue to spin, and take cores
+    // from the next session.
     configure(options, "session.force_spinning_stop", "1");
-    // Without this, ONNX Runtime would quantise the activations of INT4 layers to eight bits.
+    // Without this option, ONNX Runtime would quantise the activations of INT4 layers to eight
+    // bits.
     configure(options, "session.qdq_matmulnbits_accuracy_level", "1");
-    // T, S and R change from pass to pass, and ONNX Runtime would keep a memory plan for each
-    // combination. For a 6-layer denoiser, this took 10 MB after 1200 shapes and saved no time. The
-    // memory arena stays on. It stops growing after the largest pass, while the memory of plain
-    // allocation varies by 20 MB.
+    // The sizes of passes change, and ONNX Runtime would store a memory plan for each combination
+    // of them. For a 6-layer denoiser, these plans took 10 MB after 1200 shapes and saved no time.
+    // So memory plans are switched off. The memory arena stays on. It stops growing after the
+    // largest pass. Without the arena, memory use varies by 20 MB.
     set(api().call<ort::DisableMemPattern>(options.get()));
   }
 
   // Sets up the session for the CPU, with our kernels.
   void set_up_processor(const SessionOptions& options) {
-    // Without VNNI, products of unsigned by signed bytes saturate. With this option, both are
-    // unsigned.
+    // Without VNNI, sums of products of unsigned by signed bytes saturate. With this option, ONNX
+    // Runtime makes both factors unsigned.
     configure(options, "session.x64quantprecision", "1");
-    // Otherwise ONNX Runtime would fuse nodes into FP8 kernels that it does not have. With this
-    // option, it dequantises the weights when it loads the graph.
+    // Without this option, ONNX Runtime would fuse nodes into FP8 kernels that it does not have.
+    // With it, ONNX Runtime dequantises the weights when it loads the graph.
     if (graph_.simulated) configure(options, "session.disable_quant_qdq", "1");
     if (const Kernels* const kernels = find_kernels(); kernels != nullptr) {
       custom_ops_.emplace(api(), *kernels);
@@ -272,10 +276,10 @@ class OnnxRuntime final : public HostEngine {
     }
   }
 
-  // Creates a session. The first session adds our operators' domain to a table that the whole
-  // process shares. ONNX Runtime does this without a lock. So if two threads created first sessions
-  // at the same time, one of them would fail. Therefore sessions are created one at a time until
-  // one has been created.
+  // Creates a session. The process's first session adds our operators' domain to a table that all
+  // sessions share. ONNX Runtime does this without a lock. If two threads created first sessions at
+  // the same time, one of them would fail. So sessions are created one at a time until the first
+  // one exists.
   OrtStatus* try_session(const SessionOptions& options) {
     static std::mutex first;
     static std::atomic<const void*> has_domain{nullptr};
@@ -301,8 +305,8 @@ class OnnxRuntime final : public HostEngine {
           load_failure(api(), reported));
   }
 
-  // Opens a session on a GPU. ONNX Runtime rejects a session that would run nodes on the CPU. A
-  // second session is then opened to find the names of these nodes.
+  // Opens a session on a GPU. ONNX Runtime rejects a session that would run nodes on the CPU. If
+  // that happens, a second session is opened to find the names of these nodes.
   void open_on_device(const SessionOptions& options, const ProviderChoice& provider) {
     check_provider_there(api(), library_.version, *provider_);
     device_.emplace(provider.device);
@@ -332,7 +336,7 @@ class OnnxRuntime final : public HostEngine {
                                        "them (allow_fallback, --allow-fallback)");
   }
 
-  // Throws if the device ran out of memory. The caller handles all other errors.
+  // Throws an error if the device ran out of memory. The caller handles all other errors.
   void check_memory(OrtStatus* reported, const std::string& what, const std::string& advice) {
     const std::string message = api().call<ort::GetErrorMessage>(reported);
     if (!device_ || !is_out_of_memory(message)) return;
@@ -345,8 +349,9 @@ class OnnxRuntime final : public HostEngine {
                                        ". " + one_line(message));
   }
 
-  // Throws if the graph lacks a port, if a port has another type or shape than the manifest says,
-  // or if the graph has an unknown input. Unknown outputs are ignored.
+  // Compares the graph's inputs or outputs with the manifest. Throws if a port is missing in the
+  // graph, or has another type or shape there. Throws if the graph has an unknown input. Unknown
+  // outputs are ignored.
   template <class GetCount, class GetName, class GetTypeInfo>
   void verify_ports(const char* kind, std::vector<Port>& ports) {
     ports_of<GetCount, GetName, GetTypeInfo>([&](const std::string& name, const OrtTypeInfo* info) {
@@ -361,7 +366,7 @@ class OnnxRuntime final : public HostEngine {
 
   void ask(OrtStatus* reported) const { check(api(), reported, path_, DLM_BAD_BUNDLE); }
 
-  // Calls visit(name, info) for each input, or for each output, of the session.
+  // Calls visit(name, info) for each input or each output of the session.
   template <class GetCount, class GetName, class GetTypeInfo, class Visit>
   void ports_of(Visit visit) {
     OrtAllocator* allocator = nullptr;
@@ -381,7 +386,7 @@ class OnnxRuntime final : public HostEngine {
 
   static Port segments_port(const std::string& name = {}) { return {name, kInt64, {kR, 4}}; }
 
-  // True if the graph has the optional input "segments". Throws like verify_ports.
+  // True if the graph has the optional input "segments". Throws the same errors as verify_ports.
   bool find_segments() {
     if (graph_.ports.segments.empty() || device_) return false;
     std::vector<Port> ports = {segments_port(graph_.ports.segments)};
@@ -407,7 +412,7 @@ class OnnxRuntime final : public HostEngine {
     note_port(path_, kind, port, type, dims);
   }
 
-  // Makes a tensor over `data` with the shape that the port has in this pass.
+  // Makes a tensor over the memory at `data`, with the port's shape in this pass.
   OrtValue* tensor(Values& values, const dlm_pass& pass, const Port& port, void* data,
                    const OrtMemoryInfo* where) const {
     const auto shape = port.shape(pass.batch, pass.tokens, pass.cached, pass.rows);
@@ -422,17 +427,18 @@ class OnnxRuntime final : public HostEngine {
     return value.get();
   }
 
-  // Members are destroyed from last to first: the session, the memory, the environment, the device.
+  // Members are destroyed from last to first: first the session, then the memory information, the
+  // environment and the device.
   const GraphSpec graph_;
   const std::string path_;          // path of the graph that runs
   const Provider* const provider_;  // nullptr: the CPU runs the graph
   const Library library_;
   std::optional<CudaDevice> device_;
-  std::string left_;  // nodes that the provider does not run
+  std::string left_;  // the nodes that the provider does not run, as left_behind() lists them
   Owned<OrtEnv, ort::ReleaseEnv> env_;
   Owned<OrtMemoryInfo, ort::ReleaseMemoryInfo> memory_, device_memory_;
   std::optional<CustomOps> custom_ops_;
-  std::string kernels_;  // name of the kernel set
+  std::string kernels_;  // name of the kernel set; empty without our kernels
   Owned<OrtSession, ort::ReleaseSession> session_;
   Ports ports_;
   bool has_segments_ = false;

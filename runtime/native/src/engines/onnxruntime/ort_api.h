@@ -1,20 +1,22 @@
 // The part of ONNX Runtime's C API that the engine uses. It is declared here because pip wheels do
 // not include the official header.
 //
-// The library exports one function, OrtGetApiBase, which leads to OrtApi, a table of function
-// pointers. New versions only add functions at the end of the table, so the number of a function's
-// slot never changes. (The library's onnxruntime_c_api.cc asserts where the table of each version
-// ends.) Below, each function is declared by its slot number and its signature. If the official
-// header is installed, tests/ort_slots_check.cc compares the slots, the signatures and the values
-// of the enums with it. Enums are passed as int.
+// The library exports one function, OrtGetApiBase. It returns OrtApi, a table of function pointers.
+// New versions of ONNX Runtime only add functions at the end of the table. So each function always
+// has the same slot number. (The library's onnxruntime_c_api.cc asserts where the table of each
+// version ends.)
+//
+// Below, each function is declared by its slot number and its signature. If the official header is
+// installed, tests/ort_slots_check.cc compares the slots, the signatures and the values of the
+// enums with that header. Enums are passed as int.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
-// These types are opaque here. They have their official names, so that the check can compare
-// signatures.
+// These types are declared, but not defined. They have their official names, so that the test can
+// compare signatures.
 struct OrtAllocator;
 struct OrtCUDAProviderOptionsV2;
 struct OrtCustomOpDomain;
@@ -36,22 +38,23 @@ struct OrtValue;
 
 namespace dlm::ort {
 
-// The version of the table that the engine requests. ONNX Runtime has it since 1.20.
+// The version of the function table that the engine requests. ONNX Runtime has it since 1.20.
 constexpr uint32_t kApiVersion = 20;
-// The oldest version that can run graphs of opset 23, which all bundles use.
+// The oldest version of ONNX Runtime that can run graphs of opset 23. All bundles use this opset.
 constexpr uint32_t kOpsetVersion = 23;
-// The oldest version that reports which provider runs each node. The GPU providers need it.
+// The oldest version of ONNX Runtime that reports which provider runs each node. The GPU providers
+// need this report.
 constexpr uint32_t kPlacementVersion = 24;
 
 struct ApiBase {
-  const void* (*get_api)(uint32_t version);  // NULL if the library is older; it then also prints a
-                                             // line to stderr
-  const char* (*get_version_string)();       // for example "1.31.1"; static
+  // If the library is older, returns NULL and prints a line to stderr.
+  const void* (*get_api)(uint32_t version);
+  const char* (*get_version_string)();  // for example "1.31.1"; static
 };
 using GetApiBase = const ApiBase* (*)();  // the type of OrtGetApiBase
 
 constexpr int kInvalidArgument = 2, kNoSuchFile = 3, kNoModel = 4, kInvalidProtobuf = 7;
-constexpr int kInvalidGraph = 10;    // OrtErrorCode, like the constants before it
+constexpr int kInvalidGraph = 10;    // a value of OrtErrorCode, like the constants above
 constexpr int kLogFatal = 4;         // OrtLoggingLevel
 constexpr int kSequential = 0;       // ExecutionMode
 constexpr int kOptimizeAll = 99;     // GraphOptimizationLevel
@@ -88,7 +91,7 @@ using CustomOpDomainAdd = Entry<27, OrtStatus*(OrtCustomOpDomain*, const CustomO
 using AddCustomOpDomain = Entry<28, OrtStatus*(OrtSessionOptions*, OrtCustomOpDomain*)>;
 using SessionGetInputCount = Entry<30, OrtStatus*(const OrtSession*, size_t*)>;
 using SessionGetOutputCount = Entry<31, OrtStatus*(const OrtSession*, size_t*)>;
-// counts "overridable initializers"
+// Optional inputs are what ONNX Runtime calls "overridable initializers".
 using SessionGetOptionalInputCount = Entry<32, OrtStatus*(const OrtSession*, size_t*)>;
 using SessionGetInputTypeInfo = Entry<33, OrtStatus*(const OrtSession*, size_t index, OrtTypeInfo**)>;
 using SessionGetOutputTypeInfo = Entry<34, OrtStatus*(const OrtSession*, size_t index, OrtTypeInfo**)>;
@@ -144,7 +147,7 @@ using AppendProvider = Entry<216, OrtStatus*(OrtSessionOptions*, const char* nam
 using KernelContextGetAllocator = Entry<253, OrtStatus*(const OrtKernelContext*, const OrtMemoryInfo*, OrtAllocator**)>;
 using KernelContextParallelFor = Entry<274, OrtStatus*(const OrtKernelContext*, void (*)(void*, size_t), size_t total,
                                                        size_t batches, void* user)>;
-// Available since kPlacementVersion. The session owns the results.
+// ONNX Runtime has these functions since kPlacementVersion. The session owns the results.
 using GetPlacement = Entry<407, OrtStatus*(const OrtSession*, const OrtEpAssignedSubgraph* const**, size_t*)>;
 using PlacementGetProvider = Entry<408, OrtStatus*(const OrtEpAssignedSubgraph*, const char**)>;
 using PlacementGetNodes = Entry<409, OrtStatus*(const OrtEpAssignedSubgraph*, const OrtEpAssignedNode* const**, size_t*)>;
@@ -153,10 +156,10 @@ using PlacedNodeGetDomain = Entry<411, OrtStatus*(const OrtEpAssignedNode*, cons
 using PlacedNodeGetOperator = Entry<412, OrtStatus*(const OrtEpAssignedNode*, const char**)>;
 // clang-format on
 
-// OrtCustomOp: the functions that define a custom operator. If there are two versions of a
-// function, ONNX Runtime calls the one with V2.
+// OrtCustomOp: the functions that define a custom operator. If a function has a second version with
+// V2 in its name, ONNX Runtime calls that one.
 struct CustomOp {
-  uint32_t version;  // API version whose struct has the entries below
+  uint32_t version;  // the API version of the struct that has the entries below
   void* (*create_kernel)(const CustomOp*, const void* api, const OrtKernelInfo*);
   const char* (*get_name)(const CustomOp*);
   const char* (*get_provider)(const CustomOp*);  // NULL: the operator runs on the CPU
@@ -185,13 +188,13 @@ struct CustomOp {
   void (*release_alias_map)(int*, int*);
 };
 
-// The table OrtApi, accessed by slot number.
+// The table OrtApi. Its functions are accessed by slot number.
 class Api {
  public:
   Api() = default;
   explicit Api(const void* table) : table_(static_cast<const char*>(table)) {}
 
-  // Calls the function of an Entry. For example: api.call<CreateEnv>(kLogFatal, "dlm", &env).
+  // Calls a function of the table. For example: api.call<CreateEnv>(kLogFatal, "dlm", &env).
   template <class Function, class... Arguments>
   auto call(Arguments... arguments) const {
     typename Function::Pointer function;
@@ -199,7 +202,8 @@ class Api {
     return function(arguments...);
   }
 
-  // The address of the table. Two loaded libraries never have the same table.
+  // The address of the table. It identifies the loaded library, because two libraries never have
+  // the same table.
   const void* table() const { return table_; }
 
  private:

@@ -1,4 +1,4 @@
-// Turns errors of ONNX Runtime's C API into exceptions, and owns the API's objects.
+// Turns errors of ONNX Runtime's C API into exceptions, and owns the objects of that API.
 #pragma once
 
 #include <string>
@@ -10,8 +10,8 @@
 
 namespace dlm {
 
-// If the library returned an error, throws it as an Error with this status. The message starts with
-// `context`.
+// If ONNX Runtime returned an error, throws it as an Error with this status. The message starts
+// with `context`.
 inline void check(const ort::Api& api, OrtStatus* reported, std::string_view context,
                   dlm_status status = DLM_ENGINE_FAILED) {
   if (reported == nullptr) return;

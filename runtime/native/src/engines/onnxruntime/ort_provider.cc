@@ -26,14 +26,15 @@ constexpr char kLibraries[] =
     "It needs CUDA's and cuDNN's libraries (provider \"tensorrt\" also TensorRT's) of the major "
     "versions that it was built with: `pip install 'onnxruntime-gpu[cuda,cudnn]'`, or name their "
     "folders in LD_LIBRARY_PATH.";
-constexpr size_t kMostOperators = 8, kMostNames = 3;  // most that a message lists
+// Largest numbers of operators, and of node names per operator, that a message lists.
+constexpr size_t kMostOperators = 8, kMostNames = 3;
 
 bool is(const Provider& provider, const char* name) {
   return std::strcmp(provider.name, name) == 0;
 }
 
-// Throws the error that occurred when a provider was loaded, without the source line of ONNX
-// Runtime.
+// If a provider could not be loaded, throws ONNX Runtime's error. The message leaves out the source
+// line of ONNX Runtime.
 void check_added(const ort::Api& api, OrtStatus* reported, const Provider& provider) {
   if (reported == nullptr) return;
   const std::string whole = api.call<ort::GetErrorMessage>(reported);
@@ -60,8 +61,8 @@ void add(const ort::Api& api, const Provider& provider, const Options& given,
 }
 
 void add_cuda(const ort::Api& api, int32_t device, OrtSessionOptions* options) {
-  // By default, CUDA would round fp32 to TensorFloat-32, which keeps ten bits of the fraction. The
-  // arena grows only by what is needed.
+  // By default, CUDA would round fp32 to TensorFloat-32, which has only ten bits of fraction. The
+  // memory arena grows only as far as necessary.
   const Options given = {{"device_id", std::to_string(device)},
                          {"use_tf32", "0"},
                          {"arena_extend_strategy", "kSameAsRequested"}};

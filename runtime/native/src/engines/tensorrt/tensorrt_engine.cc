@@ -1,9 +1,10 @@
-// The TensorRT engine. It chooses one of a bundle's engine files, and checks it against the
+// The TensorRT engine. It chooses one of a bundle's engine files, and checks the file against the
 // manifest.
 //
-// An engine file contains code for one compute capability and one version of TensorRT. Both are
-// compared before the file is read. After that, the engine's ports and profiles are compared with
-// the manifest, because the sizes of buffers are taken from the manifest.
+// An engine file contains code for one compute capability and one version of TensorRT. These two
+// are compared with the device and the library before the file is read. After that, the engine's
+// ports and profiles are compared with the manifest, because the manifest determines the sizes of
+// buffers.
 #include "engines/tensorrt/tensorrt_engine.h"
 
 #include <fcntl.h>
@@ -19,7 +20,8 @@
 namespace dlm::trt {
 namespace {
 
-// Chooses the engine that can run here. If there is none, throws an error with the reason for each.
+// Chooses the engine that can run here. If there is none, throws an error that gives the reason for
+// each engine.
 const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Platform& platform) {
   std::string reasons;
   for (const EngineSpec& engine : engines) {
@@ -59,7 +61,8 @@ class MappedFile {
   size_t bytes_ = 0;
 };
 
-// Returns 0 (undefined) for a type that no port may have.
+// Converts TensorRT's element type to the number that ports use. Returns 0 (undefined) for a type
+// that no port may have.
 int32_t element_type(nvinfer1::DataType type) {
   using Type = nvinfer1::DataType;
   for (const auto& [theirs, ours] : {std::pair{Type::kFLOAT, kFloat},
@@ -137,7 +140,7 @@ void TensorRt::fail_call(const std::string& call) {
   throw Error(DLM_ENGINE_FAILED, std::string(kName) + ": " + call + " failed" + logger_.take());
 }
 
-// Throws if the ports of the engine differ from the manifest's in type, shape or kind of memory.
+// Throws if a port of the engine differs from the manifest in type, shape or kind of memory.
 void TensorRt::verify_ports() {
   for (int32_t i = 0; i < engine_->getNbIOTensors(); ++i) {
     const std::string name = engine_->getIOTensorName(i);
@@ -154,7 +157,7 @@ void TensorRt::verify_ports() {
   check_complete(spec_.path, "output", ports_.outputs);
 }
 
-// Throws if the engine's profiles differ from the manifest's. Buffers have the sizes in the
+// Throws if the engine's profiles differ from those in the manifest. Buffers have the sizes in the
 // manifest, so an engine with larger profiles would write beyond them.
 void TensorRt::verify_profiles() const {
   if (engine_->getNbOptimizationProfiles() != 2)

@@ -1,5 +1,5 @@
-// The TensorRT engine. It runs an engine file on the first device, with the same library that built
-// the file.
+// The TensorRT engine. It runs an engine file on the first CUDA device, with the same version of
+// TensorRT that built the file.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -20,8 +20,8 @@
 
 namespace dlm::trt {
 
-// The shape of a port in a pass of one request with these numbers of tokens, cached tokens and
-// scored rows.
+// Returns the shape of a port in a pass of one request. The pass has `tokens` tokens, reads
+// `cached` cached tokens, and scores `rows` rows.
 nvinfer1::Dims dims_of(const Port& port, int32_t tokens, int32_t cached, int32_t rows);
 
 class TensorRt final : public Engine {
@@ -43,29 +43,30 @@ class TensorRt final : public Engine {
   const GraphSpec& graph() const { return graph_; }
   const EngineSpec& spec() const { return spec_; }
 
-  // The bytes of device memory that the passes of a profile need for intermediate results.
+  // The bytes of device memory that a pass of this profile needs for intermediate results.
   size_t working_bytes(int32_t profile) const {
     return static_cast<size_t>(
         std::max<int64_t>(engine_->getDeviceMemorySizeForProfileV2(profile), 0));
   }
 
   // Creates an execution context. The caller must set its working memory and its profile. Any
-  // thread may call it.
+  // thread may call this function.
   std::unique_ptr<nvinfer1::IExecutionContext> create_context();
 
-  // Throws Error(DLM_ENGINE_FAILED) with the name of the call and TensorRT's message.
+  // Throws Error(DLM_ENGINE_FAILED). The message has the name of the call and TensorRT's own
+  // message.
   [[noreturn]] void fail_call(const std::string& call);
 
-  // Drops errors that TensorRT reported although the call succeeded. A later failure must not
-  // report them.
+  // Drops errors that TensorRT reported although the call succeeded, so that a later failure does
+  // not report them.
   void forget_errors() { logger_.take(); }
 
  private:
   void verify_ports();
   void verify_profiles() const;
 
-  // The members are destroyed from last to first. The device's context must outlive the objects
-  // that were created in it.
+  // Members are destroyed from last to first. The device's context must outlive the objects that
+  // were created in it.
   CudaDevice device_;
   const GraphSpec graph_;
   const Library library_;

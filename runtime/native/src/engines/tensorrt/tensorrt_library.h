@@ -1,8 +1,9 @@
 // Loads TensorRT (libnvinfer) or TensorRT-RTX (libtensorrt_rtx) at run time, and collects the
-// errors that it reports.
+// errors that the library reports.
 //
-// This code is compiled with the headers of one of the two. The loaded library must have the same
-// major version as the headers, because its C++ classes are called through their virtual tables.
+// This code is compiled with the headers of one of these two libraries. The loaded library must
+// have the same major version as the headers, because its C++ classes are called through their
+// virtual tables.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -19,13 +20,14 @@ constexpr char kBuilder[] = "tensorrt_rtx", kName[] = "TensorRT-RTX";
 constexpr char kBuilder[] = "tensorrt", kName[] = "TensorRT";
 #endif
 
-// Keeps the first error that TensorRT reports, and prints nothing. TensorRT may report from any
-// thread.
+// Stores the first error that TensorRT reports, and prints nothing. TensorRT may report errors from
+// any thread.
 class Logger final : public nvinfer1::ILogger {
  public:
   void log(Severity severity, const char* message) noexcept override;
 
-  // Returns and forgets the first error since the last call. The text fits the end of a sentence.
+  // Returns and forgets the first error since the last call. Callers append the returned text to a
+  // sentence.
   std::string take();
 
  private:
@@ -38,8 +40,8 @@ struct Library {
   std::string version;  // for example "10.14.1.48"
 };
 
-// Loads the library at the path `given`, or from the places that dlm_open_options lists. Throws
-// Error(DLM_ENGINE_MISSING).
+// Loads the library at the path `given`. If that is empty, loads it from the places that
+// dlm_open_options lists. Throws Error(DLM_ENGINE_MISSING).
 Library load_library(const std::string& given);
 
 }  // namespace dlm::trt

@@ -1,5 +1,5 @@
 // Decisions of the TensorRT engine that can be tested without a GPU: whether an engine can run,
-// which profile runs a pass, and how many rows the pass scores.
+// which of its profiles runs a pass, and how many rows the pass scores.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,12 @@ namespace dlm::trt {
 
 // A device, and the TensorRT library that was loaded.
 struct Platform {
-  int32_t sm;                    // compute capability; 89 means 8.9
-  std::string builder, version;  // of the library, for example "tensorrt", "10.14.1.48"
+  int32_t sm;  // compute capability; 89 means 8.9
+  // Name and version of the library, for example "tensorrt" and "10.14.1.48".
+  std::string builder, version;
 };
 
-// Returns the reason why the engine cannot run on the platform, or "" if it can.
+// Returns the reason why the engine cannot run on the platform. Returns "" if it can.
 inline std::string why_not(const EngineSpec& engine, const Platform& platform) {
   if (std::find(engine.sm.begin(), engine.sm.end(), platform.sm) == engine.sm.end()) {
     std::string built;
@@ -34,9 +35,10 @@ inline bool holds(const Sizes& sizes, int32_t value) {
   return value >= sizes.smallest && value <= sizes.largest;
 }
 
-// Chooses the profile for a pass of T tokens over S cached ones: 0 (prefill) or 1 (block). Returns
-// -1 if neither accepts the pass. If both accept it, a pass without cached tokens uses prefill,
-// whose kernels are tuned for long passes. Other passes use block.
+// Chooses the profile for a pass of `tokens` tokens that reads `cached` cached ones. Returns 0
+// (prefill) or 1 (block), or -1 if neither profile accepts the pass. If both accept it, a pass
+// without cached tokens uses prefill, whose kernels are tuned for long passes. Other passes use
+// block.
 inline int32_t choose_profile(const EngineSpec& engine, int32_t tokens, int32_t cached) {
   const Profile* const profiles[] = {&engine.prefill, &engine.block};
   const int32_t preferred = cached == 0 ? 0 : 1;
@@ -46,14 +48,15 @@ inline int32_t choose_profile(const EngineSpec& engine, int32_t tokens, int32_t 
   return -1;
 }
 
-// The number of rows that a pass scores if R rows are needed. It is rounded up to a multiple of 8,
-// so that the same pass sizes come again. It does not exceed T or the profile's limit.
+// Returns the number of rows that a pass scores if `rows` rows are needed. The number is rounded up
+// to a multiple of 8. So fewer different pass sizes occur, and more CUDA graphs can be used again.
+// The rounded number does not exceed `tokens` or the profile's limit.
 inline int32_t rows_bucket(int32_t rows, int32_t tokens, const Sizes& sizes) {
   const int32_t rounded = std::min({(rows + 7) / 8 * 8, std::max(rows, tokens), sizes.largest});
   return std::max(rounded, sizes.smallest);
 }
 
-// The largest value of each size over both profiles.
+// The largest number of tokens, cached tokens and rows that one of the two profiles accepts.
 struct Largest {
   int32_t tokens, cached, rows;
 };

@@ -1,8 +1,10 @@
-// A session of the TensorRT engine. It makes one allocation on the device, which holds the inputs,
-// the outputs, the rows of the last pass (present), the kept rows (past) and TensorRT's working
-// memory. The addresses never change, so a pass can be replayed as a CUDA graph. Token ids are
-// copied from pinned host memory, and candidates are copied to it. Logits are copied only if they
-// are needed. The host waits once per pass.
+// A session of the TensorRT engine.
+//
+// The session makes one allocation on the device. It has room for the inputs, the outputs, the rows
+// of the last pass (present), the cached rows (past) and TensorRT's working memory. The addresses
+// never change, so a pass can be replayed as a CUDA graph. Token ids are copied from pinned host
+// memory, and candidates are copied back to it. Logits are copied only if they are needed. The host
+// waits for the device once per pass.
 #include <algorithm>
 #include <cstring>
 #include <list>
@@ -16,7 +18,7 @@
 namespace dlm::trt {
 namespace {
 
-// The sizes that identify a pass. There is one CUDA graph for each PassKey.
+// The sizes that identify a pass. Each PassKey has its own CUDA graph.
 struct PassKey {
   int32_t profile, tokens, cached, rows;
   bool operator==(const PassKey& other) const {
@@ -27,7 +29,7 @@ struct PassKey {
 
 class Session final : public Context {
  public:
-  // Must be called while the device's context is current.
+  // Call the constructor only while the device's context is current.
   explicit Session(TensorRt& engine)
       : engine_(engine),
         cuda_(engine.device().cuda()),
@@ -92,28 +94,32 @@ class Session final : public Context {
   uint64_t cache_bytes() const override { return cache_.bytes(); }
 
  private:
-  // A pass that is repeated. A captured graph refers to the execution context that it was captured
-  // from, and must not be used after the context has changed. So each graph needs its own context,
-  // and the contexts may share working memory (CUDA Graphs in TensorRT's developer guide). The
-  // first time, a pass runs on the context of its profile, which can run any size. The second time,
-  // it gets its own context. From the third time on, its graph is replayed.
+  // A pass whose sizes occur more than once. The first time, a pass runs on the execution context
+  // of its profile, which can run any size. The second time, it gets an execution context of its
+  // own. From the third time on, its CUDA graph is replayed.
+  //
+  // Each graph needs its own execution context. A captured graph refers to the context that it was
+  // captured from, and must not be used after this context has changed. The contexts may share
+  // working memory (CUDA Graphs in TensorRT's developer guide).
   struct Repeated {
     PassKey key;
-    std::unique_ptr<nvinfer1::IExecutionContext> context;  // created the second time
+    // This context is created when the pass runs for the second time.
+    std::unique_ptr<nvinfer1::IExecutionContext> context;
     CudaGraphExec graph;  // nullptr if the pass could not be captured
   };
-  static constexpr size_t kMostRepeated = 32;  // limited, because each execution context uses host
-                                               // memory
+  // The number of repeated passes is limited, because each execution context uses host memory.
+  static constexpr size_t kMostRepeated = 32;
 
-  // The parts of the staging memory: the first three inputs, then the first three outputs.
+  // The parts of the staging memory: the graph's first three inputs, then its first three outputs.
   enum Staged : size_t { kIds, kPositions, kRows, kTokens, kProbs, kEntropies };
-  static constexpr size_t kLogits = 3;  // index of the output after these three
+  // The index of the graph's output `logits`, which comes after the three outputs above.
+  static constexpr size_t kLogits = 3;
 
   static size_t bytes_of(const Port& port, const Largest& sizes) {
     return port.bytes(port.shape(1, sizes.tokens, sizes.cached, sizes.rows));
   }
 
-  // The sizes of the inputs, the outputs and the working memory.
+  // Lays out the device memory: the inputs, the outputs and the working memory.
   static std::vector<size_t> lay_out_device(const TensorRt& engine) {
     const Largest sizes = largest(engine.spec());
     std::vector<size_t> bytes;
@@ -141,8 +147,8 @@ class Session final : public Context {
     cuda_.check(cuda_.cuStreamSynchronize(stream_.get()), "cuStreamSynchronize");
   }
 
-  // Creates a context for the profile, and sets all its addresses. The contexts share working
-  // memory, which is safe because they all use one stream.
+  // Creates an execution context for the profile, and sets all its addresses. All contexts share
+  // the same working memory. This is safe because they use one stream.
   std::unique_ptr<nvinfer1::IExecutionContext> create_context(int32_t profile) {
     auto context = engine_.create_context();
     const size_t working = offsets_.size() - 2;
@@ -169,7 +175,7 @@ class Session final : public Context {
         engine_.fail_call("setInputShape(\"" + port.name + "\")");
   }
 
-  // Copies the pass's inputs to the staging memory. If the pass has fewer than `rows` rows, the
+  // Copies the pass's inputs to the staging memory. If the pass scores fewer than `rows` rows, its
   // first row is repeated.
   void fill_staging(const dlm_pass& pass, int32_t rows) {
     const auto put = [&](Staged part, const int64_t* from, int32_t count) {
@@ -182,7 +188,7 @@ class Session final : public Context {
     std::fill(scored + pass.rows, scored + rows, scored[0]);
   }
 
-  // Queues all work of a pass on the stream, so that it can be captured as one graph.
+  // Queues all work of a pass on the stream, so that this work can be captured as one graph.
   void enqueue(nvinfer1::IExecutionContext& context, const PassKey& key) {
     const size_t tokens = key.tokens, rows = key.rows, candidates = rows * engine_.graph().top_k;
     const auto put = [&](Staged part, size_t bytes) {
@@ -223,8 +229,8 @@ class Session final : public Context {
     repeated_.push_front({key, nullptr, CudaGraphExec(nullptr, CudaDelete{&cuda_})});
   }
 
-  // Gives a pass that runs for the second time its own context. The first run of a context with new
-  // shapes does work that must not be captured.
+  // Gives a pass that runs for the second time its own execution context. The first run of a
+  // context with new shapes does work that must not be captured.
   void repeat(Repeated& known) {
     auto context = create_context(known.key.profile);
     set_shapes(*context, known.key);
@@ -233,17 +239,17 @@ class Session final : public Context {
     capture(known);
   }
 
-  // Captures a pass. If that is impossible, known.graph stays empty, and the pass runs without a
-  // graph.
+  // Captures a pass as a CUDA graph. If that is impossible, known.graph stays empty, and the pass
+  // runs without a graph.
   void capture(Repeated& known) {
-    // With this mode, calls of other threads do not affect the capture.
+    // In this mode, calls of other threads do not affect the capture.
     if (cuda_.cuStreamBeginCapture_v2(stream_.get(), CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) !=
         CUDA_SUCCESS)
       return;
     bool is_whole = true;
     try {
       enqueue(*known.context, known.key);
-    } catch (...) {  // the capture must be ended in any case
+    } catch (...) {  // the capture must end even if an error is thrown
       is_whole = false;
     }
     CUgraph captured = nullptr;
@@ -257,15 +263,15 @@ class Session final : public Context {
 
   TensorRt& engine_;
   const Cuda& cuda_;
-  // Set by the destructor, so that the device's context is current while all members below are
+  // The destructor sets this member. So the device's context is current while all members below are
   // freed.
   std::optional<CudaDevice::Use> current_;
-  CudaStream stream_;  // freed after the members below
+  CudaStream stream_;  // the stream is freed after the members below
   const std::vector<size_t> offsets_, staging_offsets_;
   const CudaMemory memory_, staging_;
   DeviceCache cache_;
-  std::unique_ptr<nvinfer1::IExecutionContext> any_size_[2];  // by profile
-  std::list<Repeated> repeated_;                              // most recently used first
+  std::unique_ptr<nvinfer1::IExecutionContext> any_size_[2];  // one per profile
+  std::list<Repeated> repeated_;  // the most recently used pass comes first
 };
 
 }  // namespace

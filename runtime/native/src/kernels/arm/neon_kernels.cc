@@ -1,6 +1,6 @@
-// The kernels for AArch64 with dot product instructions.
+// Compiles the kernels for AArch64 processors with dot product instructions.
 #include "kernels/arm/simd_neon.h"
-// needs the vectors of the header above
+// kernels/body.h uses the vector operations of simd_neon.h, so it must come after this header.
 #include "kernels/body.h"
 
 namespace dlm {

@@ -9,9 +9,9 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 4;
-constexpr int kFloatRows = 5, kFloatVectors = 4;  // tile for products of floats: 20 sums, 4 weight
-                                                  // vectors
-constexpr int kQueryVectors = 4;                  // vectors of queries in attention
+// Register tile for products of floats: 20 vectors of sums, 4 vectors of weights.
+constexpr int kFloatRows = 5, kFloatVectors = 4;
+constexpr int kQueryVectors = 4;  // number of vectors of queries that attention processes at a time
 constexpr int kKeyBlock = 4;
 
 using F = float32x4_t;
@@ -41,7 +41,8 @@ inline F power_of_two(I n) {
   return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, iset(127)), 23));
 }
 
-// These load or store kLanes numbers: in fp16 (stores round half to even), or codes of one byte.
+// Each of these functions loads or stores kLanes numbers. The numbers are in fp16, or are codes of
+// one byte. Stores to fp16 round half to even.
 inline F load_half(const uint16_t* from) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
 }
@@ -51,7 +52,8 @@ inline F load_codes(const int8_t* from) {
   __builtin_memcpy(&bits, from, sizeof bits);
   return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bits)))));
 }
-// These load kLanes numbers: in bf16, or in E4M3 (exponent bias 7; the largest code is NaN).
+// Each of these functions loads kLanes numbers in bf16 or in E4M3. E4M3 has the exponent bias 7,
+// and its largest code is NaN.
 inline F load_bfloat(const uint16_t* from) {
   return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(from)), 16));
 }
@@ -66,10 +68,10 @@ inline F load_e4m3(const uint8_t* from) {
                    value * set(0x1p120f));
 }
 
-// The sum of all lanes.
+// Returns the sum of all lanes.
 inline float total(F x) { return vaddvq_f32(x); }
 
-// In each lane: a if x > y, otherwise b.
+// Selects per lane: a if x > y, otherwise b.
 inline F select_greater(F x, F y, F a, F b) { return vbslq_f32(vcgtq_f32(x, y), a, b); }
 inline I select_greater(F x, F y, I a, I b) { return vbslq_s32(vcgtq_f32(x, y), a, b); }
 
@@ -77,14 +79,14 @@ inline I select_greater(F x, F y, I a, I b) { return vbslq_s32(vcgtq_f32(x, y), 
 
 // Four signed bytes per lane.
 struct Bytes {
-  static constexpr int kTileRows = 5, kVectors = 4;  // tile in registers: 20 sums, 4 vectors of
-                                                     // weights
+  // Register tile: 20 vectors of sums, 4 vectors of weights.
+  static constexpr int kTileRows = 5, kVectors = 4;
   static constexpr int64_t kMostInputs = 0;
   using Code = int8_t;
   static constexpr int kCodeOrder[] = {0, 1, 2, 3};
   using Weights = int8x16_t;
-  using Activations = int8x8_t;  // four codes, then four unused bytes: the instruction reads one
-                                 // lane
+  // Four codes, then four unused bytes, because the instruction uses only one lane.
+  using Activations = int8x8_t;
   static Activations spread(const Code* four) {
     uint32_t bits;
     __builtin_memcpy(&bits, four, sizeof bits);
@@ -98,7 +100,7 @@ struct Bytes {
   }
 };
 
-// Stored weights have 128 added. One instruction (an exclusive or) subtracts it again.
+// 128 was added to each stored weight. One exclusive-or instruction subtracts it again.
 struct Int8 : Bytes {
   static constexpr int kParts = 1;
   static constexpr int32_t kWeightOffset = 0;
@@ -118,8 +120,8 @@ struct Int4 : Bytes {
   }
 };
 
-// A table of 16 values. look_up takes kLanes nibbles, which start at bit kShift of `from`, and
-// returns the values that they select.
+// A table of 16 numbers. look_up takes kLanes nibbles from `from`, starting at bit kShift, and uses
+// them as indices into the table. It returns one number per nibble.
 using Table = int8x16_t;
 inline Table load_table(const int8_t* from) { return vld1q_s8(from); }
 template <int kShift>

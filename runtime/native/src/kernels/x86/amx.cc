@@ -15,10 +15,12 @@
 namespace dlm {
 namespace {
 
-constexpr uint32_t kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;      // bits of edx in CPUID's leaf 7
-constexpr uint64_t kTileConfig = 1u << 17, kTileData = 1u << 18;  // bits of XCR0
+// bits of the register edx in CPUID's leaf 7
+constexpr uint32_t kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
+constexpr uint64_t kTileConfig = 1u << 17, kTileData = 1u << 18;  // bits of the register XCR0
 
-// From the Linux kernel's asm/prctl.h (5.16). Older headers lack them.
+// These constants are from the Linux kernel's asm/prctl.h (5.16). Older versions of the header lack
+// them.
 constexpr int kRequestPermission = 0x1023, kTileDataFeature = 18;
 
 int request_registers() {
@@ -38,15 +40,15 @@ class InOrder final : public Parallel {
   }
 };
 
-// Every row contains a 127, so its scale is 1, and the scales of weights are 1 too. So each result
-// is exactly the integer sum of the products.
+// Tests the kernels with made-up rows and weights. Each row contains a 127, so its scale is 1. The
+// scales of the weights are 1 too. So each result must equal the integer sum of the products.
 bool multiplies_rightly(const Kernels& kernels, int64_t group_size) {
   constexpr int64_t kRows = 33, kInputs = 72, kColumns = 33, kWidth = padded_columns(kColumns);
   const int64_t parts = group_size == 0 ? 1 : 2, offset = group_size == 0 ? 128 : 8;
   uint32_t state = 1;
   const auto draw = [&] {
     return (state = state * 1664525u + 1013904223u) >> 24;
-  };  // a byte from the random number generator of Numerical Recipes
+  };  // returns the next byte of the random number generator of Numerical Recipes
   std::vector<float> x(kRows * kInputs), y(kRows * kColumns);
   for (int64_t i = 0; i < kRows * kInputs; ++i)
     x[i] = i % kInputs == i / kInputs ? 127.0f : static_cast<float>(draw() % 255) - 127.0f;

@@ -1,8 +1,9 @@
 // Linear layers for x86-64 processors with AMX-INT8. All such processors also have AVX-512 with
-// VNNI, so the other kernels are those for AVX-512 (kernels/select.cc).
+// VNNI. So they use the AVX-512 kernels for everything else (kernels/select.cc).
 #include "kernels/x86/matrix_amx.h"
 #include "kernels/x86/simd_avx512.h"
-// needs the registers and vectors of the header above
+// kernels/linear_by_matrices.h uses the registers and vectors of the headers above, so it must come
+// after them.
 #include "kernels/linear_by_matrices.h"
 
 namespace dlm {

@@ -1,7 +1,7 @@
-// The kernels for x86-64 with AVX2 and FMA. This file is compiled a second time for processors that
-// also have AVX-VNNI.
+// Compiles the kernels for x86-64 with AVX2 and FMA. This file is compiled a second time for
+// processors that also have AVX-VNNI.
 #include "kernels/x86/simd_avx2.h"
-// needs the vectors of the header above
+// kernels/body.h uses the vector operations of simd_avx2.h, so it must come after this header.
 #include "kernels/body.h"
 
 namespace dlm {
@@ -10,8 +10,8 @@ namespace dlm {
 extern const Kernels kAvxVnniKernels;
 constexpr Kernels kAvxVnniKernels = make_kernels("avx-vnni");
 #elif defined(__AVX512VNNI__)
-// The same kernels with AVX-512's encoding of the VNNI instruction. Tests use them on processors
-// that have only that encoding.
+// The AVX-VNNI kernels, but compiled with AVX-512's encoding of the VNNI instruction. Tests use
+// them on processors that have only that encoding.
 extern const Kernels kAvxVnniStandIn;
 constexpr Kernels kAvxVnniStandIn = make_kernels("avx-vnni's stand-in");
 #else

@@ -1,6 +1,6 @@
-// The kernels for x86-64 with AVX-512 and VNNI.
+// Compiles the kernels for x86-64 with AVX-512 and VNNI.
 #include "kernels/x86/simd_avx512.h"
-// needs the vectors of the header above
+// kernels/body.h uses the vector operations of simd_avx512.h, so it must come after this header.
 #include "kernels/body.h"
 
 namespace dlm {
@@ -11,8 +11,8 @@ extern const Kernels kAvx2Kernels, kAvx512Kernels;
 
 namespace {
 
-// If the queries fill at most half a vector, vectors of half the width are used, because processors
-// can multiply two of these at once.
+// If the queries fill at most half a vector, vectors of half the width are used, because a
+// processor can multiply two of these at once.
 void attention_by_width(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   if (largest_tile(a) <= kLanes / 2)
     dlm::kAvx2Kernels.attention(a, parallel);

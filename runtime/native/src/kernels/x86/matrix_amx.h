@@ -1,8 +1,8 @@
-// AMX's matrix registers, with the functions that kernels/linear_by_matrices.h needs.
+// The functions that kernels/linear_by_matrices.h needs, for the matrix registers of AMX.
 // tests/matrix_emulated.h implements the same functions in plain C++.
 //
-// The instructions are written as assembly, because GCC's intrinsics do not declare that they read
-// memory, and do not accept a template's constant.
+// The instructions are written as assembly. GCC's intrinsics do not declare that they read memory,
+// and do not accept a constant from a template.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,13 @@
 namespace {
 namespace matrix {
 
-// Configures the registers of this thread for the lifetime of the object. Other code also uses the
-// registers, so their contents are unknown at first. Registers 0 to 3 hold sums [16, 16], 4 and 5
-// the codes [16, step] of rows, and 6 and 7 weights [step / 4, 16, 4].
+// Configures the matrix registers of this thread until the object is destroyed. Other code also
+// uses these registers, so their contents are unknown at first. Registers 0 to 3 hold sums [16,
+// 16]. Registers 4 and 5 hold the codes [16, step] of rows. Registers 6 and 7 hold weights [step /
+// 4, 16, 4].
 class Registers {
  public:
-  // `step` is the number of inputs per product. It must be a multiple of 4, at most 64.
+  // `step` is the number of inputs per product. It must be a multiple of 4, and at most 64.
   explicit Registers(int64_t step) {
     struct {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -38,7 +39,7 @@ inline void zero() {
   asm volatile("tilezero %%tmm%c0" : : "i"(kRegister));
 }
 
-// Loads a register from memory. Its rows are `stride` bytes apart.
+// Loads a register from memory. In memory, the register's rows are `stride` bytes apart.
 template <int kRegister>
 inline void load(const void* from, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2"
@@ -54,7 +55,7 @@ inline void store(void* to, int64_t stride) {
                : "memory");
 }
 
-// Multiplies signed codes by unsigned weights, and adds the products to sums.
+// Multiplies signed codes by unsigned weights, and adds the products to the sums.
 template <int kSums, int kCodes, int kWeights>
 inline void multiply() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kCodes), "i"(kWeights));

@@ -1,5 +1,5 @@
-// The vector operations that kernels/body.h needs, for AVX2 with FMA and F16C. If the compiler
-// targets 256-bit VNNI, they use that too.
+// The vector operations that kernels/body.h needs, for AVX2 with FMA and F16C. They also use
+// 256-bit VNNI instructions if the compiler targets them.
 #pragma once
 
 #include <immintrin.h>
@@ -10,9 +10,9 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 8;
-constexpr int kFloatRows = 6, kFloatVectors = 2;  // tile for products of floats: 12 sums, 2 weight
-                                                  // vectors
-constexpr int kQueryVectors = 2;                  // vectors of queries in attention
+// Register tile for products of floats: 12 vectors of sums, 2 vectors of weights.
+constexpr int kFloatRows = 6, kFloatVectors = 2;
+constexpr int kQueryVectors = 2;  // number of vectors of queries that attention processes at a time
 constexpr int kKeyBlock = 4;
 
 using F = __m256;
@@ -44,7 +44,8 @@ inline F power_of_two(I n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, iset(127)), 23));
 }
 
-// These load or store kLanes numbers: in fp16 (stores round half to even), or codes of one byte.
+// Each of these functions loads or stores kLanes numbers. The numbers are in fp16, or are codes of
+// one byte. Stores to fp16 round half to even.
 inline F load_half(const uint16_t* from) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
@@ -55,7 +56,8 @@ inline F load_codes(const int8_t* from) {
   return _mm256_cvtepi32_ps(
       _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 }
-// These load kLanes numbers: in bf16, or in E4M3 (exponent bias 7; the largest code is NaN).
+// Each of these functions loads kLanes numbers in bf16 or in E4M3. E4M3 has the exponent bias 7,
+// and its largest code is NaN.
 inline F load_bfloat(const uint16_t* from) {
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
@@ -71,14 +73,14 @@ inline F load_e4m3(const uint8_t* from) {
                           _mm256_castsi256_ps(is_nan));
 }
 
-// The sum of all lanes.
+// Returns the sum of all lanes.
 inline float total(F x) {
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-// In each lane: a if x > y, otherwise b.
+// Selects per lane: a if x > y, otherwise b.
 inline F select_greater(F x, F y, F a, F b) {
   return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_GT_OQ));
 }
@@ -100,7 +102,7 @@ inline __m256i spread_four(const void* four_bytes) {
   return _mm256_set1_epi32(bits);
 }
 
-// Four signed bytes of a row, which are the same in every lane.
+// Four signed bytes of a row. Every lane has the same four bytes.
 struct Bytes {
   using Code = int8_t;
   static constexpr int kCodeOrder[] = {0, 1, 2, 3};
@@ -113,7 +115,7 @@ struct Bytes {
   }
 };
 
-// Products like those of the class `Products`, but with two weights in each byte.
+// The same products as in the class `Products`, for weights that are stored two to a byte.
 template <class Products>
 struct Nibbles : Products {
   static constexpr int kParts = 2;
@@ -128,8 +130,8 @@ struct Nibbles : Products {
 #if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
 
 struct Products : Bytes {
-  static constexpr int kTileRows = 6, kVectors = 2;  // tile in registers: 12 sums, 2 vectors of
-                                                     // weights
+  // Register tile: 12 vectors of sums, 2 vectors of weights.
+  static constexpr int kTileRows = 6, kVectors = 2;
   static constexpr int64_t kMostInputs = 0;
   static I dot(I sum, Weights w, Activations a) {
 #ifdef __AVXVNNI__
@@ -151,12 +153,11 @@ struct Int8 : Products {
 
 #else
 
-// The sum of two products of bytes can exceed 16 bits, and the instruction would then saturate. So
-// both factors are widened to 16 bits first. The even and odd bytes of weights are widened here.
-// Codes are widened when they are stored.
+// The AVX2 instruction for products of bytes adds two products in 16 bits. The sum could exceed 16
+// bits, and would then saturate. So both factors are first widened to 16 bits. Weights are widened
+// here, even and odd bytes separately. Codes are widened when they are stored.
 struct Int8 {
-  static constexpr int kTileRows = 4, kVectors = 2;  // 8 sums, 4 vectors of weights, 2 vectors of
-                                                     // codes
+  static constexpr int kTileRows = 4, kVectors = 2;  // 8 vectors of sums, 4 of weights, 2 of codes
   static constexpr int kParts = 1;
   static constexpr int64_t kMostInputs = 0;
   static constexpr int32_t kWeightOffset = 128;
@@ -182,11 +183,11 @@ struct Int8 {
   }
 };
 
-// Products of nibbles and bytes are so small that a sum of 16 of them fits 16 bits: 16 * 15 * 127
-// is 30480.
+// A product of a nibble and a byte is so small that the sum of 16 products fits 16 bits: 16 * 15 *
+// 127 is 30480.
 struct Products : Bytes {
-  static constexpr int kTileRows = 6, kVectors = 2;  // tile in registers: 12 sums, 2 vectors of
-                                                     // weights
+  // Register tile: 12 vectors of sums, 2 vectors of weights.
+  static constexpr int kTileRows = 6, kVectors = 2;
   static constexpr int64_t kMostInputs = 32;
   static I dot(I sum, Weights w, Activations a) {
     return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, a));
@@ -198,8 +199,8 @@ struct Products : Bytes {
 
 using Int4 = Nibbles<Products>;
 
-// A table of 16 values. look_up takes kLanes nibbles, which start at bit kShift of `from`, and
-// returns the values that they select.
+// A table of 16 numbers. look_up takes kLanes nibbles from `from`, starting at bit kShift, and uses
+// them as indices into the table. It returns one number per nibble.
 using Table = __m128i;
 inline Table load_table(const int8_t* from) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));

@@ -9,9 +9,9 @@ namespace {
 namespace simd {
 
 constexpr int kLanes = 16;
-constexpr int kFloatRows = 12, kFloatVectors = 2;  // tile for products of floats: 24 sums, 2 weight
-                                                   // vectors
-constexpr int kQueryVectors = 2;                   // vectors of queries in attention
+// Register tile for products of floats: 24 vectors of sums, 2 vectors of weights.
+constexpr int kFloatRows = 12, kFloatVectors = 2;
+constexpr int kQueryVectors = 2;  // number of vectors of queries that attention processes at a time
 constexpr int kKeyBlock = 8;
 
 using F = __m512;
@@ -43,7 +43,8 @@ inline F power_of_two(I n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, iset(127)), 23));
 }
 
-// These load or store kLanes numbers: in fp16 (stores round half to even), or codes of one byte.
+// Each of these functions loads or stores kLanes numbers. The numbers are in fp16, or are codes of
+// one byte. Stores to fp16 round half to even.
 inline F load_half(const uint16_t* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
@@ -55,7 +56,8 @@ inline F load_codes(const int8_t* from) {
   return _mm512_cvtepi32_ps(
       _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
-// These load kLanes numbers: in bf16, or in E4M3 (exponent bias 7; the largest code is NaN).
+// Each of these functions loads kLanes numbers in bf16 or in E4M3. E4M3 has the exponent bias 7,
+// and its largest code is NaN.
 inline F load_bfloat(const uint16_t* from) {
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
@@ -70,10 +72,10 @@ inline F load_e4m3(const uint8_t* from) {
                               _mm512_castsi512_ps(bits) * set(0x1p120f), set(__builtin_nanf("")));
 }
 
-// The sum of all lanes.
+// Returns the sum of all lanes.
 inline float total(F x) { return _mm512_reduce_add_ps(x); }
 
-// In each lane: a if x > y, otherwise b.
+// Selects per lane: a if x > y, otherwise b.
 inline F select_greater(F x, F y, F a, F b) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a);
 }
@@ -83,11 +85,11 @@ inline I select_greater(F x, F y, I a, I b) {
 
 // ---- Products of codes ----
 
-// Four bytes per lane. The bytes of weights are unsigned. Those of a row are signed, and the same
-// four are in every lane.
+// Four bytes per lane. The bytes of weights are unsigned. The bytes of a row are signed, and every
+// lane has the same four of them.
 struct Bytes {
-  static constexpr int kTileRows = 12, kVectors = 2;  // tile in registers: 24 sums, 2 vectors of
-                                                      // weights
+  // Register tile: 24 vectors of sums, 2 vectors of weights.
+  static constexpr int kTileRows = 12, kVectors = 2;
   static constexpr int64_t kMostInputs = 0;
   using Code = int8_t;
   static constexpr int kCodeOrder[] = {0, 1, 2, 3};
@@ -115,7 +117,8 @@ struct Int8 : Bytes {
 
 struct Int4 : Bytes {
   static constexpr int kParts = 2;
-  static constexpr int kTileRows = 10;  // 20 sums; the other registers hold the scales of a group
+  // Register tile: 20 vectors of sums. The other registers hold the scales of a group.
+  static constexpr int kTileRows = 10;
   static constexpr int32_t kWeightOffset = 8;
   template <int kPart>
   static Weights load(const uint8_t* from) {
@@ -124,8 +127,8 @@ struct Int4 : Bytes {
   }
 };
 
-// A table of 16 values. look_up takes kLanes nibbles, which start at bit kShift of `from`, and
-// returns the values that they select.
+// A table of 16 numbers. look_up takes kLanes nibbles from `from`, starting at bit kShift, and uses
+// them as indices into the table. It returns one number per nibble.
 using Table = __m128i;
 inline Table load_table(const int8_t* from) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
