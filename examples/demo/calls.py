@@ -1,7 +1,7 @@
 """The calls that the first two demos write, as Pydantic models.
 
-The first demo answers with one ``Call``. Its functions are all but the last four. The second demo
-answers with ``Calls``, a list:
+The first demo writes one ``Call``. It does not write the last four functions of this file. The
+second demo writes ``Calls``, which is a list:
 
     out = dlm_runtime.open("build/several").generate(prompt=command, schema=Calls)
     for call in Calls.model_validate_json(out.text).root:
@@ -18,7 +18,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 Text = Annotated[str, Field(min_length=1)]
-"""Words of the command. In the second demo, ``$n`` means the result of call ``n``, counted from 1."""
+"""Words of the command. In the second demo, ``$n`` means the result of call number ``n``. The first
+call has number 1."""
 Texts = Annotated[list[Text], Field(min_length=1)]
 Room = Literal[
     "kitchen",
@@ -46,8 +47,8 @@ Degrees = Annotated[float, Field(ge=15, lt=30)]
 Time = Annotated[
     str, Field(pattern=r"^(([01][0-9]|2[0-3]):[0-5][0-9]|\$[1-6]([+-][1-9][0-9]{0,2})?)$")
 ]
-"""``HH:MM``. In the second demo also the time of call ``n``, and minutes after or before it:
-``$n``, ``$n+10``, ``$n-60``.
+"""A time of day, as ``HH:MM``. In the second demo, a time can also be relative to an earlier call:
+``$2`` is the time of call number 2, and ``$2+10`` is ten minutes later.
 """
 Day = Annotated[
     str,
@@ -102,7 +103,7 @@ class SetThermostat(Strict):
 
 
 class SetBlinds(Strict):
-    """Move blinds; 100 is open."""
+    """Move blinds. Position 100 is open."""
 
     class Arguments(Strict):
         room: Room
@@ -210,7 +211,7 @@ class SetClimate(Strict):
 
 
 class SetWindow(Strict):
-    """Move a window of the car; 100 is open."""
+    """Move a window of the car. Position 100 is open."""
 
     class Arguments(Strict):
         window: Seat
@@ -254,7 +255,7 @@ class SendMessage(Strict):
 
 
 class Move(Strict):
-    """Drive the robot, in metres."""
+    """Drive the robot a distance in metres."""
 
     class Arguments(Strict):
         direction: Literal["forward", "backward", "left", "right"]

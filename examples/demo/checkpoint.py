@@ -90,7 +90,7 @@ def save_checkpoint(
     parameters: dict[str, Tensor],
     generation: Mapping[str, object],
 ) -> None:
-    """Write a checkpoint in the layout of its family. Each file appears complete or not at all.
+    """Write a checkpoint in the layout of its family. No file is left half-written.
 
     ``generation`` is the content of ``generation_config.json``.
     """

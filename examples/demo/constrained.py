@@ -1,5 +1,5 @@
-"""Run a demo's held-out commands with and without a constraint. The constraint allows only calls
-that are valid by the schemas of the functions.
+"""Compare a demo's answers to held-out commands with and without a constraint. The constraint
+allows only calls that are valid by the schemas of the functions.
 
     python examples/demo/constrained.py build/demo
     python examples/demo/constrained.py build/several --data examples/demo/heldout-several.jsonl
@@ -44,7 +44,7 @@ def commands(data: Path) -> list[tuple[str, str]]:
 
 
 def answer_schema(answers: Sequence[Any]) -> dict[str, Any]:
-    """A JSON Schema of answers such as these."""
+    """Make a JSON Schema that allows these answers and answers like them."""
     if not isinstance(answers[0], list):
         return call_schema(answers)
     calls = call_schema([call for answer in answers for call in answer])
@@ -52,8 +52,8 @@ def answer_schema(answers: Sequence[Any]) -> dict[str, Any]:
 
 
 def call_schema(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A JSON Schema of calls. A call of a function may have the arguments that occur in its
-    examples, in the order in which they occur there.
+    """Make a JSON Schema of calls. A call of a function may have the arguments that occur in the
+    example calls of this function, in the same order.
     """
     by_name = defaultdict[str, list[dict[str, Any]]](list)
     for call in calls:
@@ -104,7 +104,9 @@ def _type(values: Sequence[Any]) -> dict[str, Any]:
     default=HELD_OUT,
     help="Held-out commands.",
 )
-@click.option("--count", type=click.IntRange(1), help="So many of them.  [default: all]")
+@click.option(
+    "--count", type=click.IntRange(1), help="Number of its commands to use.  [default: all]"
+)
 @click.option("--new-tokens", type=click.IntRange(1), default=64, show_default=True)
 @click.option(
     "--defaults",
@@ -128,7 +130,7 @@ def main(bundle: Path, data: Path, count: int | None, new_tokens: int, defaults:
 def compare(
     bundle: Bundle, pairs: Sequence[tuple[str, str]], schema: dict[str, Any], new_tokens: int
 ) -> Iterator[str]:
-    """Run the commands with each preset of the bundle. Yields a line to print for each preset."""
+    """Run the commands with each preset of the bundle. Yields one line of results per preset."""
     from jsonschema import Draft202012Validator
     from referencing import Registry
 
@@ -157,8 +159,8 @@ def compare(
 def by_default(
     bundle: Bundle, pairs: Sequence[tuple[str, str]], schema: dict[str, Any]
 ) -> Iterator[str]:
-    """Count the right answers with a constraint and no other option. Yields a line to print for
-    each kind of constraint.
+    """Count the right answers with a constraint and no other option. Yields one line of results per
+    kind of constraint.
     """
     tools = tools_of(schema)
     kinds: dict[str, dict[str, Any]] = {
@@ -179,7 +181,7 @@ def by_default(
 
 
 def tools_of(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """The functions in the schema of an answer, as tools."""
+    """The functions that a schema of answers allows, described as tools."""
     branches = [branch["properties"] for branch in schema.get("items", schema)["oneOf"]]
     described = [
         {"name": branch["name"]["const"], "parameters": branch["arguments"]} for branch in branches

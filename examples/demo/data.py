@@ -1,15 +1,18 @@
 """Generates commands as people speak them, and the JSON call that each command asks for. The
 commands depend only on a seed.
 
-A command is made from a template of ``functions.py``. The samplers of ``values.py`` fill its slots.
-Two things are held out of training:
+A command is made from a template of ``functions.py``. The template has slots, which are filled with
+random values from ``values.py``. Some templates and values are held out, that is, not used in
+training:
 
 - Templates. Each function lists some templates in ``held_out``, which training commands never use.
-- Values. An open value, such as a name, an item or a phrase, is held out if ``is_held_out(value)``.
+- Values. An open value is a name, an item or a phrase. Open values for which ``is_held_out`` is
+  true are held out.
 
 The following label rules ensure that every command has exactly one right call:
 
-- Free text is copied verbatim. Places, items, objects and points lose a leading ``the``.
+- Free text is copied verbatim. Places, items, objects and points are copied without a leading
+  ``the``.
 - ``seven`` is 07:00. ``seven pm``, ``in the afternoon`` and ``in the evening`` add twelve hours.
   ``twelve`` alone and ``noon`` are 12:00, and ``midnight`` is 00:00.
 - Arguments that a command does not mention are left out. Keys have the order of ``FUNCTIONS``.
@@ -59,7 +62,7 @@ IMPERATIVE = re.compile(
     "vacuum|mop|dust|lock|unlock|send|tell|text|message|let|write|drive|roll|rotate|pick|take|grab|place|patrol|watch|check|"
     "guard|do|run|slow|speed up|limit|search|look|google|find) "
 )
-# Share of the training commands starting with a verb that get a carrier: "i need to set a timer".
+# Of the training commands that start with a verb, the share that gets "i need to" in front.
 CARRIER_SHARE = 0.2
 
 
@@ -72,7 +75,7 @@ def has_carrier_held_out(function: Function) -> bool:
 
 def _resolve(template: str, rng: random.Random) -> str:
     """Choose one of the alternatives everywhere, and keep each optional part with probability 1/2.
-    Inner parts are resolved first.
+    A part inside another part is resolved first.
     """
 
     def decide(match: re.Match[str]) -> str:
@@ -151,7 +154,7 @@ def compact(value: Any) -> str:
 
 
 def make_example(function: Function, template: str, rng: random.Random, side: Side) -> Example:
-    """Fill one template. ``side`` decides from where open values are taken."""
+    """Fill one template. ``side`` selects training values or held-out values."""
     text, arguments, values = fill(template, rng, lambda kind: KINDS[kind](rng, side))
     if side is Side.TRAINING:
         text = with_carrier(text, function, rng)
@@ -162,7 +165,7 @@ def make_example(function: Function, template: str, rng: random.Random, side: Si
 
 
 def training_examples(seed: int) -> Iterator[Example]:
-    """Yield training commands without end. They only use training templates and training values."""
+    """Yield an endless sequence of training commands. They only use training data."""
     rng = random.Random(seed)
     while True:
         function = rng.choice(FUNCTIONS)
@@ -217,7 +220,7 @@ def write_lines(path: Path, drawn: Iterable[tuple[str, ...]]) -> None:
     "--out", type=click.Path(path_type=Path), required=True, help="The .jsonl file to write."
 )
 def main(split: str, count: int, seed: int, out: Path) -> None:
-    """Write commands and their calls, one JSON object a line.
+    """Write commands and their calls, one JSON object per line.
 
     Example: python data.py --split heldout --count 510 --out heldout.jsonl
     """

@@ -1,7 +1,7 @@
-"""Measures a demo on held-out commands: exact match, NFE, tokens, the effect of thresholds and
-effort levels, and the loss.
+"""Measures how many held-out commands a demo answers right, and how many passes (NFE) it needs.
 
-The demo runs in the native runtime or in torch.
+Also measures tokens, the effect of thresholds and effort levels, and the loss. The demo runs in the
+native runtime or in torch.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ def loss_at(
     ratio: float,
     seed: int = 0,
 ) -> float:
-    """Mean cross-entropy in nats of the hidden tokens of calls.
+    """The mean cross-entropy in nats of the masked tokens of calls.
 
     ``pairs`` are commands and their calls. The canvas of a call has two blocks. In the first block,
-    a share ``ratio`` of the tokens is hidden at random. The second block is completely hidden and
-    does not count. With a ratio of 1, the canvas is therefore the one with which decoding starts.
+    a random share ``ratio`` of the tokens is masked. The second block is completely masked and does
+    not contribute to the loss. With a ratio of 1, the canvas is the same as at the start of
+    decoding.
     """
     c, eos = denoiser.network, denoiser.network.eos_token_ids[0]
     generator = torch.Generator().manual_seed(seed)
@@ -69,8 +70,8 @@ def loss_at(
 
 
 def same_call(first: str | None, second: str) -> bool:
-    """Return True if both texts are JSON with equal values. The calls of a list must be in the same
-    order, and ``true`` does not equal 1.
+    """Return True if both texts are JSON and contain equal values. Lists must have the same order,
+    and ``true`` does not equal 1.
     """
     try:
         one, other = (
@@ -90,8 +91,8 @@ class Answer:
 
 
 class TorchBundle:
-    """Answers commands like a bundle, but runs a checkpoint with the reference loop in torch. It
-    needs no build, but is slow.
+    """Answers commands like a bundle, but runs a checkpoint with the reference loop in torch. This
+    needs no build, but it is slow.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -155,7 +156,7 @@ def evaluate(
 def frontier(
     bundle: dlm_runtime.Bundle | TorchBundle, lines: Sequence[dict[str, str]], **policy: Any
 ) -> None:
-    """Print exact match, NFE and speed at every threshold."""
+    """Print the share of right answers, NFE and speed for every threshold."""
     click.echo("threshold  exact match  NFE a command  tokens a pass  tokens/s")
     for threshold in THRESHOLDS:
         result = evaluate(bundle, lines, threshold=threshold, **policy)
@@ -173,7 +174,7 @@ def frontier(
 def efforts(
     bundle: dlm_runtime.Bundle, lines: Sequence[dict[str, str]], max_new_tokens: int | None
 ) -> None:
-    """Print exact match and NFE at every level of effort."""
+    """Print the share of right answers and NFE for every effort level."""
     click.echo("effort   exact match  NFE a command")
     for level in LEVELS:
         result = evaluate(bundle, lines, max_new_tokens, effort=level)
@@ -207,9 +208,13 @@ def efforts(
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="Folder of the denoiser.")
 @click.option("--loss", is_flag=True, help="Also measure the first demo's loss.")
 @click.option(
-    "--thresholds", is_flag=True, help="Measure exact match and NFE at thresholds from 0.5 to 0.99."
+    "--thresholds",
+    is_flag=True,
+    help="Measure right answers and NFE with thresholds from 0.5 to 0.99.",
 )
-@click.option("--effort", is_flag=True, help="Measure exact match and NFE at each level of effort.")
+@click.option(
+    "--effort", is_flag=True, help="Measure right answers and NFE with each effort level."
+)
 @click.option("--failures", is_flag=True, help="Print every command answered wrongly.")
 def main(
     bundle: Path | None,
@@ -224,7 +229,7 @@ def main(
     effort: bool,
     failures: bool,
 ) -> None:
-    """Measure exact match and NFE.
+    """Measure the share of right answers and the passes per command (NFE).
 
     Example: python evaluate.py --bundle ../../build/demo --data heldout.jsonl --checkpoint
     ../demo-denoiser --loss

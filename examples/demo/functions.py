@@ -1,8 +1,9 @@
 """The functions that a command can call, and the templates of the commands.
 
 A template consists of literal words, ``[optional]`` parts, ``(one|of|these)`` alternatives, and
-slots ``{argument}`` or ``{argument=kind}``. ``values.py`` has a sampler for each kind, and
-``data.py`` fills the templates.
+slots. A slot ``{argument=kind}`` is replaced by a random value of this kind, and ``{argument}`` is
+short for ``{argument=argument}``. ``values.py`` generates the values, and ``data.py`` fills the
+templates.
 """
 
 from __future__ import annotations

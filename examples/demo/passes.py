@@ -1,8 +1,9 @@
-"""Measure the third demo: the share of right grids against the passes that a request takes.
+"""Measure how many sudoku grids the third demo completes right, with few and with many passes.
 
     python examples/demo/passes.py build/sudoku
 
-Prints one line for each loop: the share, its 95% interval, and the mean number of passes.
+Prints one line per decoding loop: the share of right grids, its 95% interval, and the mean number
+of passes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ HELD_OUT = Path(__file__).with_name("heldout-sudoku.jsonl")
 STEPS = (1, 2, 3, 4, 6, 8, 12, 20)
 THRESHOLDS = (0.3, 0.5, 0.7, 0.9, 0.99)
 NORMAL = 1.96
-"""Half the width of a 95% interval, in standard deviations."""
+"""Half the width of a 95% interval of the normal distribution, in standard deviations."""
 
 
 def measure(bundle: Bundle, prompts: Sequence[str], **loop: Any) -> tuple[int, float]:
@@ -43,7 +44,7 @@ def interval(right: int, count: int) -> tuple[float, float]:
 
 
 def loops(bundle: Bundle) -> dict[str, dict[str, Any]]:
-    """The loops to measure, by the name to print."""
+    """The decoding loops to measure. A key is the name that is printed."""
     named = {
         f"--preset llada --steps {steps}": {"preset": "llada", "steps": steps} for steps in STEPS
     }
@@ -65,7 +66,7 @@ def loops(bundle: Bundle) -> dict[str, dict[str, Any]]:
     help="Held-out puzzles.",
 )
 def main(folder: Path, data: Path) -> None:
-    """Measure right grids and passes with each loop of BUNDLE."""
+    """Measure right grids and passes with each decoding loop of BUNDLE."""
     prompts = [json.loads(line)["prompt"] for line in data.read_text().splitlines()]
     with dlm_runtime.open(folder) as bundle:
         for name, loop in loops(bundle).items():

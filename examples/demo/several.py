@@ -1,18 +1,18 @@
 """Generates commands that ask for several calls, and the ordered list of these calls.
 
 A command consists of one to six *clauses*, which are joined by ``, then``, ``and`` and similar
-words. A clause is made from a template of ``functions.py`` or of four further functions. Some
-clauses refer to an earlier clause, with words such as ``ten minutes later``, ``there``, ``her`` or
-``it``. Templates and values are held out of training as in ``data.py``, and so are some templates
-that refer. If a command has an unseen template, every clause has one.
+words. Each clause asks for one call. A clause is made from a template of ``functions.py`` or of
+four further functions. Some clauses refer to an earlier clause, with words such as ``ten minutes
+later``, ``there``, ``her`` or ``it``. As in ``data.py``, some templates and values are held out of
+training. If a held-out command tests unseen templates, all of its clauses have unseen templates.
 
-The following label rules are added to those of ``data.py``, so that every command has exactly one
+The label rules of ``data.py`` and the following rules ensure that every command has exactly one
 right list:
 
-- A reference means the latest call that has such a thing. Rooms, contacts, objects, lists and
-  destinations are written out again.
-- The time of an earlier call is written as ``$n``, where ``n`` is the number of the call, counted
-  from 1. Minutes after or before that time are added: ``$2+10``, ``$2-90``.
+- A reference such as ``there`` means the room of the latest call that has a room. The room is
+  written out again. Contacts, objects, lists and destinations follow the same rule.
+- The time of an earlier call is written as ``$n``, where ``n`` is the number of the call. The first
+  call has number 1. A time some minutes later or earlier is written as ``$2+10`` or ``$2-90``.
 - The result of an earlier call is not known yet, so it is also written as ``$n``.
 - A clause that ends in free text or a list is never followed by an ``and`` alone or a comma alone.
 """
@@ -103,8 +103,8 @@ MORE_FUNCTIONS = (
     ),
 )
 
-# For each function: templates that refer to an earlier call. The first tuple is for training, the
-# second one is held out.
+# For each function: templates that refer to an earlier call. The templates of the first tuple are
+# for training. Those of the second tuple are held out.
 REFERENCES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "set_alarm": (
         (
@@ -278,7 +278,7 @@ SPOKEN = {
     "found_place": ("there", "there", "to it", "to that place"),
     "there_place": ("there", "it", "that place"),
 }
-"""The words for each kind of reference. ``_later`` makes the words for ``later``."""
+"""The words for each kind of reference. The words for the kind ``later`` come from ``_later``."""
 MEANT_BY = {
     "later": "time",
     "same_time": "time",
@@ -292,8 +292,8 @@ MEANT_BY = {
     "finding_item": "finding",
     "found_place": "found place",
 }
-"""What each kind of reference means: the latest argument of this name in the earlier calls, or the
-latest result.
+"""What each kind of reference stands for. An argument name, such as ``room``, means the latest earlier
+call with this argument. The other names mean the latest result of such a kind (see ``RESULTS``).
 """
 RESULTS = {
     "search_web": ("finding",),
@@ -304,7 +304,7 @@ RESULTS = {
 
 @dataclass(frozen=True)
 class Request:
-    """One command, its list of calls as JSON, and from what it was made."""
+    """One command, its list of calls as JSON, and the templates and values that made it."""
 
     prompt: str
     completion: str
@@ -315,7 +315,9 @@ class Request:
 
 
 def _later(call: str, rng: random.Random) -> tuple[str, str]:
-    """A time relative to the time ``$n`` of ``call``, as it is spoken and as it is written."""
+    """Choose a random time that is relative to the time of an earlier call. ``call`` is the written
+    form of the earlier call, such as ``$2``. Returns the spoken and the written form of the time.
+    """
     if rng.random() < 0.35:
         minutes, spoken = rng.choice(OFFSETS)
     else:
@@ -328,14 +330,14 @@ def _later(call: str, rng: random.Random) -> tuple[str, str]:
 
 
 def _refer(kind: str, meant: Any, rng: random.Random) -> tuple[str, Any]:
-    """A reference, as it is spoken and as it is written in the call."""
+    """A reference, as it is spoken in the command and as it is written in the call."""
     if kind == "later":
         return _later(meant, rng)
     return rng.choice(SPOKEN[kind]), [meant] if kind == "finding_item" else meant
 
 
 class Speaker:
-    """Adds one clause after another to a command, and remembers to what later clauses can refer."""
+    """Builds a command clause by clause, and remembers what later clauses can refer to."""
 
     def __init__(self, rng: random.Random, side: Side, is_template_unseen: bool) -> None:
         self.rng, self.side, self.is_template_unseen = rng, side, is_template_unseen
@@ -389,7 +391,7 @@ class Speaker:
         )
 
     def _references(self) -> dict[Function, Sequence[str]]:
-        """The templates whose references all have something to refer to."""
+        """The templates whose references can all refer to an earlier call."""
         found = {}
         for name, (training, held_out) in REFERENCES.items():
             templates = held_out if self.is_template_unseen else training
@@ -419,8 +421,8 @@ REFERENCE_SHARE = 0.5
 
 
 def make_request(rng: random.Random, side: Side, is_template_unseen: bool, calls: int) -> Request:
-    """Make a command that asks for this number of calls. ``side`` decides from where open values
-    are taken.
+    """Make a command that asks for this number of calls. ``side`` says whether open values are
+    training values or held-out values.
     """
     speaker = Speaker(rng, side, is_template_unseen)
     for _ in range(calls):
@@ -440,8 +442,8 @@ EVENLY = (1.0,) * MOST_CALLS
 def training_requests(
     seed: int, weights: Callable[[], Sequence[float]] = lambda: EVENLY
 ) -> Iterator[Request]:
-    """Yield training commands without end. ``weights`` returns the current weights with which
-    commands of one call, two calls, and so on are chosen.
+    """Yield an endless sequence of training commands. ``weights`` returns how often commands with
+    one call, two calls, and so on are chosen.
     """
     rng = random.Random(seed)
     while True:
@@ -485,7 +487,7 @@ def held_out_requests(seed: int, count: int, fewest: int = 3) -> list[tuple[str,
     "--out", type=click.Path(path_type=Path), required=True, help="The .jsonl file to write."
 )
 def main(count: int, seed: int, out: Path) -> None:
-    """Write held-out commands and their lists of calls, one JSON object a line.
+    """Write held-out commands and their lists of calls, one JSON object per line.
 
     Example: python several.py --count 300 --out heldout-several.jsonl
     """

@@ -1,8 +1,9 @@
 """Data of the third demo: sudoku grids of 4 by 4 cells to complete.
 
-A grid has the digits 1 to 4 once in each row, each column and each quarter. There are 288 grids. A
-puzzle shows some cells of a grid, the *clues*, and asks for the others. With few clues, many grids
-are right. Puzzles whose prompt has a CRC-32 that is a multiple of eight are held out of training.
+A grid has each of the digits 1 to 4 once in each row, each column and each quarter. There are 288
+grids. A puzzle shows some cells of a grid, which are called *clues*. The other cells are empty. If
+there are few clues, several grids are right. Puzzles whose prompt has a CRC-32 that is a multiple
+of eight are held out of training.
 
     python sudoku.py --count 300 --seed 1 --out heldout-sudoku.jsonl
 """
@@ -23,7 +24,9 @@ ORDER = 4
 CELLS = ORDER * ORDER
 DIGITS = frozenset("1234")
 CLUES, MORE_CLUES = (3,), (4, 5, 6)
-"""Numbers of clues of held-out puzzles. 3 to 18 grids have the same three clues."""
+"""Numbers of clues of held-out puzzles. With three clues, 3 to 18 grids are right. ``MORE_CLUES``
+is for puzzles with one solution.
+"""
 _LINES = [
     *(range(ORDER * i, ORDER * (i + 1)) for i in range(ORDER)),
     *(range(i, CELLS, ORDER) for i in range(ORDER)),
@@ -47,12 +50,14 @@ def grids() -> list[str]:
 
 
 def prompt_of(grid: str, clues: Sequence[int]) -> str:
-    """The rows of a puzzle, with a dot for each cell that is not in ``clues``: ``1.../..2./..../....``"""
+    """The rows of a puzzle, with a dot for each cell that is not in ``clues``:
+    ``1.../..2./..../....``
+    """
     return "/".join(_rows("".join(grid[i] if i in clues else "." for i in range(CELLS))))
 
 
 def completion_of(grid: str) -> str:
-    """The rows of a grid, one a line."""
+    """The text of a grid, with one row per line."""
     return "\n".join(_rows(grid))
 
 
@@ -66,7 +71,9 @@ def is_held_out(prompt: str) -> bool:
 
 
 def is_right(prompt: str, text: str | None) -> bool:
-    """Return True if ``text`` is a grid, one row a line, that has the clues of ``prompt``."""
+    """Return True if ``text`` is a grid with one row per line that contains the clues of
+    ``prompt``.
+    """
     cells = (text or "").replace("\n", "")
     return (
         len(cells) == CELLS
@@ -82,7 +89,9 @@ def _has_clues(cells: str, prompt: str) -> bool:
 
 
 def puzzles(seed: int, clues: Sequence[int], *, held_out: bool) -> Iterator[tuple[str, str]]:
-    """Endless prompts and completions. Each puzzle draws its number of clues from ``clues``."""
+    """Yield an endless sequence of prompts and completions. The number of clues of each puzzle is
+    chosen from ``clues`` at random.
+    """
     rng = random.Random(seed)
     while True:
         grid = rng.choice(grids())
@@ -92,7 +101,7 @@ def puzzles(seed: int, clues: Sequence[int], *, held_out: bool) -> Iterator[tupl
 
 
 def solutions(prompt: str) -> int:
-    """The number of grids that have the clues of ``prompt``."""
+    """The number of grids that contain the clues of ``prompt``."""
     return sum(_has_clues(grid, prompt) for grid in grids())
 
 
@@ -116,13 +125,15 @@ def held_out_puzzles(seed: int, count: int, *, one_solution: bool = False) -> li
 )
 @click.option("--seed", type=int, default=1, show_default=True, help="Seed of the generator.")
 @click.option(
-    "--one-solution", is_flag=True, help="Puzzles with only one solution, to fit effort levels on."
+    "--one-solution",
+    is_flag=True,
+    help="Write only puzzles with one solution, to fit effort levels.",
 )
 @click.option(
     "--out", type=click.Path(path_type=Path), required=True, help="The .jsonl file to write."
 )
 def main(count: int, seed: int, one_solution: bool, out: Path) -> None:
-    """Write held-out puzzles, each with one of its right answers, one JSON object a line.
+    """Write held-out puzzles, each with one of its right answers, one JSON object per line.
 
     Example: python sudoku.py --count 300 --out heldout-sudoku.jsonl
     """

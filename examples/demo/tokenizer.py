@@ -1,11 +1,12 @@
 """Trains the demo's tokenizer, a byte-level BPE. It splits a word in the same way in a command and
 inside JSON quotes.
 
-A word follows a space in a command, and a quote in JSON. An ordinary byte-level BPE would split the
-two forms differently, so the denoiser would have to learn spelling before it could copy a word.
-Here, BPE is trained on words without the space before them. Then the most common pieces at the
-start of words get one last merge with the space before them. Merges apply in order, so `` garage``
-and ``garage`` are split alike, except for the first piece.
+In a command, a word follows a space. In JSON, it follows a quote. An ordinary byte-level BPE would
+split the same word differently after a space and after a quote. Then the denoiser would have to
+learn spelling before it could copy a word. Here, BPE is trained on words without the space before
+them. After that, the most common pieces at the start of words are merged with the space before
+them. Merges apply in order, so `` garage`` and ``garage`` are split in the same way, except for the
+first piece.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _SPLIT = r"""\{"name":"|","arguments":\{"| ?[A-Za-z_']+|[0-9]|[{}\[\]":,]+|[^\sA
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int, spaced_pieces: int) -> Tokenizer:
-    """Train a tokenizer with exactly ``vocab_size`` ids. ``spaced_pieces`` of them consist of a
-    space and a piece at the start of a word.
+    """Train a tokenizer with exactly ``vocab_size`` tokens. ``spaced_pieces`` is the number of
+    tokens that consist of a space and the first piece of a word.
 
-    Raises ValueError if ``texts`` have too few different pieces for that.
+    Raises ValueError if ``texts`` have too few different pieces for these numbers.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -2,7 +2,7 @@
 
     python examples/demo/tools.py --out build/tools.json
 
-The parameters of a tool are those of the calls in the data.
+The parameters of a tool are the arguments that occur in generated calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ DRAWN = 20_000  # number of generated commands; enough to contain every function
 
 
 def tools() -> list[dict[str, Any]]:
-    """A tool for each function. Its description is a command that asks for it."""
+    """Describe each function as a tool. The description text is a command that asks for the
+    function.
+    """
     examples = list(itertools.islice(training_examples(0), DRAWN))
     said = {example.function: example.prompt for example in reversed(examples)}
     found = []

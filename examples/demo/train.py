@@ -1,16 +1,18 @@
 """Trains the demo's tokenizer and denoiser from random weights. The commands are generated during
 training.
 
-The objective is that of LLaDA (arXiv:2502.09992): some tokens of the response, including the eos
-padding, are hidden and must be predicted from the rest. It differs from LLaDA as follows:
+Training follows LLaDA (arXiv:2502.09992). Some tokens of the response are replaced by mask tokens,
+that is, they are hidden. The denoiser must predict the hidden tokens from the other tokens. The
+response includes its padding with end tokens (eos). Training differs from LLaDA as follows:
 
-- Every scored position has the same weight. LLaDA weights a row by 1/t, which gives a bound of the
-  likelihood. But then rows with few hidden tokens dominate the variance of the gradient.
-- In most rows, only one block is partly hidden. Earlier blocks are complete and later blocks are
-  hidden, because block-wise decoding only sees such canvases.
-- In half of the rows, JSON syntax and eos are hidden less often than values, because decoding
-  commits them first.
-- The initial weights contain a circuit that copies words (``initialise``).
+- All positions that are included in the loss have the same influence. LLaDA multiplies the loss of
+  a canvas by 1/t, where t is the share of hidden tokens. Then canvases with few hidden tokens would
+  cause most of the noise in the gradient.
+- In most canvases, one block is partly hidden, earlier blocks are not hidden, and later blocks are
+  completely hidden. Block-wise decoding only sees such canvases.
+- In half of the canvases, JSON syntax and eos are hidden less often than values, because decoding
+  commits JSON syntax and eos first.
+- The initial weights contain a pattern of attention that copies words (see ``initialise``).
 """
 
 from __future__ import annotations
@@ -62,13 +64,14 @@ def describe(tokenizer: Tokenizer) -> NetworkSpec:
 
 
 CODE, SPACED, CONSTANT = 96, 160, 191
-"""The parts of the initial embedding. Features 0..95 are a code that identifies the piece. Features
-160..190 say whether a space precedes the piece. Feature 191 is the same for all pieces. The first
-layer writes the codes of the neighbours into the features between 95 and 160.
+"""The parts of the initial embedding of a token. Features 0..95 are a code that identifies the text
+of the token without a leading space. Features 160..190 say whether the token begins with a space.
+Feature 191 is the same for all tokens. The first layer writes the codes of the neighbouring tokens
+into the features between 95 and 160.
 """
 STEADY = 6
-"""The number of RoPE rotations, from the first on, that are fast enough to distinguish neighbours.
-The others are so slow that they can be ignored.
+"""The number of RoPE rotations that are fast enough to distinguish neighbouring positions. These
+are the first rotations. The other rotations are so slow that they can be ignored.
 """
 NEIGHBOURS = (
     (-1, 0, CODE, 14),
@@ -76,20 +79,21 @@ NEIGHBOURS = (
     (1, 0, CODE + 32, 14),
     (2, 32, CODE + 46, 10),
 )
-"""The heads planted in layer 0, each as (offset, first feature read, first feature written, number
+"""The attention heads of layer 0 with chosen initial weights. Each head copies features of the
+token at a fixed offset. A tuple is (offset, first feature to read, first feature to write, number
 of features).
 """
 
 
 def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
-    """Set random weights that contain a circuit for copying. Training then refines the circuit
-    instead of having to find it.
+    """Set initial weights with which the denoiser can already copy words from the prompt.
 
-    Layer 0 writes part of the codes of the pieces one and two places to the left and to the right.
-    Layer 1 attends to positions with the same left or right neighbours, and copies the code of the
-    piece at that position. The head starts as the transposed embedding. This is the induction
-    circuit of arXiv:2209.11895 in both directions. Without this start, the circuit had not formed
-    after 600 steps. Every other matrix that writes to the residual stream starts at zero.
+    Layer 0 writes a part of the codes of the tokens one and two positions to the left and to the
+    right. Layer 1 attends to positions with the same left or right neighbours, and copies the code
+    of the token at that position. The output head starts as the transposed embedding. This is the
+    induction circuit of arXiv:2209.11895 in both directions. With random initial weights, training
+    had not found such a circuit after 600 steps. Every other matrix that writes to the residual
+    stream starts at zero. All other weights are random.
     """
     c = denoiser.network
     with torch.no_grad():
@@ -102,12 +106,12 @@ def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
             if bare is not None and bare != index:
                 embedding[index, :CODE] = embedding[bare, :CODE]
                 embedding[index, SPACED:CONSTANT] = space
-        # The mask token has an empty code, so a hidden position that attends to itself copies
+        # The code of the mask token is zero, so a hidden position that attends to itself copies
         # nothing.
         embedding[c.mask_token_id, :CODE] = 0.0
         embedding[c.mask_token_id, SPACED:CONSTANT] = torch.randn(CONSTANT - SPACED)
-        # All rows get the same length, so the constant feature stays the same for all pieces after
-        # the norm. Together with RoPE, it distinguishes positions.
+        # The embeddings of all tokens get the same length. So feature 191 is the same for all
+        # tokens after the norm too. Together with RoPE, it distinguishes positions.
         embedding.mul_(CODE**0.5 / embedding.norm(dim=1, keepdim=True))
         assert denoiser.head is not None
         denoiser.head.weight.copy_(embedding.T * 0.1)
@@ -119,8 +123,8 @@ def initialise(denoiser: Denoiser, tokenizer: Tokenizer) -> None:
 
 
 def _plant_neighbours(attention: Attention, rope_theta: float) -> None:
-    """Plant heads that each attend to one fixed offset and write the code of the piece found there.
-    They use only the fast rotations.
+    """Set the weights of attention heads that each attend to one fixed offset and write the code of
+    the token at this offset. They use only the fast rotations.
     """
     size = attention.spec.head_size
     half, quick = size // 2, torch.arange(STEADY)
@@ -138,11 +142,12 @@ def _plant_neighbours(attention: Attention, rope_theta: float) -> None:
 
 
 def _plant_copying(attention: Attention) -> None:
-    """Plant six heads, three per side, that attend to positions with the same two neighbours on
-    that side. Each copies a third of the code.
+    """Set the weights of six attention heads that copy the code of a token. Three heads attend to
+    positions with the same two neighbours on the left, and three to positions with the same two
+    neighbours on the right. Each head copies a third of the code.
 
-    Neighbours are compared with slow rotations. These hardly turn within a canvas, so the distance
-    does not matter.
+    Neighbours are compared with the slow rotations. The slow rotations hardly turn within a canvas,
+    so the distance between the two positions does not matter.
     """
     size = attention.spec.head_size
     half, third = size // 2, torch.arange(size)
@@ -161,10 +166,11 @@ def _plant_copying(attention: Attention) -> None:
 
 
 def batches(tokenizer: Tokenizer, seed: int, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield batches without end: prompts ``[B, P]`` of the same length, and responses ``[B, R]``
-    padded with eos.
+    """Yield an endless sequence of batches: prompts ``[B, P]`` of the same length, and responses
+    ``[B, R]`` padded with eos.
 
-    ``R`` is 32 or 64, as at inference. In one batch of ten, it is any number up to 96. There is no
+    B is the number of commands, P the number of prompt tokens, and R the number of response tokens.
+    R is 32 or 64, as in decoding. In one of ten batches, R is any number up to 96. There is no
     padding on the left.
     """
     eos = tokenizer.token_to_id(EOS)
@@ -201,9 +207,11 @@ def hide(
 ) -> tuple[Tensor, Tensor]:
     """Choose the positions of responses ``[B, R]`` to hide.
 
-    Returns two bool arrays ``[B, R]``: the hidden positions, and those of them that are scored. For
-    each row, t is drawn from U(0, 1.25) and limited to 1, stratified over the batch. So one row in
-    five is completely hidden, as at the start of decoding. ``is_easy`` marks JSON syntax and eos.
+    Returns two bool arrays ``[B, R]``: the hidden positions, and the hidden positions that
+    contribute to the loss. The share t of hidden tokens is sampled for each response from a uniform
+    distribution between 0 and 1.25, and limited to 1. So one in five responses is completely
+    hidden, as at the start of decoding. The samples are stratified over the batch. ``is_easy``
+    marks JSON syntax and eos.
     """
     rows, length = response.shape
 
@@ -230,8 +238,8 @@ def hide(
 
 
 def easy_tokens(network: NetworkSpec, tokenizer: Tokenizer) -> Tensor:
-    """The tokens that are eos or contain a quote, as a mask ``[V]``. A quote is a sign of JSON
-    syntax.
+    """Which of the V tokens of the vocabulary are eos or contain a quote, as a bool array ``[V]``.
+    A token with a quote is JSON syntax.
     """
     eos = network.eos_token_ids[0]
     return torch.tensor(
@@ -242,10 +250,11 @@ def easy_tokens(network: NetworkSpec, tokenizer: Tokenizer) -> Tensor:
 def masked_loss(
     denoiser: Denoiser, is_easy: Tensor, generator: torch.Generator, *, is_compiled: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the training objective: a function of prompts ``[B, P]`` and responses ``[B, R]``.
+    """Return the function that computes the training loss of prompts ``[B, P]`` and responses
+    ``[B, R]``.
 
-    It hides a part of the responses (``hide``) and returns the mean cross-entropy in nats of the
-    scored tokens.
+    The function hides a part of the responses (see ``hide``). It returns the mean cross-entropy in
+    nats of the hidden tokens that contribute to the loss.
     """
     network = denoiser.network
     hidden = torch.compile(denoiser.hidden, dynamic=True) if is_compiled else denoiser.hidden
@@ -256,8 +265,8 @@ def masked_loss(
         )
         canvas = torch.cat((prompt, response.masked_fill(is_hidden, network.mask_token_id)), 1)
         positions = torch.arange(canvas.shape[1]).expand_as(canvas)
-        # The fused attention kernel's backward is four times slower than plain matmuls on sequences
-        # this short.
+        # On such short sequences, the backward pass of the fused attention kernel is four times
+        # slower than plain matrix products.
         with sdpa_kernel(SDPBackend.MATH):
             features = hidden(canvas, positions)[0][:, prompt.shape[1] :]
         return F.cross_entropy(denoiser.project(features[is_scored]).float(), response[is_scored])
@@ -279,21 +288,25 @@ def masked_loss(
     "--minutes",
     type=float,
     default=None,
-    help="Budget of processor time; ends the decay early.  [default: none]",
+    help="Processor time after which training ends at the latest.  [default: none]",
 )
 @rate_option(0.005)
 @click.option(
     "--rows", type=click.IntRange(1), default=96, show_default=True, help="Commands a step."
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="Seed of data, noise and weights."
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of data, hidden positions and weights.",
 )
 @click.option(
     "--vocab-size",
     type=click.IntRange(600),
     default=3072,
     show_default=True,
-    help="Ids of the tokenizer.",
+    help="Number of tokens in the vocabulary.",
 )
 @click.option(
     "--save-minutes",

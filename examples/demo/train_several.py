@@ -1,16 +1,18 @@
 """Trains the second demo, a block diffusion network in the layout of SDAR, on commands that ask for
 several calls.
 
-The objective is that of block diffusion (BD3-LM, arXiv:2503.09573). A row contains the complete
-canvas, and a noised copy of the blocks of the answer, in which some tokens are hidden. A noised
-block sees itself and the complete blocks before it, so one pass trains every block. The training
-differs from that of the first demo as follows:
+Training follows block diffusion (BD3-LM, arXiv:2503.09573). A training example has two parts: the
+complete canvas, and a copy of the answer's blocks in which some tokens are replaced by mask tokens
+(hidden). A block of the copy sees itself and the complete blocks before it, so one pass trains
+every block. The training differs from that of the first demo as follows:
 
-- It starts from the weights of the first demo, which already know most functions and how to copy.
-  The norms of queries and keys start at the lengths in the first demo's heads. Two layers that do
-  nothing at first are added in the middle.
-- Every block is noised independently, in the ways in which decoding leaves blocks (``hide``).
-- Training starts with commands of few calls.
+- The initial weights are those of the first demo, which can already write most functions and copy
+  words. Norms of queries and keys are added. At first, they give queries and keys the average
+  lengths that these have in the first demo. Two layers are added in the middle, which at first do
+  not change their input.
+- In every block of the copy, tokens are hidden independently of the other blocks. The hidden
+  positions are similar to those in decoding (see ``hide``).
+- Training starts with commands that ask for few calls.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ NEW_LAYERS = (3, 6)
 
 
 def describe(first: NetworkSpec) -> NetworkSpec:
-    """The shape of the second demo: that of the first, with norms of queries and keys, block-causal
-    attention and two more layers.
+    """The shape of the second demo. It differs from the first demo by norms of queries and keys,
+    block-causal attention, and two more layers.
     """
     layer = first.layers[0]
     attention = replace(
@@ -56,8 +58,8 @@ def describe(first: NetworkSpec) -> NetworkSpec:
 
 @torch.no_grad()
 def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
-    """Set the weights from those of the first demo. ``canvases`` ``[B, L]`` are used to measure the
-    lengths of its queries and keys.
+    """Set the weights from those of the first demo. The lengths of the first demo's queries and
+    keys are measured on ``canvases``, which are B canvases ``[B, L]`` of L tokens.
     """
     old = iter(range(len(first.blocks)))
     origin = {new: None if new in NEW_LAYERS else next(old) for new in range(len(denoiser.blocks))}
@@ -75,8 +77,8 @@ def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
             parameter.zero_()
         else:
             parameter.normal_(std=parameter.shape[0] ** -0.5)
-    # A norm removes the length of a query. The norm's weight restores it, with one value for all
-    # heads of a layer.
+    # A norm removes the length of a query. The weight of the norm restores the average length,
+    # which is the same for all heads of a layer.
     hooks = []
     for new, source in origin.items():
         if source is None:
@@ -97,8 +99,10 @@ def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Canvases ``[B, L]`` of whole blocks. Each has a prompt, an answer, and eos up to the end.
-    ``starts`` ``[B]`` has the numbers of prompt tokens.
+    """B canvases ``[B, L]`` of L tokens. Each canvas consists of whole blocks, and contains a
+    prompt, an answer, and eos up to the end.
+
+    ``starts`` ``[B]`` has the number of prompt tokens of each canvas.
 
     All prompts of a batch end in the same block.
     """
@@ -123,7 +127,8 @@ def canvas_of(request: Request, tokenizer: Tokenizer) -> tuple[list[int], int]:
 
 
 def batches(requests: Iterator[Request], tokenizer: Tokenizer, tokens: int) -> Iterator[Batch]:
-    """Yield batches of about ``tokens`` tokens without end. Tokens of both copies count."""
+    """Yield an endless sequence of batches of about ``tokens`` tokens. The tokens of the copies, in
+    which some are hidden, are included."""
     waiting: defaultdict[tuple[int, int], list[tuple[list[int], int]]] = defaultdict(list)
     for request in requests:
         canvas, start = canvas_of(request, tokenizer)
@@ -139,16 +144,16 @@ def batches(requests: Iterator[Request], tokenizer: Tokenizer, tokens: int) -> I
 
 
 def hide(batch: Batch, is_easy: Tensor) -> Tensor:
-    """Choose the positions of the noised copies that are hidden and scored. Returns a bool array
-    ``[B, L - first]``.
+    """Choose the hidden positions of the copies of the answers' blocks. Returns a bool array
+    ``[B, L - first]``, where ``first`` is the position at which the copies begin.
 
     Every block is hidden independently, in one of three ways with the same probability:
 
     - Completely, as at the start of decoding.
     - At scattered positions. In half of these blocks, JSON syntax and eos are hidden less often
       than values, because decoding commits them first.
-    - From some position on, as when decoding has only committed the next tokens. From there on, the
-      block is hidden completely or in part.
+    - After a random position, as when decoding has committed the first tokens of the block. The
+      positions after it are hidden completely or in part.
 
     ``is_easy`` ``[V]`` marks JSON syntax and eos.
     """
@@ -172,8 +177,8 @@ def hide(batch: Batch, is_easy: Tensor) -> Tensor:
 
 
 def visible(positions: Tensor, is_noised: Tensor) -> Tensor:
-    """The attention mask of block diffusion training, bool ``[T, T]``: which tokens of a row see
-    which others.
+    """The attention mask of block diffusion training, as a bool array ``[T, T]``: which of the T
+    tokens of a training example see which other tokens.
     """
     block = positions // BLOCK_LENGTH
     query, key = block[:, None], block[None, :]
@@ -182,7 +187,7 @@ def visible(positions: Tensor, is_noised: Tensor) -> Tensor:
 
 
 def both_copies(denoiser: Denoiser, batch: Batch, is_hidden: Tensor) -> Tensor:
-    """The features ``[B, L - first, hidden]`` of the noised copies."""
+    """The outputs of the last layer for the copies, ``[B, L - first, hidden]``."""
     clean, noised = batch.canvases[:, :-BLOCK_LENGTH], batch.canvases[:, batch.first :]
     noised = noised.masked_fill(is_hidden, denoiser.network.mask_token_id)
     length, before = batch.canvases.shape[1], clean.shape[1]
@@ -210,8 +215,8 @@ def loss_of(denoiser: Denoiser, batch: Batch, is_hidden: Tensor) -> Tensor:
 def one_pass(
     denoiser: Denoiser, requests: Sequence[Request], tokenizer: Tokenizer
 ) -> tuple[float, float]:
-    """The share of blocks, and the share of whole lists, that are right if every block is decoded
-    in a single pass. This is the fastest possible decoding.
+    """Measure how good the answers are if every block is decoded in a single pass, which is the
+    fastest possible decoding. Returns the share of right blocks and the share of right lists.
     """
     blocks, lists = [], []
     for request in requests:
@@ -230,14 +235,14 @@ def one_pass(
 
 EARLY, LATE = (4.0, 4.0, 2.0, 1.0, 0.5, 0.2), (1.0, 2.0, 3.0, 3.0, 3.0, 3.0)
 EASY_STEPS = 600
-"""The weights with which commands of one call, two calls, and so on are chosen, at the start and
-after this many steps.
+"""How often commands with one call, two calls, and so on are chosen: at the start, and after this
+number of steps.
 """
 
 
 def lessons(training: Training, seed: int, easy_steps: int) -> Iterator[Request]:
-    """Yield training commands. The numbers of calls increase over the first ``easy_steps`` steps of
-    ``training``.
+    """Yield training commands. Over the first ``easy_steps`` steps of ``training``, commands with
+    many calls become more frequent.
     """
 
     def weights() -> list[float]:
@@ -261,7 +266,7 @@ def lessons(training: Training, seed: int, easy_steps: int) -> Iterator[Request]
     "--state",
     type=click.Path(path_type=Path),
     required=True,
-    help="File to save the run in, and to resume it from.",
+    help="File for the state of training, to resume it later.",
 )
 @click.option(
     "--minutes",
@@ -276,10 +281,14 @@ def lessons(training: Training, seed: int, easy_steps: int) -> Iterator[Request]
     type=click.IntRange(1),
     default=2560,
     show_default=True,
-    help="Tokens a step, counting both copies.",
+    help="Tokens per step, including the copies with hidden tokens.",
 )
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="Seed of data, noise and new weights."
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of data, hidden positions and new weights.",
 )
 @click.option(
     "--save-minutes", type=float, default=3.0, show_default=True, help="Minutes between saves."
@@ -299,8 +308,8 @@ def main(
     save_minutes: float,
     threads: int,
 ) -> None:
-    """Train the second demo, starting from the first. The run can be stopped at any time. The same
-    command then resumes it.
+    """Train the second demo, starting with the weights of the first demo. You can stop the training
+    at any time, and resume it with the same command.
 
     Example: python train_several.py --first ../demo-denoiser --out ../demo-several --state
     several.pt
@@ -326,7 +335,7 @@ def main(
     held_out = [request for _, request in held_out_requests(seed + 2, 48)]
 
     def losses() -> Iterator[Callable[[], Tensor]]:
-        # A resumed run generates new commands.
+        # A resumed run generates other commands than the first part of the run.
         for batch in batches(
             lessons(training, seed + 1000 * training.step, easy_steps), tokenizer, tokens
         ):

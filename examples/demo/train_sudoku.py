@@ -1,7 +1,7 @@
-"""Train the third demo from nothing: sudoku grids, in LLaDA's layout.
+"""Trains the third demo, which completes sudoku grids, from random weights.
 
-The objective is that of the first demo (``masked_loss``). Training draws puzzles with 0 to 8 clues,
-except those that are held out.
+The checkpoint has the layout of LLaDA. The loss is the same as in the first demo (``masked_loss``).
+Training uses random puzzles with 0 to 8 clues that are not held out.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def initialise(denoiser: Denoiser) -> None:
 
 
 def batches(tokenizer: Tokenizer, seed: int, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches: prompts ``[rows, P]``, and responses ``[rows, NEW_TOKENS]`` that end with eos."""
+    """Yield an endless sequence of batches of ``rows`` puzzles: prompts ``[rows, P]`` of P tokens,
+    and responses ``[rows, NEW_TOKENS]`` that end with eos.
+    """
     eos = tokenizer.token_to_id(EOS)
     drawn = puzzles(seed, CLUES, held_out=False)
     while True:
@@ -69,7 +71,11 @@ def batches(tokenizer: Tokenizer, seed: int, rows: int) -> Iterator[tuple[Tensor
 @rate_option(0.01)
 @click.option("--rows", type=click.IntRange(1), default=64, show_default=True, help="Grids a step.")
 @click.option(
-    "--seed", type=int, default=0, show_default=True, help="Seed of data, noise and weights."
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of data, hidden positions and weights.",
 )
 def main(out: Path, steps: int, rate: float, rows: int, seed: int) -> None:
     """Train the denoiser on one thread, and save it with its tokenizer.

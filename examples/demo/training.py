@@ -1,9 +1,9 @@
-"""The training code that all demos share: the optimisers, the learning rate over a run, averaged
+"""The training code that all demos use: the optimisers, the learning rate over a run, averaged
 weights, and saving the state.
 
-Muon (by Keller Jordan, with the constants of torch.optim.Muon) trains the matrices of the layers,
-and AdamW the other weights. torch's own Muon is not used, because it always orthogonalises in bf16,
-which is fifty times slower than fp32 on processors without bf16 kernels.
+Muon (by Keller Jordan, with the constants of torch.optim.Muon) trains the matrices of the layers.
+AdamW trains all other weights. torch's own Muon is not used, because it always orthogonalises in
+bf16. On processors without bf16 kernels, this is fifty times slower than in fp32.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ AVERAGED_STEPS = 200  # approximate length of the moving average
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Approximate the nearest matrix whose singular values are all equal, by five Newton-Schulz
+    """Approximate the nearest matrix whose singular values are all equal, with five Newton-Schulz
     steps.
     """
     a, b, c = COEFFICIENTS
@@ -85,16 +85,16 @@ class Muon(torch.optim.Optimizer):
 
 
 def learning_rate(progress: float, step: int) -> float:
-    """The share of the peak learning rate. It rises over 50 steps, is constant until ``progress``
-    0.4, then falls linearly to zero at 1.
+    """The current learning rate, as a share of the peak learning rate. It rises over 50 steps and
+    is then constant until ``progress`` is 0.4. After that, it falls linearly to zero at 1.
     """
     return min(1.0, (step + 1) / 50) * min(1.0, max(0.0, (1 - progress) / 0.6))
 
 
 @torch.no_grad()
 def draw_layers(denoiser: Denoiser) -> None:
-    """Draw the layers' matrices and set norms to one. Matrices that write to the residual stream
-    start at zero.
+    """Set random matrices of the layers, and set norms to one. Matrices that write to the residual
+    stream start at zero.
     """
     for name, parameter in denoiser.named_parameters():
         if parameter.ndim == 1:
@@ -133,7 +133,9 @@ class Training:
         ]
 
     def learn(self, loss: Tensor, progress: float) -> None:
-        """Take one gradient step on ``loss``. ``progress``, from 0 to 1, sets the learning rate."""
+        """Take one gradient step on ``loss``. ``progress`` goes from 0 to 1 during the run and sets
+        the learning rate.
+        """
         loss.backward()  # type: ignore[no-untyped-call]
         for optimiser, peak in self.optimisers:
             for group in optimiser.param_groups:
@@ -148,7 +150,7 @@ class Training:
         self.step += 1
 
     def save(self, path: Path) -> None:
-        """Save the state for ``resume``. The file appears complete or not at all."""
+        """Save the state for ``resume``. The file is never left half-written."""
         state = {
             "step": self.step,
             "minutes": self.minutes,

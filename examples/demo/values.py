@@ -1,8 +1,7 @@
-"""Generates the values for the slots of templates, with a sampler for each kind of slot, and
-decides which values are held out.
+"""Generates random values for the slots of templates, and decides which values are held out.
 
-A sampler returns a value as it is spoken in the command, and as it is written in the call.
-``data.py`` lists the label rules.
+There is a sampler for each kind of slot. A sampler returns a value as it is spoken in the command,
+and as it is written in the call. ``data.py`` lists the rules for the written form.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from functions import FUNCTIONS
 
 
 class Side(enum.Enum):
-    """Where open values come from: training values mixed with unrelated phrases, only training
-    values, or held-out values.
+    """Which open values are used: training values mixed with unrelated phrases, training values
+    only, or held-out values.
     """
 
     TRAINING = enum.auto()
@@ -35,8 +34,8 @@ Sampler = Callable[[random.Random, Side], tuple[str, Any]]
 
 
 def is_held_out(value: str) -> bool:
-    """Return True for open values that training does not use. They are one in eight, chosen by
-    CRC-32.
+    """Return True for open values that training does not use. These are about one in eight values,
+    chosen by CRC-32.
     """
     return zlib.crc32(value.encode()) % 8 == 0
 
@@ -56,8 +55,8 @@ def _open(compose: Callable[[random.Random], str], article: float = 0.0) -> Samp
     """
 
     def sample(rng: random.Random, side: Side) -> tuple[str, str]:
-        # The denoiser would learn never to predict a word that begins no training value. So in
-        # training, any word can begin a value.
+        # If some words never began a value in training, the denoiser would learn never to predict
+        # them there. So in training, a value can begin with any word.
         source = (
             _any_phrase if side is Side.TRAINING and rng.random() < ANY_PHRASE_SHARE else compose
         )
@@ -70,8 +69,8 @@ def _open(compose: Callable[[random.Random], str], article: float = 0.0) -> Samp
 
 
 def _closed(*pairs: tuple[str, Any] | str) -> Sampler:
-    """Make a sampler of a small fixed set of values, which is the same in training and held-out
-    commands.
+    """Make a sampler of values from a short list. Training commands and held-out commands use the same
+    list.
     """
     choices = [(pair, pair) if isinstance(pair, str) else pair for pair in pairs]
     return lambda rng, side: rng.choice(choices)
@@ -114,13 +113,13 @@ def _word(rng: random.Random, choices: tuple[str, ...], made_up: float = 0.03) -
 
 
 def _any_words(rng: random.Random, most: int) -> str:
-    """One to ``most`` unrelated words. Only copying can predict them."""
+    """One to ``most`` unrelated words. The denoiser can only predict them by copying."""
     return " ".join(_word(rng, rng.choice(WORD_POOLS)) for _ in range(rng.randint(1, most)))
 
 
 @functools.cache
 def _spoken_words() -> tuple[str, ...]:
-    """The words in training templates that begin no value."""
+    """The words of training templates that are never the first word of a value."""
     templates = (
         re.sub(r"\{.*?\}", " ", template)
         for function in FUNCTIONS

@@ -1,7 +1,7 @@
 """The word lists of the demo commands, and a generator of made-up words.
 
-All lists were written for this demo. The made-up words ensure that the denoiser really copies: it
-can only write ``velkamo`` into a call by copying it.
+All lists were written for this demo. A made-up word such as ``velkamo`` is not in any list, so the
+denoiser can only write it into a call by copying it from the command.
 """
 
 from __future__ import annotations

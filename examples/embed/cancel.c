@@ -1,4 +1,4 @@
-/* Generates until the text is complete, the time is over, or Ctrl-C is pressed:
+/* Generates text until it is complete, the time is over, or Ctrl-C is pressed:
  *   cancel BUNDLE NEW_TOKENS SECONDS PROMPT
  * A second thread ends the request. The program prints the text so far and the reason why the
  * request ended. README.md says how to build it. */
@@ -20,7 +20,7 @@ struct watch {
   double seconds;
 };
 
-/* Waits for one of two signals. Returns its number, or 0 if neither came in time. */
+/* Waits for one of two signals. Returns the number of the signal, or 0 if the time is over. */
 static int wait_for(int one, int other, double seconds) {
   sigset_t signals;
   sigemptyset(&signals);
@@ -36,12 +36,11 @@ static int wait_for(int one, int other, double seconds) {
 }
 
 /* Ends the request when the time is over or Ctrl-C is pressed. Signals are blocked in all threads,
- * and this thread waits for them. So no code has to run in a signal handler. */
+ * and this thread waits for them. So the program needs no signal handler. */
 static void* watch(void* user) {
   const struct watch* const watched = user;
   int is_over = wait_for(SIG_OVER, SIGINT, watched->seconds) == SIG_OVER;
-  while (
-      !is_over) { /* repeats, because a cancellation before the request has begun has no effect */
+  while (!is_over) { /* repeated, because it has no effect before the request has begun */
     dlm_session_cancel(watched->session, 0);
     is_over = wait_for(SIG_OVER, SIG_OVER, 0.01) == SIG_OVER;
   }
@@ -98,7 +97,7 @@ int main(int argc, char** argv) {
     fprintf(stderr, "usage: cancel BUNDLE NEW_TOKENS SECONDS PROMPT\n");
     return 2;
   }
-  sigset_t signals; /* set before the library starts threads, because they inherit the mask */
+  sigset_t signals; /* blocked before the library starts threads, which inherit this */
   sigemptyset(&signals);
   sigaddset(&signals, SIGINT);
   sigaddset(&signals, SIG_OVER);

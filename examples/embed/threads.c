@@ -1,7 +1,8 @@
 /* Runs requests from several threads: threads BUNDLE NEW_TOKENS THREADS PROMPT...
- * First, each thread has a session of one shared bundle, so all threads share the weights. Then a
- * scheduler runs the same requests in shared passes. Both must give the same results as a single
- * session. Prints seconds and memory. README.md says how to build it. */
+ * First, each thread runs one request in its own session. All sessions use the same bundle, so the
+ * weights are in memory once. Then a scheduler runs the same requests together. The results of the
+ * threads and of the scheduler must be the same as in a single session. Prints seconds and memory.
+ * README.md says how to build the program. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <stdint.h>
@@ -14,7 +15,7 @@
 
 enum { MOST_THREADS = 1024 };
 
-/* All threads read these, and none writes to them. */
+/* Data that all threads read. No thread writes to it. */
 struct work {
   dlm_bundle* bundle;
   dlm_scheduler* scheduler;
@@ -125,7 +126,7 @@ static double held(void) {
   return (double)kib / 1024;
 }
 
-/* Runs each task in a thread. Returns the number of tasks whose result is not the expected one. */
+/* Runs each task in a thread. Returns the number of tasks with a wrong result. */
 static int run_all(const char* name, void* (*run)(void*), struct task* tasks, int count,
                    const struct task* wanted, int kinds) {
   static pthread_t threads[MOST_THREADS];

@@ -19,7 +19,7 @@ struct completion {
   int64_t created;
   int is_begun;          /* a stream has sent the event with the role */
   int is_over;           /* a stream has sent all events */
-  pthread_mutex_t mutex; /* guards the fields below, which the scheduler's thread writes */
+  pthread_mutex_t mutex; /* protects the fields below, which the scheduler's thread writes */
   pthread_cond_t changed;
   buffer fresh; /* text that has not been sent yet */
 };
@@ -228,7 +228,7 @@ void completion_destroy(completion* of) {
   if (of == NULL) return;
   if (of->job != NULL) {
     dlm_job_cancel(of->job);
-    dlm_job_wait(of->job, -1); /* on_step uses the fields freed below until then */
+    dlm_job_wait(of->job, -1); /* until then, on_step uses the fields that are freed below */
     dlm_job_destroy(of->job);
   }
   buffer_free(&of->fresh);
@@ -276,8 +276,8 @@ static const char* finish_reason(const dlm_result* result) {
                                                                                       : "length";
 }
 
-/* Makes the JSON object around an answer or an event. Takes over the references to `choice` and
- * `usage`, which may be NULL. */
+/* Makes the JSON object that contains an answer or an event. Takes over the references to `choice`
+ * and `usage`. `usage` may be NULL. */
 static char* frame(const completion* of, json_t* choice, json_t* usage) {
   const char* const object = !of->is_chat    ? "text_completion"
                              : of->is_stream ? "chat.completion.chunk"

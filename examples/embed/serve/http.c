@@ -11,8 +11,8 @@
 #include "serve.h"
 
 enum {
-  POLL_MS = 100,    /* time between two checks whether the client is still connected */
-  MOST_DROPPED = 16 /* a body up to this many times the limit is read and dropped */
+  POLL_MS = 100,    /* how often to check whether the client is still connected */
+  MOST_DROPPED = 16 /* a body of at most this many times the limit is read and discarded */
 };
 
 /* An HTTP request and its answer. */
@@ -22,7 +22,7 @@ typedef struct exchange {
   int is_refused_early; /* the service is stopping */
   unsigned status;      /* status of the answer, or 0 while there is no answer */
   int socket;
-  uint64_t received; /* bytes of the body so far, including dropped bytes */
+  uint64_t received; /* bytes of the body so far, including discarded bytes */
   buffer body;
   completion* completion;
   buffer events; /* events of a stream that have not been sent yet */
@@ -30,7 +30,7 @@ typedef struct exchange {
   int is_last;
 } exchange;
 
-/* Returns 1 if the client has closed its side and no longer waits for the answer. */
+/* Returns 1 if the client has closed the connection and no longer waits for the answer. */
 static int is_gone(const exchange* of) {
   struct pollfd one = {of->socket, POLLRDHUP, 0};
   return poll(&one, 1, 0) > 0 && (one.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
@@ -150,7 +150,7 @@ static enum MHD_Result tell_metrics(struct MHD_Connection* connection, exchange*
       gone, (long long)stats.submitted, (int)stats.waiting, (int)stats.running,
       (long long)stats.passes, (long long)stats.shares, stats.busy_s,
       (unsigned long long)stats.cache_bytes);
-  is_made = is_made && buffer_append(&text, line, (size_t)size + 1); /* with the NUL */
+  is_made = is_made && buffer_append(&text, line, (size_t)size + 1); /* with the NUL at the end */
   if (!is_made) buffer_free(&text);
   return send_text(connection, of, 200, "text/plain; version=0.0.4", text.data);
 }
@@ -205,8 +205,8 @@ static enum MHD_Result handle(void* user, struct MHD_Connection* connection, con
       !buffer_append(&of->body, upload, *upload_size))
     return MHD_NO;
   *upload_size = 0;
-  /* If the body is too large, the rest is read and dropped, because the client reads the answer
-   * only after it has sent the body. The number of dropped bytes is limited too. */
+  /* If the body is too large, the rest is read and discarded, because the client reads the answer
+   * only after it has sent the body. The number of discarded bytes is limited too. */
   return of->received / MOST_DROPPED > most ? MHD_NO : MHD_YES;
 }
 
@@ -238,8 +238,8 @@ struct MHD_Daemon* http_start(service* of, const char* address, uint16_t port) {
   place.sin_family = AF_INET;
   place.sin_port = htons(port);
   if (inet_pton(AF_INET, address, &place.sin_addr) != 1) return NULL;
-  /* The timeout is longer than a request can take, because a thread that waits for a request must
-   * not be treated as idle. */
+  /* The timeout is longer than a request can take. Otherwise, a connection whose thread waits for a
+   * request would be closed as idle. */
   const unsigned idle_s = (unsigned)(of->limits.deadline_ms / 1000) + 30;
   const unsigned flags =
       MHD_USE_THREAD_PER_CONNECTION | MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_ITC;

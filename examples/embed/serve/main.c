@@ -1,6 +1,6 @@
 /* An HTTP service of completions: serve BUNDLE [--port N] ... README.md says how to build and use
- * it. One scheduler runs all requests in shared passes. After SIGTERM or SIGINT, the service
- * rejects new requests, finishes the others, and exits with 0. */
+ * it. One scheduler runs all requests together. After SIGTERM or SIGINT, the service rejects new
+ * requests, finishes the running requests, and exits with 0. */
 #define _POSIX_C_SOURCE 200809L
 #include <microhttpd.h>
 #include <signal.h>
@@ -121,7 +121,7 @@ static void* make_passes(void* scheduler) {
   _exit(1);
 }
 
-/* Waits until a count is 0, at most `ms` milliseconds. Returns 1 if the count is 0. */
+/* Waits until a counter is 0, for at most `ms` milliseconds. Returns 1 if the counter is 0. */
 static int wait_until_none(service* of, const unsigned* count, double ms) {
   const struct timespec while_ms = {0, 10000000};
   for (double waited = 0;; waited += 10) {
@@ -192,7 +192,7 @@ int main(int argc, char** argv) {
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
   pthread_sigmask(SIG_BLOCK, &signals, NULL);
-  signal(SIGPIPE, SIG_IGN); /* clients can disconnect at any time */
+  signal(SIGPIPE, SIG_IGN); /* otherwise, a client that disconnects would end the program */
   static service of;
   pthread_mutex_init(&of.mutex, NULL);
   const char* const slash = strrchr(settings.bundle, '/');
@@ -204,7 +204,7 @@ int main(int argc, char** argv) {
   of.limits.deadline_ms = settings.deadline_ms;
   of.limits.drain_ms = settings.drain_ms;
   of.limits.connections = (unsigned)(settings.max_running + settings.max_waiting) +
-                          64; /* rejected clients need a connection too */
+                          64; /* clients whose requests are rejected need a connection too */
   char message[1024];
   const dlm_status status = open_service(&of, &settings, message, sizeof message);
   const int code = status == DLM_OK ? serve(&of, &settings, &signals) : report(status, message);

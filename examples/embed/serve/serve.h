@@ -16,7 +16,7 @@ typedef struct buffer {
   size_t size, capacity;
 } buffer;
 int buffer_append(buffer* to, const char* data,
-                  size_t size); /* if there is no memory, returns 0 and adds nothing */
+                  size_t size); /* returns 0 and adds no bytes if there is no memory */
 void buffer_free(buffer* of);
 
 typedef struct limits {
@@ -34,14 +34,14 @@ typedef struct service {
   dlm_scheduler* scheduler;
   dlm_policy policy; /* the policy of requests that set no other policy */
 
-  pthread_mutex_t mutex;  /* guards all fields below */
+  pthread_mutex_t mutex;  /* protects all fields below */
   int is_stopping;        /* new requests are rejected */
   int is_cut;             /* running requests are cancelled */
-  unsigned under_way;     /* number of HTTP requests that are being handled */
-  unsigned promised;      /* number of these that were accepted before is_stopping */
-  uint64_t taken;         /* number of requests so far */
-  uint64_t gone;          /* number of these whose client disconnected */
-  uint64_t answered[600]; /* numbers of the other requests, by HTTP status */
+  unsigned under_way;     /* number of HTTP requests that are running */
+  unsigned promised;      /* number of running requests that were accepted before is_stopping */
+  uint64_t taken;         /* number of HTTP requests so far */
+  uint64_t gone;          /* number of HTTP requests whose client disconnected */
+  uint64_t answered[600]; /* number of answered HTTP requests with each status */
 } service;
 
 /* The reason why a request is rejected: the HTTP status and a message. */
