@@ -535,6 +535,9 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         found = (page.parent / name).resolve() if name else page
         assert found.exists(), link
         assert found.is_relative_to(ROOT), link
+        if found.suffix == ".webp":  # the theme shows such an image in one colour scheme
+            assert anchor in ("only-light", "only-dark"), link
+            continue
         assert not anchor or anchor in _slugs(found), link
 
 

@@ -139,7 +139,10 @@ def _text(comment: str) -> str:
     """A comment's text as Markdown: sentences as they are, indented lines as a code block."""
     lines = [re.sub(r"^ \* ?", "", line).rstrip() for line in comment.strip("\n").splitlines()]
     text = "\n".join(line.strip() if line.startswith("     ") else line for line in lines)
-    return re.sub(r"(?<![\w`])(dlm_\w+|DLM_\w+\b)", r"`\1`", _escape(text)).strip()
+    text = re.sub(
+        r"(?m)^(?![- ])(.+)\n(?=- )", r"\1\n\n", text
+    )  # a list needs a blank line before it
+    return re.sub(r"(?<![\w`])(dlm_runtime\.h|dlm_\w+|DLM_\w+\b)", r"`\1`", _escape(text)).strip()
 
 
 def _escape(text: str) -> str:

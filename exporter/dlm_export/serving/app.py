@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dlm_export.serving import conversation, fields
+from dlm_export.serving import conversation, fields, page_routes
 from dlm_export.serving.conversation import Ask
 from dlm_export.serving.errors import ApiError, of_runtime
 from dlm_export.serving.hosting import Model, Models, describe
@@ -38,7 +38,7 @@ from dlm_export.serving.replies import (
 from dlm_export.serving.streams import Writer
 from dlm_runtime import DlmError, Generation, Job
 
-OPEN_PATHS = ("/health", "/ready")
+OPEN_PATHS = ("/health", "/ready", *page_routes.PATHS)
 """Paths that need no key."""
 MOST_ID = 128
 
@@ -101,6 +101,7 @@ class Server:
         }
         routes = [Route(path, call, methods=["POST"]) for path, call in posts.items()]
         routes += [Route(path, call, methods=["GET"]) for path, call in gets.items()]
+        routes += page_routes.routes()
         starlette = Starlette(
             routes=routes,
             lifespan=self._lifespan,

@@ -22,6 +22,7 @@ class Model:
         self.name, self.bundle = name, bundle
         self.created = int(time.time())
         self.scheduler = bundle.scheduler(max_running=max_running, max_waiting=max_waiting)
+        self.takes_conversations = self.has_chat and _takes_conversations(bundle)
         self._users = 0
         self._is_retired = False
 
@@ -136,6 +137,17 @@ class Models:
             model.retire()
 
 
+def _takes_conversations(bundle: dlm_runtime.Bundle) -> bool:
+    """True if the chat template accepts earlier messages."""
+    assert bundle.tokenizer is not None
+    roles = ("user", "assistant", "user")
+    try:
+        bundle.tokenizer.encode_chat([{"role": role, "content": "a"} for role in roles])
+    except dlm_runtime.RequestError:
+        return False
+    return True
+
+
 def describe(model: Model) -> dict[str, Any]:
     """A model as ``/v1/models`` lists it, with the fields of OpenAI's API and of Mercury's."""
     endpoints = ["completions"]
@@ -162,4 +174,5 @@ def describe(model: Model) -> dict[str, Any]:
         "supported_features": features,
         "supported_sampling_parameters": ["temperature", "top_p", "top_k", "stop", "seed"],
         "effort_levels": model.efforts,
+        "takes_conversations": model.takes_conversations,
     }

@@ -26,6 +26,7 @@ GETS = {
     "/health": "The process runs.",
     "/ready": "The models accept requests.",
     "/metrics": "Metrics in Prometheus's format.",
+    "/": "A page to try the models in a browser.",
 }
 
 

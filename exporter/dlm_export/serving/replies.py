@@ -70,8 +70,6 @@ def usage(answers: Sequence[Answer], ask: Ask) -> dict[str, Any]:
     """Counts of tokens and passes. The tokens of a prompt count once for all of its answers."""
     prompts = answers[:: ask.choices]
     prompt = sum(each.generation.prompt_tokens for each in prompts)
-    if ask.hole is not None:  # the holes are among the given tokens
-        prompt -= sum(each.completion_tokens for each in prompts)
     completion = sum(each.completion_tokens for each in answers)
     return {
         "prompt_tokens": prompt,
