@@ -97,6 +97,13 @@ void test_sessions() {
   check(made.finish == DLM_FINISH_LENGTH && session.result().log_probs.size() == 10,
         "a result is copied");
   check(made.stats.nfe == 8, "passes are counted");
+  check(made.top_tokens.empty(), "alternatives are reported only on request");
+  Request with_alternatives = of_length({5, 6}, 8);
+  with_alternatives.top_log_probs = 2;
+  const Result alternatives = session.generate(with_alternatives);
+  check(alternatives.top_tokens.size() == 20 && alternatives.top_log_probs.size() == 20 &&
+            alternatives.top_tokens[0] == -1 && alternatives.top_tokens[4] == 4,
+        "alternatives are copied");
 
   Request options = of_length({5}, 8);
   int steps = 0;

@@ -561,6 +561,8 @@ static void test_wrong_requests_are_refused(void) {
   REFUSE_OPTIONS(max_new_tokens, LONGEST - 2);
   REFUSE_OPTIONS(steps, -1);
   REFUSE_OPTIONS(max_steps, -1);
+  REFUSE_OPTIONS(top_log_probs, -1);
+  REFUSE_OPTIONS(top_log_probs, 21);
   REFUSE_OPTIONS(constrained_tokens, -1);
   REFUSE_OPTIONS(deadline_ms, (double)NAN);
   REFUSE_OPTIONS(text, DLM_TEXT_STEPS + 1); /* a value that only a newer library knows */

@@ -145,6 +145,62 @@ def test_log_probabilities_are_those_of_the_runtime(
     values = expected.log_probs[expected.prompt_tokens :]
     assert [each["logprob"] for each in found] == pytest.approx(values[: len(found)], abs=1e-5)
     assert "".join(each["token"] for each in found) == expected.text
+    chunks = events(served, "/v1/chat/completions", messages=MESSAGES, logprobs=True)
+    streamed = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
+    assert streamed[:-1] == [None] * (len(streamed) - 1)
+    assert streamed[-1]["content"] == found
+
+
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_alternatives_are_those_of_the_runtime(
+    served: Served, bundle: dlm_runtime.Bundle, count: int
+) -> None:
+    expected = bundle.generate(chat=MESSAGES, top_log_probs=count)
+    assert bundle.tokenizer is not None
+    response = chat(served, logprobs=True, top_logprobs=count)
+    found = response.json()["choices"][0]["logprobs"]["content"]
+    for at, each in enumerate(found, start=expected.prompt_tokens):
+        wanted = expected.top_log_probs[at] if count else []
+        texts = [bundle.tokenizer.token_text(token) for token, _ in wanted]
+        assert [other["token"] for other in each["top_logprobs"]] == texts
+        values = [other["logprob"] for other in each["top_logprobs"]]
+        assert values == pytest.approx([value for _, value in wanted], abs=1e-4)
+        assert all(bytes(o["bytes"]).decode() == o["token"] for o in each["top_logprobs"])
+
+
+def test_a_completion_has_the_alternatives_of_each_token(
+    served: Served, bundle: dlm_runtime.Bundle
+) -> None:
+    body = {"model": served.model, "prompt": COMMAND, "max_tokens": 8}
+    found = served.client.post("/v1/completions", json=body | {"logprobs": 0}).json()
+    assert found["choices"][0]["logprobs"]["top_logprobs"] is None
+    found = served.client.post("/v1/completions", json=body | {"logprobs": 3}).json()
+    (choice,) = found["choices"]
+    said = choice["logprobs"]
+    assert "".join(said["tokens"]) == choice["text"]
+    assert len(said["tokens"]) == found["usage"]["completion_tokens"] > 0
+    for token, value, offset, others in zip(
+        said["tokens"],
+        said["token_logprobs"],
+        said["text_offset"],
+        said["top_logprobs"],
+        strict=True,
+    ):
+        assert choice["text"].startswith(token, offset)
+        assert others[token] == value
+        assert 3 <= len(others) <= 4
+
+
+def test_the_log_probabilities_of_a_hole_are_those_of_its_tokens(
+    served: Served, bundle: dlm_runtime.Bundle
+) -> None:
+    expected = bundle.infill("x <mask> y", lengths=12)
+    assert expected.holes[0]
+    body = {"model": served.model, "prompt": "x ", "suffix": " y", "max_tokens": 12}
+    found = served.client.post("/v1/completions", json=body | {"logprobs": 1}).json()
+    said = found["choices"][0]["logprobs"]
+    assert "".join(said["tokens"]) == found["choices"][0]["text"] == expected.holes[0]
+    assert found["usage"]["completion_tokens"] == len(said["tokens"]) < 12
 
 
 def test_a_stop_string_ends_the_text(served: Served) -> None:
@@ -184,11 +240,12 @@ def test_a_prompt_may_be_text_or_token_ids_and_one_of_several(served: Served) ->
 
 
 def test_a_hole_is_filled_as_infill_fills_it(served: Served, bundle: dlm_runtime.Bundle) -> None:
-    expected = bundle.infill("turn on <mask> lights", lengths=4)
+    expected = bundle.infill("turn <mask> the kitchen lights", lengths=4)
+    assert expected.holes[0]
     body = {
         "model": served.model,
-        "prompt": "turn on ",
-        "suffix": " lights",
+        "prompt": "turn ",
+        "suffix": " the kitchen lights",
         "max_tokens": 4,
         "seed": 0,
     }
@@ -196,7 +253,8 @@ def test_a_hole_is_filled_as_infill_fills_it(served: Served, bundle: dlm_runtime
         found = served.client.post(path, json=body).json()
         assert found["object"] == "text_completion"
         assert found["choices"][0]["text"] == expected.holes[0]
-        assert found["usage"]["completion_tokens"] == 4
+        assert found["usage"]["completion_tokens"] == expected.generation.completion_tokens
+        assert found["usage"]["prompt_tokens"] == expected.generation.prompt_tokens
     streamed = events(
         served, "/v1/fim/completions", **{k: v for k, v in body.items() if k != "model"}
     )
@@ -237,7 +295,8 @@ def test_special_tokens_in_a_prompt_are_ordinary_text(
             "not text",
         ),
         ({"temperature": 3}, 400, "temperature", "less than or equal to 2"),
-        ({"top_logprobs": 3, "logprobs": True}, 400, "top_logprobs", "chosen token"),
+        ({"top_logprobs": 3}, 400, "top_logprobs", "logprobs: true"),
+        ({"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs", "20"),
         ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "0"),
         ({"logit_bias": {"3": 1}}, 400, "logit_bias", "single tokens"),
         ({"diffusing": True}, 400, "diffusing", "stream: true"),
@@ -324,11 +383,11 @@ def test_the_samples_of_the_page_run(
         assert served.client.post("/v1/chat/completions", json=body).status_code == 200
         names: dict[str, Any] = {}
         programs = [text for kind, text in blocks if kind == "python"]
-        assert len(programs) == 3
+        assert len(programs) == 4
         for text in programs:
             there = text.replace("http://127.0.0.1:8000", served.url)
             exec(compile(there, "serving.md", "exec", dont_inherit=True), names)
-        assert names["answer"].choices[0].message.content
+        assert names["answer"].output_text
 
 
 # ---- About the server ----
@@ -344,7 +403,7 @@ def test_models_have_the_fields_of_both_apis(served: Served, bundle: dlm_runtime
         kind: served.client.get(f"/v1/{kind}/completions/models").json()["data"]
         for kind in ("chat", "fim", "edit")
     }
-    assert [len(each) for each in lists.values()] == [2, 2, 0]
+    assert [len(each) for each in lists.values()] == [2, 2, 2]
 
 
 def test_metrics_count_requests_tokens_and_passes(served: Served) -> None:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -24,18 +24,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dlm_export.serving import conversation, fields, page_routes
 from dlm_export.serving.conversation import Ask
+from dlm_export.serving.edits import EditBody, Edits, edit
 from dlm_export.serving.errors import ApiError, of_runtime
 from dlm_export.serving.hosting import Model, Models, describe
 from dlm_export.serving.metrics import Metrics
 from dlm_export.serving.openapi import DOCS_PAGE, document
-from dlm_export.serving.replies import (
-    Answer,
-    Form,
-    Head,
-    answer,
-    usage,
-)
-from dlm_export.serving.streams import Writer
+from dlm_export.serving.replies import Answer, Choices, Head, answer, usage
+from dlm_export.serving.response_fields import ResponsesBody, response
+from dlm_export.serving.responses import ResponseForm, ResponseWriter
+from dlm_export.serving.streams import ChoicesWriter, Writer
 from dlm_runtime import DlmError, Generation, Job
 
 OPEN_PATHS = ("/health", "/ready", *page_routes.PATHS)
@@ -56,6 +53,19 @@ class Limits:
     body_bytes: int = 4 << 20
     body_s: float = 30.0
     compile_threads: int = 4
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of a response.
+
+    Args:
+        whole: Makes the body of the response.
+        writer: Makes the writer of a stream. None: the response is never a stream.
+    """
+
+    whole: Callable[[Ask, Model, Sequence[Answer]], dict[str, Any]]
+    writer: Callable[[Ask, Model], Writer] | None = None
 
 
 class Server:
@@ -83,7 +93,9 @@ class Server:
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._completion,
+            "/v1/responses": self._respond,
             "/v1/fim/completions": self._fim,
+            "/v1/edit/completions": self._edit,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
@@ -166,28 +178,32 @@ class Server:
     async def _chat(self, request: Request) -> Response:
         body: fields.ChatBody = fields.read(fields.ChatBody, await self._body(request))
         head = Head("chatcmpl", "chat.completion", body.model)
-        form = Form(is_chat=True, has_logprobs=bool(body.logprobs))
-        return await self._complete(request, body, conversation.chat, head, form)
+        form = Choices(head, is_chat=True, has_logprobs=bool(body.logprobs))
+        return await self._complete(request, body, conversation.chat, _choices(body, form))
 
     async def _completion(self, request: Request) -> Response:
         body: fields.CompletionBody = fields.read(fields.CompletionBody, await self._body(request))
         head = Head("cmpl", "text_completion", body.model)
-        form = Form(is_chat=False, has_logprobs=body.logprobs is not None)
-        return await self._complete(request, body, conversation.completion, head, form)
+        form = Choices(head, is_chat=False, has_logprobs=body.logprobs is not None)
+        return await self._complete(request, body, conversation.completion, _choices(body, form))
+
+    async def _respond(self, request: Request) -> Response:
+        body: ResponsesBody = fields.read(ResponsesBody, await self._body(request))
+        made = ResponseForm(body)
+        form = Form(made.whole, functools.partial(ResponseWriter, made))
+        return await self._complete(request, body, response, form)
 
     async def _fim(self, request: Request) -> Response:
         body: fields.FimBody = fields.read(fields.FimBody, await self._body(request))
-        head = Head("fim", "text_completion", body.model)
-        form = Form(is_chat=False, has_logprobs=False)
-        return await self._complete(request, body, conversation.fim, head, form)
+        form = Choices(Head("fim", "text_completion", body.model), False, False)
+        return await self._complete(request, body, conversation.fim, _choices(body, form))
+
+    async def _edit(self, request: Request) -> Response:
+        body: EditBody = fields.read(EditBody, await self._body(request))
+        return await self._complete(request, body, edit, Form(Edits(body).whole))
 
     async def _complete(
-        self,
-        request: Request,
-        body: Any,
-        read: Callable[[Any, Model], Ask],
-        head: Head,
-        form: Form,
+        self, request: Request, body: Any, read: Callable[[Any, Model], Ask], form: Form
     ) -> Response:
         """Run a request for text, at once or as a stream."""
         model = self._models.named(body.model)
@@ -198,41 +214,32 @@ class Server:
             async with self._reading:
                 ask, jobs = await asyncio.to_thread(_started, read, body, model)
             if body.stream:
-                has_usage = body.stream_options is not None and body.stream_options.include_usage
-                if form.is_chat:
-                    head = replace(head, kind=f"{head.kind}.chunk")
-                writer = Writer(head, ask, model, form.is_chat, has_usage)
+                assert form.writer is not None
+                writer = form.writer(ask, model)
                 is_streaming = True
                 return StreamingResponse(
-                    self._streamed(request, writer, jobs, ask, bool(body.diffusing), model),
+                    self._streamed(request, writer, jobs, ask, model),
                     media_type="text/event-stream",
                     headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
                 )
             made = await _unless_gone(request, _results(jobs))
-            answers, choices = await asyncio.to_thread(_choices, form, ask, model, made)
-            counts = usage(answers, ask)
-            self._count(request, counts)
-            return JSONResponse(head.around(choices=choices, usage=counts))
+            answers, whole = await asyncio.to_thread(_answered, form, ask, model, made)
+            self._count(request, usage(answers, ask))
+            return JSONResponse(whole)
         finally:
             if not is_streaming:
                 model.release()
 
     async def _streamed(
-        self,
-        request: Request,
-        writer: Writer,
-        jobs: Sequence[Job],
-        ask: Ask,
-        is_diffusing: bool,
-        model: Model,
+        self, request: Request, writer: Writer, jobs: Sequence[Job], ask: Ask, model: Model
     ) -> AsyncIterator[bytes]:
         """The chunks of a stream. Its model is released when the stream ends."""
         try:
-            async with aclosing(writer.chunks(jobs, is_diffusing)) as chunks:
+            async with aclosing(writer.chunks(jobs)) as chunks:
                 async for chunk in chunks:
                     yield chunk
             if len(writer.answers) == len(jobs):
-                self._count(request, usage([writer.answers[at] for at in range(len(jobs))], ask))
+                self._count(request, usage(writer.in_order(), ask))
         finally:
             model.release()
 
@@ -367,12 +374,22 @@ def _started(read: Callable[[Any, Model], Ask], body: Any, model: Model) -> tupl
     return ask, jobs
 
 
-def _choices(
+def _answered(
     form: Form, ask: Ask, model: Model, made: Sequence[Generation]
-) -> tuple[list[Answer], list[dict[str, Any]]]:
-    """The answers of results, and their form in the response."""
+) -> tuple[list[Answer], dict[str, Any]]:
+    """The answers of results, and the body of the response."""
     answers = [answer(ask, model, each) for each in made]
-    return answers, [form.choice(index, model, each) for index, each in enumerate(answers)]
+    return answers, form.whole(ask, model, answers)
+
+
+def _choices(body: fields.Sampling, choices: Choices) -> Form:
+    """The form of a response with ``choices``."""
+    has_usage = body.stream_options is not None and body.stream_options.include_usage
+
+    def writer(ask: Ask, model: Model) -> Writer:
+        return ChoicesWriter(choices, has_usage, ask, model, bool(body.diffusing))
+
+    return Form(choices.whole, writer)
 
 
 async def _results(jobs: Sequence[Job]) -> list[Any]:

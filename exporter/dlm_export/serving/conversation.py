@@ -64,12 +64,11 @@ def chat(body: ChatBody, model: Model) -> Ask:
     """Read a chat. Compiles its constraint, so this may take long. Raises ApiError."""
     if not model.has_chat:
         raise ApiError(400, "this model has no chat template: use /v1/completions", "model")
-    if body.top_logprobs:
-        raise unsupported(
-            "top_logprobs", "only the probability of each chosen token is known: give 0"
-        )
+    if body.top_logprobs and not body.logprobs:
+        raise unsupported("top_logprobs", "it needs logprobs: true")
     messages = [message(each, f"messages[{at}]") for at, each in enumerate(body.messages)]
     options = _options(body, model, body.max_completion_tokens or body.max_tokens)
+    options["top_log_probs"] = body.top_logprobs or 0
     tools = _tools(body, model)
     if tools is not None:
         options["tools"] = tools
@@ -83,27 +82,38 @@ def chat(body: ChatBody, model: Model) -> Ask:
 
 def completion(body: CompletionBody, model: Model) -> Ask:
     """Read a completion, with or without a suffix. Raises ApiError."""
-    if body.logprobs:
-        raise unsupported("logprobs", "only the probability of each chosen token is known: give 0")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "it must equal n: ask for all answers")
     prompts = _prompts(body.prompt)
+    alternatives = {"top_log_probs": body.logprobs or 0}
     if body.suffix is not None:
         if len(prompts) != 1 or "prompt" not in prompts[0]:
             raise unsupported("suffix", "give one prompt, as text")
-        return _hole(body, model, prompts[0]["prompt"], body.suffix)
-    return Ask(prompts, _options(body, model, body.max_tokens), body.n or 1)
+        ask = hole(body, model, prompts[0]["prompt"], body.suffix, body.max_tokens)
+        ask.options |= alternatives
+        return ask
+    return Ask(prompts, alternatives | _options(body, model, body.max_tokens), body.n or 1)
 
 
 def fim(body: FimBody, model: Model) -> Ask:
     """Read a request for the text between two others. Raises ApiError."""
-    return _hole(body, model, body.prompt, body.suffix)
+    return hole(body, model, body.prompt, body.suffix, body.max_tokens)
 
 
-def _hole(body: Sampling, model: Model, before: str, after: str) -> Ask:
-    """A canvas with one hole. An end token inside it pads the rest."""
+def hole(body: Sampling, model: Model, before: str, after: str, length: int | None) -> Ask:
+    """A canvas with one hole. An end token inside it pads the rest.
+
+    Args:
+        body: The request.
+        model: Its model.
+        before, after: The texts around the hole.
+        length: The number of tokens of the hole. None: the bundle's default.
+
+    Raises:
+        ApiError: The model cannot fill a hole, or an option does not fit one.
+    """
     options = _options(body, model, None)
-    length = body.max_tokens or model.bundle.max_new_tokens
+    length = length or model.bundle.max_new_tokens
     stops = options.pop("stop_strings", [])
     own = body.dlm
     if own.prefix:

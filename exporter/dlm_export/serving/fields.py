@@ -206,8 +206,8 @@ def read(kind: type[Body], content: bytes) -> Any:
 def _invalid(errors: list[ErrorDetails]) -> ApiError:
     """The error for the first problem of a body."""
     unknown = [each for each in errors if each["type"] == "extra_forbidden"]
-    first = (unknown or errors)[0]
-    path = [part for part in first["loc"] if not _is_variant(part)]
+    first = _most_specific(unknown or errors)
+    path = _path(first)
     param = ""
     for part in path:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
@@ -223,8 +223,24 @@ def _invalid(errors: list[ErrorDetails]) -> ApiError:
     )
 
 
+def _most_specific(errors: list[ErrorDetails]) -> ErrorDetails:
+    """The first problem. If its field has alternatives, each has a problem: take the deepest one.
+
+    A problem other than a wrong type goes before a wrong type, which means another alternative.
+    """
+    path = _path(errors[0])
+    same = [each for each in errors if _path(each)[: len(path)] == path]
+    return max(same, key=lambda each: (len(_path(each)), not each["type"].endswith("_type")))
+
+
+def _path(error: ErrorDetails) -> list[int | str]:
+    """The field of a problem. Names of alternatives are left out."""
+    return [part for part in error["loc"] if not _is_variant(part)]
+
+
+VARIANTS = ("str", "NamedTool", "NamedFunction", "MessageItem", "CallItem", "OutputItem")
+
+
 def _is_variant(part: int | str) -> bool:
     """True for a part of pydantic's path that names the alternative of a union, not a field."""
-    return isinstance(part, str) and (
-        part in ("str", "NamedTool") or part.startswith(("list[", "literal["))
-    )
+    return isinstance(part, str) and (part in VARIANTS or part.startswith(("list[", "literal[")))

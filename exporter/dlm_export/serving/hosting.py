@@ -152,9 +152,9 @@ def describe(model: Model) -> dict[str, Any]:
     """A model as ``/v1/models`` lists it, with the fields of OpenAI's API and of Mercury's."""
     endpoints = ["completions"]
     if model.has_chat:
-        endpoints.insert(0, "chat.completions")
+        endpoints = ["chat.completions", "responses", *endpoints]
     if model.can_infill:
-        endpoints.append("fim.completions")
+        endpoints += ["fim.completions", "edit.completions"]
     features = ["streaming", "structured_outputs", "json_mode"]
     if model.has_chat:
         features.append("tools")

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from dlm_export.serving.conversation import Ask
@@ -40,13 +41,20 @@ class Head:
 
 @dataclass(frozen=True)
 class Answer:
-    """The text of one result, and why it ended."""
+    """The text of one result, and why it ended.
+
+    ``positions`` are those of its tokens on the canvas, before the first end token.
+    """
 
     text: str
     finish: str
     calls: list[ToolCall]
     generation: Generation
-    completion_tokens: int
+    positions: range
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.positions)
 
 
 def answer(ask: Ask, model: Model, made: Generation) -> Answer:
@@ -54,16 +62,18 @@ def answer(ask: Ask, model: Model, made: Generation) -> Answer:
     if ask.hole is None:
         calls = made.tool_calls
         finish = "tool_calls" if calls else FINISHES.get(made.finish, "length")
-        return Answer(made.text or "", finish, calls, made, made.completion_tokens)
+        first = made.prompt_tokens
+        positions = range(first, first + made.completion_tokens)
+        return Answer(made.text or "", finish, calls, made, positions)
     between, canvas = ask.hole
     text = read(model.bundle, canvas, between, made).holes[0]
-    tokens = made.tokens[canvas.holes()[0].start : canvas.holes()[0].stop]
-    is_short = any(token in model.bundle.eos_token_ids for token in tokens)
+    (hole,) = canvas.holes()
+    ends = [at for at in hole if made.tokens[at] in model.bundle.eos_token_ids]
+    positions = range(hole.start, min(ends, default=hole.stop))
     cuts = [at for stop in ask.stops if (at := text.find(stop)) >= 0]
     if cuts:
         text = text[: min(cuts)]
-    is_whole = is_short or bool(cuts)
-    return Answer(text, "stop" if is_whole else "length", [], made, len(tokens))
+    return Answer(text, "stop" if ends or cuts else "length", [], made, positions)
 
 
 def usage(answers: Sequence[Answer], ask: Ask) -> dict[str, Any]:
@@ -98,19 +108,26 @@ def tool_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Form:
-    """The form of answers: messages of a chat or texts, with or without log probabilities."""
+class Choices:
+    """Answers as ``choices``: messages of a chat or texts, with or without log probabilities.
 
+    Args:
+        head: The fields with which the body begins.
+        is_chat: If True, the answers are messages of a chat, else texts.
+        has_logprobs: If True, each answer has the log probabilities of its tokens.
+    """
+
+    head: Head
     is_chat: bool
     has_logprobs: bool
 
-    def choice(self, index: int, model: Model, found: Answer) -> dict[str, Any]:
-        """Return one entry of ``choices``."""
-        logprobs = None
-        if self.has_logprobs:
-            read_logprobs = _chat_logprobs if self.is_chat else _text_logprobs
-            logprobs = read_logprobs(model, found.generation)
-        beside = {"logprobs": logprobs, "finish_reason": found.finish}
+    def whole(self, ask: Ask, model: Model, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The body of the response."""
+        choices = [self._choice(index, model, each) for index, each in enumerate(answers)]
+        return self.head.around(choices=choices, usage=usage(answers, ask))
+
+    def _choice(self, index: int, model: Model, found: Answer) -> dict[str, Any]:
+        beside = {"logprobs": self.logprobs(model, found), "finish_reason": found.finish}
         if not self.is_chat:
             return {"index": index, "text": found.text, **beside}
         message: dict[str, Any] = {"role": "assistant", "content": found.text, "refusal": None}
@@ -118,41 +135,64 @@ class Form:
             message |= {"content": None, "tool_calls": tool_calls(found.calls)}
         return {"index": index, "message": message, **beside}
 
+    def logprobs(self, model: Model, found: Answer) -> dict[str, Any] | None:
+        """The log probabilities of an answer's tokens. None if they are not wanted."""
+        if not self.has_logprobs:
+            return None
+        if not self.is_chat:
+            return _text_logprobs(model, found)
+        return {"content": token_logprobs(model, found), "refusal": None}
 
-def _chosen(model: Model, made: Generation) -> list[tuple[str, float]]:
-    """The text and ln p of each token of a completion."""
-    tokenizer, first = model.bundle.tokenizer, made.prompt_tokens
+
+Scored = tuple[str, float]
+"""The text of a token, and its ln p."""
+
+
+def _chosen(model: Model, found: Answer) -> list[tuple[Scored, list[Scored]]]:
+    """The text and ln p of each token of an answer, and of its alternatives."""
+    tokenizer, made = model.bundle.tokenizer, found.generation
     assert tokenizer is not None
     return [
-        (tokenizer.token_text(made.tokens[at]), log_prob)
-        for at in range(first, first + made.completion_tokens)
+        (
+            (tokenizer.token_text(made.tokens[at]), log_prob),
+            [
+                (tokenizer.token_text(token), other)
+                for token, other in (made.top_log_probs[at] if made.top_log_probs else [])
+            ],
+        )
+        for at in found.positions
         if (log_prob := made.log_probs[at]) is not None
     ]
 
 
-def _chat_logprobs(model: Model, made: Generation) -> dict[str, Any]:
-    """The probability of each token of a chat's answer, without alternatives."""
-    content = [
-        {
-            "token": text,
-            "logprob": log_prob,
-            "bytes": list(text.encode("utf-8", "replace")),
-            "top_logprobs": [],
-        }
-        for text, log_prob in _chosen(model, made)
+def token_logprobs(model: Model, found: Answer) -> list[dict[str, Any]]:
+    """The probability of each token of an answer, and of its alternatives."""
+    return [
+        _token(*chosen) | {"top_logprobs": [_token(*each) for each in alternatives]}
+        for chosen, alternatives in _chosen(model, found)
     ]
-    return {"content": content, "refusal": None}
 
 
-def _text_logprobs(model: Model, made: Generation) -> dict[str, Any]:
-    """The probability of each token of a completion, without alternatives."""
-    chosen, offsets, at = _chosen(model, made), [], 0
-    for text, _ in chosen:
-        offsets.append(at)
-        at += len(text)
+def _token(text: str, log_prob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": log_prob, "bytes": list(text.encode("utf-8", "replace"))}
+
+
+def _text_logprobs(model: Model, found: Answer) -> dict[str, Any]:
+    """The probability of each token of a completion, and of its alternatives."""
+    tokens = _chosen(model, found)
+    texts = [text for (text, _), _ in tokens]
+    top = [_by_text([*others, chosen]) for chosen, others in tokens]
     return {
-        "tokens": [text for text, _ in chosen],
-        "token_logprobs": [log_prob for _, log_prob in chosen],
-        "top_logprobs": None,
-        "text_offset": offsets,
+        "tokens": texts,
+        "token_logprobs": [log_prob for (_, log_prob), _ in tokens],
+        "top_logprobs": top if found.generation.top_log_probs else None,
+        "text_offset": [0, *accumulate(map(len, texts))][: len(texts)],
     }
+
+
+def _by_text(tokens: Sequence[Scored]) -> dict[str, float]:
+    """The ln p of each text. If two tokens have the same text, the first one counts."""
+    found: dict[str, float] = {}
+    for text, log_prob in tokens:
+        found.setdefault(text, log_prob)
+    return found

@@ -4,42 +4,73 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dlm_export.serving.conversation import Ask
-from dlm_export.serving.errors import of_runtime
+from dlm_export.serving.errors import ApiError, of_runtime
 from dlm_export.serving.hosting import Model
-from dlm_export.serving.replies import Answer, Head, answer, tool_calls, usage
-from dlm_runtime import DlmError, Event, Job
+from dlm_export.serving.replies import Answer, Choices, answer, tool_calls, usage
+from dlm_runtime import DlmError, Event, Generation, Job, ToolCall
 
 UNDECIDED = "░"
 """Stands for an undecided position in a snapshot."""
 DONE = b"data: [DONE]\n\n"
 
 
-def sse(content: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
+def sse(content: Any, name: str | None = None) -> bytes:
+    """One server-sent event, with or without a name."""
+    begin = b"" if name is None else f"event: {name}\n".encode()
+    return begin + b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
 
 
-class Writer:
-    """Writes the chunks of one request. ``is_chat`` selects deltas of messages, else texts.
+class Writer(ABC):
+    """Follows the jobs of a request and writes what is known of their answers.
 
-    ``passes`` and ``tokens`` count what was written, for the log.
+    A subclass has the form of the events. ``answers`` has each answer that is finished.
+
+    Args:
+        ask: The request.
+        model: Its model.
+        is_diffusing: If True, each text is the whole canvas and replaces the one before. Otherwise
+            texts only grow.
     """
 
-    def __init__(self, head: Head, ask: Ask, model: Model, is_chat: bool, has_usage: bool) -> None:
-        self._head, self._ask, self._model = head, ask, model
-        self._is_chat, self._has_usage = is_chat, has_usage
+    def __init__(self, ask: Ask, model: Model, is_diffusing: bool) -> None:
+        self._ask, self._model, self._is_diffusing = ask, model, is_diffusing
         self.answers: dict[int, Answer] = {}
 
-    async def chunks(self, jobs: Sequence[Job], is_diffusing: bool) -> AsyncGenerator[bytes, None]:
+    @abstractmethod
+    def _opening(self, index: int) -> Iterator[bytes]:
+        """Events before the first text of an answer."""
+
+    @abstractmethod
+    def _text(self, index: int, text: str, **beside: Any) -> Iterator[bytes]:
+        """Events for a text, with further fields."""
+
+    @abstractmethod
+    def _calls(self, index: int, calls: Sequence[ToolCall]) -> Iterator[bytes]:
+        """Events for calls of functions."""
+
+    @abstractmethod
+    def _end(self, index: int, end: Answer) -> Iterator[bytes]:
+        """Events at the end of an answer."""
+
+    @abstractmethod
+    def _closing(self) -> Iterator[bytes]:
+        """Events after all answers."""
+
+    @abstractmethod
+    def _failure(self, error: ApiError) -> Iterator[bytes]:
+        """Events that end the stream if a job fails."""
+
+    async def chunks(self, jobs: Sequence[Job]) -> AsyncGenerator[bytes, None]:
         """All events of the stream. Closing the iterator cancels the jobs."""
         found: asyncio.Queue[bytes | None] = asyncio.Queue()
         tasks = [
-            asyncio.create_task(self._follow(index, job, is_diffusing, found))
-            for index, job in enumerate(jobs)
+            asyncio.create_task(self._follow(index, job, found)) for index, job in enumerate(jobs)
         ]
         running = len(tasks)
         try:
@@ -51,25 +82,22 @@ class Writer:
                     yield chunk
             for task in tasks:
                 task.result()
-            if self._has_usage:
-                ordered = [self.answers[index] for index in range(len(jobs))]
-                yield self._chunk([], usage=usage(ordered, self._ask))
-            yield DONE
+            for chunk in self._closing():
+                yield chunk
         except DlmError as err:
-            yield sse(of_runtime(err).body)
+            for chunk in self._failure(of_runtime(err)):
+                yield chunk
         finally:
             for job, task in zip(jobs, tasks, strict=True):
                 job.cancel()
                 task.cancel()
 
-    async def _follow(
-        self, index: int, job: Job, is_diffusing: bool, found: asyncio.Queue[bytes | None]
-    ) -> None:
+    async def _follow(self, index: int, job: Job, found: asyncio.Queue[bytes | None]) -> None:
         """Put the chunks of one answer into the queue, then None."""
         try:
-            if self._is_chat:
-                found.put_nowait(self._delta(index, {"role": "assistant", "content": ""}))
-            follow = self._snapshots if is_diffusing else self._deltas
+            for chunk in self._opening(index):
+                found.put_nowait(chunk)
+            follow = self._snapshots if self._is_diffusing else self._deltas
             async for chunk in follow(index, job):
                 found.put_nowait(chunk)
         finally:
@@ -81,17 +109,27 @@ class Writer:
         async for event in job:
             text = event.text or ""
             if event.result is not None:
-                end = await asyncio.to_thread(answer, self._ask, self._model, event.result)
-                self.answers[index] = end
+                end = await self._answered(index, event.result)
                 if end.calls:
-                    for call in tool_calls(end.calls):
-                        yield self._delta(index, {"tool_calls": [call]})
+                    for chunk in self._calls(index, end.calls):
+                        yield chunk
                 elif len(end.text) > sent:
-                    yield self._text(index, end.text[sent:])
-                yield self._end(index, end)
+                    for chunk in self._text(index, end.text[sent:]):
+                        yield chunk
+                for chunk in self._end(index, end):
+                    yield chunk
             elif self._ask.hole is None and len(text) > sent and not self._may_call(text):
-                yield self._text(index, text[sent:])
+                for chunk in self._text(index, text[sent:]):
+                    yield chunk
                 sent = len(text)
+
+    def in_order(self) -> list[Answer]:
+        """The finished answers, in the order of their jobs."""
+        return [self.answers[index] for index in sorted(self.answers)]
+
+    async def _answered(self, index: int, made: Generation) -> Answer:
+        self.answers[index] = await asyncio.to_thread(answer, self._ask, self._model, made)
+        return self.answers[index]
 
     def _may_call(self, text: str) -> bool:
         """True if the text may still turn out to be a call, or to contain one."""
@@ -110,18 +148,18 @@ class Writer:
             if event.result is None:
                 content, guess, progress = await asyncio.to_thread(self._snapshot, job, event)
             else:
-                end = await asyncio.to_thread(answer, self._ask, self._model, event.result)
-                self.answers[index] = end
+                end = await self._answered(index, event.result)
                 content, guess, progress = end.text, end.text, 1.0
-                if end.calls:
-                    for call in tool_calls(end.calls):
-                        yield self._delta(index, {"tool_calls": [call]})
-                    yield self._end(index, end)
-                    return
-            meta = {"diffusion_content": guess, "diffusion_progress": progress}
-            yield self._text(index, content, diffusion_meta=meta)
+            if event.result is not None and end.calls:
+                chunks = self._calls(index, end.calls)
+            else:
+                meta = {"diffusion_content": guess, "diffusion_progress": progress}
+                chunks = self._text(index, content, diffusion_meta=meta)
+            for chunk in chunks:
+                yield chunk
             if event.result is not None:
-                yield self._end(index, end)
+                for chunk in self._end(index, end):
+                    yield chunk
 
     def _snapshot(self, job: Job, event: Event) -> tuple[str, str, float]:
         """The canvas as text, with marks for undecided positions, and with the denoiser's guesses;
@@ -165,23 +203,55 @@ class Writer:
             return self._ask.hole[1].holes()[0]
         return range(job.prompt_tokens, len(event.canvas))
 
-    def _text(self, index: int, text: str, **beside: Any) -> bytes:
-        if self._is_chat:
-            return self._delta(index, {"content": text}, **beside)
-        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-        return self._chunk([choice], **beside)
 
-    def _delta(
-        self, index: int, delta: dict[str, Any], finish: str | None = None, **beside: Any
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return self._chunk([choice], **beside)
+class ChoicesWriter(Writer):
+    """Writes chunks of ``choices``: deltas of messages, or texts.
 
-    def _end(self, index: int, end: Answer) -> bytes:
-        if self._is_chat:
-            return self._delta(index, {}, end.finish)
-        choice = {"index": index, "text": "", "logprobs": None, "finish_reason": end.finish}
-        return self._chunk([choice])
+    Args:
+        form: The form of the answers. Log probabilities come with the end of an answer.
+        has_usage: If True, a last chunk has the usage.
+        ask, model, is_diffusing: See ``Writer``.
+    """
+
+    def __init__(
+        self, form: Choices, has_usage: bool, ask: Ask, model: Model, is_diffusing: bool
+    ) -> None:
+        super().__init__(ask, model, is_diffusing)
+        kind = f"{form.head.kind}.chunk" if form.is_chat else form.head.kind
+        self._form, self._has_usage = form, has_usage
+        self._head = replace(form.head, kind=kind)
+
+    def _opening(self, index: int) -> Iterator[bytes]:
+        if self._form.is_chat:
+            yield self._delta(index, {"role": "assistant", "content": ""})
+
+    def _text(self, index: int, text: str, **beside: Any) -> Iterator[bytes]:
+        if self._form.is_chat:
+            yield self._delta(index, {"content": text}, **beside)
+        else:
+            choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+            yield self._chunk([choice], **beside)
+
+    def _calls(self, index: int, calls: Sequence[ToolCall]) -> Iterator[bytes]:
+        for call in tool_calls(calls):
+            yield self._delta(index, {"tool_calls": [call]})
+
+    def _end(self, index: int, end: Answer) -> Iterator[bytes]:
+        text: dict[str, Any] = {"delta": {}} if self._form.is_chat else {"text": ""}
+        beside = {"logprobs": self._form.logprobs(self._model, end), "finish_reason": end.finish}
+        yield self._chunk([{"index": index, **text, **beside}])
+
+    def _closing(self) -> Iterator[bytes]:
+        if self._has_usage:
+            yield self._chunk([], usage=usage(self.in_order(), self._ask))
+        yield DONE
+
+    def _failure(self, error: ApiError) -> Iterator[bytes]:
+        yield sse(error.body)
+
+    def _delta(self, index: int, delta: dict[str, Any], **beside: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._chunk([choice], **beside)
 
     def _chunk(self, choices: list[dict[str, Any]], **beside: Any) -> bytes:
         if self._has_usage:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 KINDS = ("schema", "regex", "grammar", "enum", "json_object", "json_lines", "csv", "xml")
 """The arguments of ``Bundle.constraint`` that describe the allowed texts, without ``tools``."""
+MOST_TOP_LOG_PROBS = 20
 JSON_KINDS = ("schema", "json_object", "json_lines", "tools")
 
 
@@ -47,6 +48,9 @@ class Options:
         stop_strings: The text ends before the first of these strings. No block after the block with
             this string is filled.
         prefix: The start of the answer.
+        top_log_probs: Number of alternatives to report for each token, 0 to 20. If it is more than
+            the denoiser's number of candidates, each pass also returns its logits, which takes
+            memory and time.
         special_tokens: How the text of a special token, such as ``<|eos|>``, is encoded in the
             prompt, the messages, the tools and ``prefix``. If True, it is encoded as the special
             token. By default, it is ordinary text, so that a user cannot end or mask an answer.
@@ -93,6 +97,7 @@ class Options:
     deadline_ms: float = 0.0
     stop_strings: Sequence[str] = ()
     prefix: str = ""
+    top_log_probs: int = 0
     special_tokens: bool = False
     constraint: Constraint | None = None
     schema: Any = None
@@ -116,6 +121,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("steps", "max_steps"):
             count_of(name, getattr(self, name))
+        count_of("top_log_probs", self.top_log_probs, MOST_TOP_LOG_PROBS)
         for name in ("json_object", "special_tokens"):
             flag_of(name, getattr(self, name))
         if self.parallel_tool_calls is not None and not isinstance(self.parallel_tool_calls, bool):
@@ -206,6 +212,7 @@ class RequestOptions(TypedDict, total=False):
     deadline_ms: float
     stop_strings: Sequence[str]
     prefix: str
+    top_log_probs: int
     special_tokens: bool
     constraint: Constraint | None
     schema: Any
@@ -332,6 +339,7 @@ class Request:
         native.steps = count_of("steps", options.steps)
         native.max_steps = count_of("max_steps", options.max_steps)
         native.deadline_ms = milliseconds_of("deadline_ms", options.deadline_ms)
+        native.top_log_probs = options.top_log_probs
         native.constraint = None if constraint is None else constraint.handle
         native.stop_strings, native.stop_count = self._stops, len(stop_strings)
         native.text_start = before if max_new_tokens else 0
@@ -372,6 +380,7 @@ class Request:
             log_probs=[None if math.isnan(value) else value for value in result.log_probs[:length]],
             undecided=[bool(flag) for flag in result.undecided[:length]],
             constraint_log_prob_loss=result.constraint_log_prob_loss,
+            top_log_probs=_alternatives(result),
             tool_calls=self.tools.calls(text) if is_call else [],  # type: ignore[union-attr]
         )
         if self.is_constrained:
@@ -404,6 +413,19 @@ PASSES = ("prefill", "denoise", "store")
 
 MOST_COUNT = (1 << 24) - 1
 MOST_INDENT = 64  # spaces per level of a JSON layout
+
+
+def _alternatives(result: Any) -> list[list[tuple[int, float]]]:
+    """The alternatives of each token of a ``dlm_result``."""
+    count = result.top_count
+    if count == 0:
+        return []
+    tokens = result.top_tokens[: result.length * count]
+    pairs = list(zip(tokens, result.top_log_probs[: len(tokens)], strict=True))
+    return [
+        [(token, log_prob) for token, log_prob in pairs[first : first + count] if token >= 0]
+        for first in range(0, len(pairs), count)
+    ]
 
 
 def count_of(name: str, value: int, most: int = MOST_COUNT) -> int:

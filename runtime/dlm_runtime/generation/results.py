@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dlm_runtime.tools import ToolCall
 
@@ -37,6 +37,9 @@ class Generation:
         undecided: True for each position that was not decided when the request ended.
         tool_calls: The calls in ``text``. Empty if the text does not consist of calls, if the
             request has no tools, or if a part of the text is undecided.
+        top_log_probs: For each token, its alternatives: the most likely tokens in the pass that
+            committed it, as pairs of a token and its ln p, most likely first. A token that no pass
+            committed has no alternatives. Empty if the request did not ask for alternatives.
         constraint_log_prob_loss: How much less likely the constraint made the text, in nats, 0 or
             more. This is a sum over the positions. The loss of a position is ln p of the denoiser's
             best token minus ln p of the committed token, in the last pass that scored the position.
@@ -57,6 +60,7 @@ class Generation:
     undecided: list[bool]
     tool_calls: list[ToolCall]
     constraint_log_prob_loss: float = 0.0
+    top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -605,6 +605,9 @@ typedef struct dlm_request {
   dlm_decode_fn decode; /* NULL (default): use the bundle's text */
   dlm_step_fn on_step;  /* may be NULL (default) */
   void* user;           /* passed to both callbacks */
+
+  int32_t top_log_probs; /* number of alternatives to report for each token, see
+                            dlm_result.top_tokens, 0..20; 0 (default): no alternatives */
 } dlm_request;
 DLM_API void dlm_request_init(dlm_request* request, size_t struct_size);
 
@@ -675,6 +678,12 @@ typedef struct dlm_result {
                                       This is at most 745. A position that was filled without a
                                       pass adds 0. Without a constraint, the sum is 0 */
   const dlm_stats* stats;
+  /* The most likely tokens of each position in the pass that committed its token, most likely
+   * first. The committed token is not among them if it was unlikely. -1 and NaN where there is
+   * none: at positions that no pass committed, and after the last token of a small vocabulary. */
+  const int32_t* top_tokens;  /* [length, top_count] */
+  const float* top_log_probs; /* [length, top_count], ln p of each of them, as in log_probs */
+  size_t top_count;           /* dlm_request.top_log_probs */
 } dlm_result;
 
 /* ---- Session: requests on the caller's thread ------------------------------------------------ */

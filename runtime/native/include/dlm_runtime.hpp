@@ -80,7 +80,8 @@ struct Request {
   std::vector<std::string> stop_strings;
   bool text = false;  // true: Result has the text; a prompt, a chat or on_text implies this
   StepFn on_step;
-  TextFn on_text;  // called with the text that each step adds
+  TextFn on_text;                  // called with the text that each step adds
+  std::int32_t top_log_probs = 0;  // number of alternatives to report for each token
 };
 
 // A copy of dlm_result.
@@ -95,6 +96,8 @@ struct Result {
   bool is_text_decided = false;
   double constraint_log_prob_loss = 0;  // nats
   dlm_stats stats{};
+  std::vector<std::int32_t> top_tokens;  // [canvas length, Request::top_log_probs]
+  std::vector<float> top_log_probs;      // [canvas length, Request::top_log_probs]
 };
 
 namespace detail {
@@ -189,7 +192,9 @@ inline Result result_of(const dlm_result& from) {
           {from.undecided, from.undecided + from.length},
           from.is_text_decided != 0,
           from.constraint_log_prob_loss,
-          *from.stats};
+          *from.stats,
+          {from.top_tokens, from.top_tokens + from.length * from.top_count},
+          {from.top_log_probs, from.top_log_probs + from.length * from.top_count}};
 }
 
 }  // namespace detail
@@ -243,6 +248,7 @@ inline Prepared::Prepared(Request request)
   native_.constrained_tokens = request_.constrained_tokens;
   native_.max_steps = request_.max_steps;
   native_.deadline_ms = request_.deadline_ms;
+  native_.top_log_probs = request_.top_log_probs;
   for (const std::string& stop : request_.stop_strings) stops_.push_back(stop.c_str());
   native_.stop_strings = stops_.data();
   native_.stop_count = stops_.size();

@@ -135,6 +135,7 @@ pub struct dlm_request {
     pub decode: *const c_void,
     pub on_step: Option<dlm_step_fn>,
     pub user: *mut c_void,
+    pub top_log_probs: i32,
 }
 
 #[repr(C)]
@@ -191,6 +192,9 @@ pub struct dlm_result {
     pub is_text_decided: i32,
     pub constraint_log_prob_loss: f64,
     pub stats: *const dlm_stats,
+    pub top_tokens: *const i32,
+    pub top_log_probs: *const f32,
+    pub top_count: usize,
 }
 
 #[repr(C)]

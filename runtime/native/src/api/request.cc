@@ -11,6 +11,8 @@
 namespace dlm {
 namespace {
 
+constexpr int32_t kMostTopLogProbs = 20;  // as in OpenAI's API
+
 dlm_request default_request() {
   dlm_request request{};
   request.struct_size = sizeof request;
@@ -33,6 +35,9 @@ void check_options(const dlm_request& request) {
   if (!(request.deadline_ms >= 0 && request.deadline_ms <= kLongestMs))
     fail(DLM_INVALID_ARGUMENT, "deadline_ms = %.10g is outside 0..%.10g", request.deadline_ms,
          kLongestMs);
+  if (request.top_log_probs < 0 || request.top_log_probs > kMostTopLogProbs)
+    fail(DLM_INVALID_ARGUMENT, "top_log_probs = %d is outside 0..%d", request.top_log_probs,
+         kMostTopLogProbs);
   if (request.text < DLM_TEXT_NONE || request.text > DLM_TEXT_STEPS)
     fail(DLM_INVALID_ARGUMENT,
          "text = %d is not one of DLM_TEXT_NONE, DLM_TEXT_RESULT and DLM_TEXT_STEPS", request.text);
@@ -139,7 +144,7 @@ Wanted read_request(dlm_bundle& bundle, const dlm_request* given) {
     proposer = std::make_unique<Constrained>(denoiser, policy, wanted.constraint->automaton,
                                              wanted.constrained_tokens, canvas, undecided);
   return {Request(denoiser, *bundle.engine, policy, std::move(canvas), std::move(undecided),
-                  wanted.steps, std::move(proposer)),
+                  wanted.steps, std::move(proposer), wanted.top_log_probs),
           std::move(options)};
 }
 

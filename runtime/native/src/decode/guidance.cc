@@ -34,19 +34,9 @@ void Guided::rank(const Denoiser& denoiser, size_t row) {
   const size_t width = denoiser.vocab_size, top_k = denoiser.top_k;
   const float* const logits = logits_.data() + row * width;
   int32_t* const best = tokens_.data() + row * top_k;
-  // The number of tokens kept so far. The best token comes first. Of equal logits, the one with the
-  // lower id comes first.
-  size_t count = 0;
-  bool is_usable = true;
-  for (int32_t token = 0; token < denoiser.vocab_size; ++token) {
-    if (token == denoiser.mask_token_id) continue;
-    is_usable = is_usable && logits[token] < std::numeric_limits<float>::infinity();
-    if (count == top_k && !(logits[token] > logits[best[top_k - 1]])) continue;
-    size_t rank = count < top_k ? count++ : top_k - 1;
-    for (; rank > 0 && logits[token] > logits[best[rank - 1]]; --rank) best[rank] = best[rank - 1];
-    best[rank] = token;
-  }
-  if (!is_usable || std::isinf(logits[best[0]])) {
+  const size_t count = rank_tokens(denoiser, logits, top_k, best);
+  // A NaN among the logits makes the sum below NaN, and so all probabilities.
+  if (std::isinf(logits[best[0]])) {
     std::fill_n(probs_.data() + row * top_k, top_k, std::numeric_limits<float>::quiet_NaN());
     return;
   }

@@ -101,6 +101,18 @@ double prob_of(int32_t token, const float* logits, int32_t best, float best_prob
          std::exp(static_cast<double>(logits[token]) - static_cast<double>(logits[best]));
 }
 
+size_t rank_tokens(const Denoiser& denoiser, const float* logits, size_t count, int32_t* best) {
+  size_t found = 0;
+  for (int32_t token = 0; token < denoiser.vocab_size; ++token) {
+    if (token == denoiser.mask_token_id) continue;
+    if (found == count && !(logits[token] > logits[best[count - 1]])) continue;
+    size_t rank = found < count ? found++ : count - 1;
+    for (; rank > 0 && logits[token] > logits[best[rank - 1]]; --rank) best[rank] = best[rank - 1];
+    best[rank] = token;
+  }
+  return found;
+}
+
 double score_row(const Policy& policy, const Turn& turn, const Predictions& predictions,
                  int32_t top_k, size_t row, double prob) {
   if (turn.is_editing) return prob;

@@ -108,6 +108,10 @@ std::unique_ptr<Proposer> make_proposer(const Denoiser& denoiser, const Policy& 
 // the row's best token, and from the best token's probability.
 double prob_of(int32_t token, const float* logits, int32_t best, float best_prob);
 
+// Finds the most likely tokens of a row of logits, at most `count`, most likely first. Of equal
+// logits, the lowest id comes first. The mask token is left out. Returns how many it found.
+size_t rank_tokens(const Denoiser& denoiser, const float* logits, size_t count, int32_t* best);
+
 // Computes the policy's score of a row from the denoiser's predictions. `prob` is the probability
 // of the proposed token.
 double score_row(const Policy& policy, const Turn& turn, const Predictions& predictions,

@@ -11,24 +11,30 @@
 namespace dlm {
 namespace {
 
+// Returns ln p. A constraint may force a token whose probability rounds to 0. Its logarithm must
+// stay finite, because JSON cannot represent infinity.
+double finite_log(double prob) {
+  return std::log(std::max(prob, std::numeric_limits<double>::denorm_min()));
+}
+
 // Returns ln p of the best token minus ln p of another token. If a probability underflows to 0, the
 // smallest positive double is used instead. So the result is finite, at most 745 nats.
 double log_prob_loss(double best, double prob) {
-  constexpr double least = std::numeric_limits<double>::denorm_min();
-  return std::max(0.0, std::log(std::max(best, least)) - std::log(std::max(prob, least)));
+  return std::max(0.0, finite_log(best) - finite_log(prob));
 }
 
 }  // namespace
 
 Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy,
                  std::vector<int32_t> canvas, std::vector<uint8_t> undecided, int32_t steps,
-                 std::unique_ptr<Proposer> proposer)
+                 std::unique_ptr<Proposer> proposer, int32_t top_log_probs)
     : denoiser_(denoiser),
       policy_(suit_policy(policy, denoiser.visible_block, denoiser.shift)),
       canvas_(std::move(canvas)),
       undecided_(std::move(undecided)),
       is_constrained_(proposer != nullptr),
-      proposer_(is_constrained_ ? std::move(proposer) : make_proposer(denoiser, policy_)) {
+      proposer_(is_constrained_ ? std::move(proposer) : make_proposer(denoiser, policy_)),
+      top_count_(static_cast<size_t>(top_log_probs)) {
   if (policy_.cache != Cache::none && !denoiser_.has_cache)
     fail(DLM_UNSUPPORTED, "policy: this denoiser has no key/value cache: use cache = \"none\"");
   for (const uint8_t is_undecided : undecided_) is_given_.push_back(is_undecided == 0);
@@ -47,6 +53,8 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
   guess_.assign(canvas_.size(), -1);
   score_.assign(canvas_.size(), 0.0f);
   log_probs_.assign(canvas_.size(), std::numeric_limits<float>::quiet_NaN());
+  top_tokens_.assign(canvas_.size() * top_count_, -1);
+  top_log_probs_.assign(top_tokens_.size(), std::numeric_limits<float>::quiet_NaN());
   if (is_constrained_) losses_.assign(canvas_.size(), 0);
   scaffold({0, static_cast<int32_t>(canvas_.size())});
   if (!plan_.empty()) masked_ = count_undecided(plan_.front().decided);
@@ -127,7 +135,11 @@ PassLoad Request::usual_load(const PassCost& cost) const {
 
 Needs Request::needs() const {
   if (positions_.empty()) return {};
-  return guidance() > 0 ? Needs{false, true} : proposer_->needs(turn());
+  if (guidance() > 0) return {false, true};
+  Needs found = proposer_->needs(turn());
+  // The candidates of the pass are enough for few alternatives.
+  found.logits = found.logits || top_count_ > static_cast<size_t>(denoiser_.top_k);
+  return found;
 }
 
 void Request::step(const Predictions& predictions, Proposals& proposals) {
@@ -136,7 +148,7 @@ void Request::step(const Predictions& predictions, Proposals& proposals) {
   std::fill(score_.begin(), score_.end(), 0.0f);
   if (!positions_.empty()) {
     propose(predictions, proposals);
-    is_editing_ ? edit(proposals) : commit(proposals);
+    is_editing_ ? edit(predictions, proposals) : commit(predictions, proposals);
   }
   ++nfe_;
   is_made_ = true;
@@ -146,26 +158,27 @@ void Request::step(const Predictions& predictions, Proposals& proposals) {
   settle(&predictions);
 }
 
+void Request::check_prediction(size_t row, int32_t token, double prob, double score) const {
+  if (token < 0 || token >= denoiser_.vocab_size || token == denoiser_.mask_token_id)
+    fail(DLM_ENGINE_FAILED, "the denoiser predicted the invalid token %d at position %d", token,
+         positions_[row]);
+  if (!std::isfinite(prob) || !std::isfinite(score))
+    fail(DLM_ENGINE_FAILED,
+         "the denoiser's prediction at position %d is not finite: the weights are damaged or "
+         "overflow at this precision",
+         positions_[row]);
+}
+
 void Request::propose(const Predictions& predictions, Proposals& proposals) {
-  const auto check = [&](size_t row, int32_t token, double prob, double score) {
-    if (token < 0 || token >= denoiser_.vocab_size || token == denoiser_.mask_token_id)
-      fail(DLM_ENGINE_FAILED, "the denoiser predicted the invalid token %d at position %d", token,
-           positions_[row]);
-    if (!std::isfinite(prob) || !std::isfinite(score))
-      fail(DLM_ENGINE_FAILED,
-           "the denoiser's prediction at position %d is not finite: the weights are damaged or "
-           "overflow at this precision",
-           positions_[row]);
-  };
   // These checks must come first, because propose() uses the token ids as indices into the logits.
   for (size_t row = 0; row < positions_.size(); ++row) {
     const size_t best = row * denoiser_.top_k;
-    check(row, predictions.tokens[best], predictions.probs[best], 0);
+    check_prediction(row, predictions.tokens[best], predictions.probs[best], 0);
   }
   proposals.resize(positions_.size());
   proposer_->propose(turn(), predictions, proposals);
   for (size_t row = 0; row < positions_.size(); ++row)
-    check(row, proposals.tokens[row], proposals.probs[row], proposals.scores[row]);
+    check_prediction(row, proposals.tokens[row], proposals.probs[row], proposals.scores[row]);
   for (size_t row = 0; is_constrained_ && row < positions_.size(); ++row)
     proposals.losses[row] =
         log_prob_loss(predictions.probs[row * denoiser_.top_k], proposals.probs[row]);
@@ -181,7 +194,7 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
   }
 }
 
-void Request::commit(const Proposals& proposals) {
+void Request::commit(const Predictions& predictions, const Proposals& proposals) {
   const int32_t steps = stage().steps;
   const int32_t planned = policy_.commit == Commit::timestep
                               ? timestep_count(static_cast<int32_t>(positions_.size()), step_,
@@ -193,11 +206,11 @@ void Request::commit(const Proposals& proposals) {
     guess_[positions_[row]] = proposals.tokens[row];
     score_[positions_[row]] = static_cast<float>(proposals.scores[row]);
   }
-  take(proposals, order_);
+  take(predictions, proposals, order_);
 }
 
 // Replaces a decided token if another token is clearly more likely (as in LLaDA2.1).
-void Request::edit(const Proposals& proposals) {
+void Request::edit(const Predictions& predictions, const Proposals& proposals) {
   order_.clear();
   for (size_t row = 0; row < positions_.size(); ++row)
     if (proposals.tokens[row] != canvas_[positions_[row]] &&
@@ -206,7 +219,7 @@ void Request::edit(const Proposals& proposals) {
   std::stable_sort(order_.begin(), order_.end(),
                    [&](int32_t a, int32_t b) { return proposals.scores[a] > proposals.scores[b]; });
   limit(proposals, order_);
-  take(proposals, order_);
+  take(predictions, proposals, order_);
 }
 
 void Request::limit(const Proposals& proposals, std::vector<int32_t>& chosen) const {
@@ -216,13 +229,13 @@ void Request::limit(const Proposals& proposals, std::vector<int32_t>& chosen) co
     fail(DLM_INTERNAL, "a proposer left %zu of %zu positions to commit", chosen.size(), before);
 }
 
-void Request::take(const Proposals& proposals, const std::vector<int32_t>& chosen) {
-  // A constraint may force a token whose probability rounds to 0. The logarithm of the probability
-  // must stay finite, because JSON cannot represent infinity.
-  constexpr double least = std::numeric_limits<double>::denorm_min();
-  for (const int32_t row : chosen)
-    take(positions_[row], proposals.tokens[row], std::log(std::max(proposals.probs[row], least)),
+void Request::take(const Predictions& predictions, const Proposals& proposals,
+                   const std::vector<int32_t>& chosen) {
+  for (const int32_t row : chosen) {
+    keep_alternatives(predictions, static_cast<size_t>(row));
+    take(positions_[row], proposals.tokens[row], finite_log(proposals.probs[row]),
          proposals.losses[row]);
+  }
   committed_ = static_cast<int32_t>(chosen.size());
 }
 
@@ -235,6 +248,26 @@ void Request::take(int32_t position, int32_t token, double log_prob, double loss
   guess_[position] = -1;
   score_[position] = 0;
   proposer_->note(position, token);
+}
+
+void Request::keep_alternatives(const Predictions& predictions, size_t row) {
+  const size_t best = row * denoiser_.top_k, first = positions_[row] * top_count_;
+  int32_t* const tokens = top_tokens_.data() + first;
+  const float* logits = nullptr;
+  size_t count = top_count_;
+  if (count <= static_cast<size_t>(denoiser_.top_k)) {
+    std::copy_n(predictions.tokens + best, count, tokens);
+  } else {
+    logits = predictions.logits + row * denoiser_.vocab_size;
+    count = rank_tokens(denoiser_, logits, count, tokens);
+  }
+  for (size_t at = 0; at < count; ++at) {
+    const double prob = logits == nullptr ? predictions.probs[best + at]
+                                          : prob_of(tokens[at], logits, predictions.tokens[best],
+                                                    predictions.probs[best]);
+    check_prediction(row, tokens[at], prob, 0);
+    top_log_probs_[first + at] = static_cast<float>(finite_log(prob));
+  }
 }
 
 void Request::end(int32_t why) {
@@ -260,6 +293,9 @@ dlm_result Request::result() const {
   dlm_result found{};
   found.tokens = canvas_.data();
   found.log_probs = log_probs_.data();
+  found.top_tokens = top_tokens_.data();
+  found.top_log_probs = top_log_probs_.data();
+  found.top_count = top_count_;
   found.undecided = undecided_.data();
   found.length = canvas_.size();
   found.constraint_log_prob_loss = std::accumulate(losses_.begin(), losses_.end(), 0.0);

@@ -27,11 +27,12 @@ class Request {
   // `undecided` has a 1 for each position to fill. Until such a position is decided, passes see the
   // token that `canvas` has there. The caller must have checked the ids and lengths. If `steps` is
   // above 0, it is the number of passes planned for the whole generation. If `proposer` is NULL,
-  // the request uses the proposer that the policy asks for. Throws Error(DLM_INVALID_ARGUMENT,
+  // the request uses the proposer that the policy asks for. `top_log_probs` is the number of
+  // alternatives to keep for each token that a pass commits. Throws Error(DLM_INVALID_ARGUMENT,
   // DLM_UNSUPPORTED), for example if the engine is too small for a pass of the plan.
   Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy,
           std::vector<int32_t> canvas, std::vector<uint8_t> undecided, int32_t steps,
-          std::unique_ptr<Proposer> proposer = nullptr);
+          std::unique_ptr<Proposer> proposer = nullptr, int32_t top_log_probs = 0);
 
   // True if this request and `other` can share passes in lockstep. With a cache, this is true only
   // if their passes run over the same rows.
@@ -91,12 +92,15 @@ class Request {
   Turn turn() const { return {canvas_, undecided_, positions_, stage().block, nfe_, is_editing_}; }
   int32_t count_undecided(Range range) const;
   void check_limits(const Engine& engine) const;
+  void check_prediction(size_t row, int32_t token, double prob, double score) const;
   void propose(const Predictions& predictions, Proposals& proposals);
-  void commit(const Proposals& proposals);
-  void edit(const Proposals& proposals);
+  void commit(const Predictions& predictions, const Proposals& proposals);
+  void edit(const Predictions& predictions, const Proposals& proposals);
   void limit(const Proposals& proposals, std::vector<int32_t>& chosen) const;
-  void take(const Proposals& proposals, const std::vector<int32_t>& chosen);
+  void take(const Predictions& predictions, const Proposals& proposals,
+            const std::vector<int32_t>& chosen);
   void take(int32_t position, int32_t token, double log_prob, double loss = 0);
+  void keep_alternatives(const Predictions& predictions, size_t row);
   double loss_of(const Certain& certain, const Predictions* predictions) const;
   void scaffold(Range range, const Predictions* predictions = nullptr);
   void settle(const Predictions* predictions = nullptr);
@@ -123,6 +127,10 @@ class Request {
   std::unique_ptr<Proposer> proposer_;
   std::vector<int32_t> order_, guess_;
   std::vector<float> score_, log_probs_;
+  // The alternatives of each position, top_count_ per position. See dlm_result.
+  size_t top_count_;
+  std::vector<int32_t> top_tokens_;
+  std::vector<float> top_log_probs_;
   // One loss per position, see Proposals::losses; empty without a constraint.
   std::vector<double> losses_;
   int32_t finish_ = DLM_FINISH_NONE;  // set if the request ended early

@@ -1,0 +1,289 @@
+"""The body of ``/v1/responses``, and its translation to the body of a chat.
+
+A response is a chat in another form, so everything after this file is shared with
+``/v1/chat/completions``. Errors of the chat are translated back to the names of this body.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from dlm_export.serving.conversation import Ask, chat
+from dlm_export.serving.errors import ApiError, unsupported
+from dlm_export.serving.fields import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    Body,
+    Call,
+    CalledFunction,
+    ChatBody,
+    Count,
+    Effort,
+    Function,
+    FunctionName,
+    JsonSchema,
+    Message,
+    NamedTool,
+    Own,
+    Part,
+    ResponseFormat,
+    Tool,
+)
+from dlm_export.serving.hosting import Model
+
+LOGPROBS = "message.output_text.logprobs"
+"""The entry of ``include`` that asks for log probabilities."""
+REFUSED = {
+    "previous_response_id": "this server stores no responses: send the earlier items in input",
+    "conversation": "this server stores no conversations: send the earlier items in input",
+    "prompt": "this server stores no prompts: send the text in instructions and input",
+    "background": "send the request with stream, or wait for its answer",
+    "store": "this server stores no responses: give false",
+    "truncation": "this server does not shorten the input: give disabled",
+}
+"""Fields whose values other than None, false and "disabled" this server cannot follow, and why."""
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class ItemPart(Part):
+    """A part of a message. Parts of earlier answers have annotations and log probabilities."""
+
+    annotations: list[dict[str, Any]] | None = None
+    logprobs: list[dict[str, Any]] | None = None
+
+
+class MessageItem(Body):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ItemPart]
+    id: str | None = None
+    status: Status | None = None
+    phase: str | None = None
+
+
+class CallItem(Body):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Status | None = None
+
+
+class OutputItem(Body):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[ItemPart]
+    id: str | None = None
+    status: Status | None = None
+
+
+ITEMS = {
+    "message": "MessageItem",
+    "function_call": "CallItem",
+    "function_call_output": "OutputItem",
+}
+
+
+def _item(given: Any) -> str | None:
+    """The class of an item; an item without a type is a message."""
+    kind = given.get("type", "message") if isinstance(given, dict) else given
+    return ITEMS.get(kind) if isinstance(kind, str) else None
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("MessageItem")]
+    | Annotated[CallItem, Tag("CallItem")]
+    | Annotated[OutputItem, Tag("OutputItem")],
+    Discriminator(
+        _item,
+        custom_error_type="item_type",
+        custom_error_message=f"an item is an object whose type is one of {', '.join(ITEMS)}",
+    ),
+]
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = "schema"
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class Text(Body):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None  # the default of OpenAI's API
+
+
+class Reasoning(Body):
+    effort: Effort | None = None
+    summary: str | None = None  # a hint: this server has no text of reasoning to sum up
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Body):
+    type: Literal["function"]
+    name: str
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: bool | None = None  # a hint
+
+
+class ResponsesBody(Body):
+    """The body of ``/v1/responses``."""
+
+    model: str
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES - 1)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    text: Text = Field(default_factory=Text)
+    reasoning: Reasoning | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["auto", "required", "none"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
+        None
+    )
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    metadata: dict[str, str] | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    dlm: Own = Field(default_factory=Own)
+    # Fields that this server cannot follow. REFUSED says why.
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    background: bool | None = None
+    store: bool | None = None
+    truncation: str | None = None
+    # Hints, which have no effect here.
+    user: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    @property
+    def has_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or [])
+
+
+def response(body: ResponsesBody, model: Model) -> Ask:
+    """Read a request for a response. Compiles its constraint. Raises ApiError."""
+    for name, why in REFUSED.items():
+        if getattr(body, name) not in (None, False, "disabled"):
+            raise unsupported(name, why)
+    if body.top_logprobs and not body.has_logprobs:
+        raise unsupported("top_logprobs", f"it needs include: [{LOGPROBS!r}]")
+    messages, places = _messages(body)
+    try:
+        return chat(_chat_body(body, messages), model)
+    except ApiError as err:
+        raise _translated(err, places) from err
+
+
+def _chat_body(body: ResponsesBody, messages: list[Message]) -> ChatBody:
+    chosen: Any = body.tool_choice
+    if isinstance(chosen, NamedFunction):
+        chosen = NamedTool(type="function", function=FunctionName(name=chosen.name))
+    tools = None
+    if body.tools is not None:
+        tools = [
+            Tool(type="function", function=Function(**each.model_dump(exclude={"type"})))
+            for each in body.tools
+        ]
+    return ChatBody(
+        model=body.model,
+        messages=messages,
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        response_format=_format(body.text.format),
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        tools=tools,
+        tool_choice=chosen,
+        parallel_tool_calls=body.parallel_tool_calls,
+        logprobs=body.has_logprobs,
+        top_logprobs=body.top_logprobs,
+        stream=body.stream,
+        dlm=body.dlm,
+    )
+
+
+def _format(wanted: TextFormat | None) -> ResponseFormat | None:
+    if wanted is None:
+        return None
+    if wanted.type != "json_schema":
+        return ResponseFormat(type=wanted.type)
+    if wanted.schema_ is None:
+        where = "text.format.schema"
+        raise ApiError(400, f"{where}: the schema is missing", where, "missing_field")
+    schema = JsonSchema(name=wanted.name, schema=wanted.schema_, strict=wanted.strict)
+    return ResponseFormat(type=wanted.type, json_schema=schema)
+
+
+def _messages(body: ResponsesBody) -> tuple[list[Message], list[str]]:
+    """The messages of a chat, and the field of this body from which each one comes.
+
+    Calls join the message of the assistant before them: together they are one answer.
+    """
+    found: list[Message] = []
+    places: list[str] = []
+    if body.instructions is not None:
+        found.append(Message(role="system", content=body.instructions))
+        places.append("instructions")
+    if isinstance(body.input, str):
+        return [*found, Message(role="user", content=body.input)], [*places, "input"]
+    for at, item in enumerate(body.input):
+        if isinstance(item, CallItem):
+            function = CalledFunction(name=item.name, arguments=item.arguments)
+            call = Call(id=item.call_id, function=function)
+            if found and found[-1].role == "assistant":
+                found[-1].tool_calls = [*(found[-1].tool_calls or []), call]
+                continue
+            made = Message(role="assistant", tool_calls=[call])
+        elif isinstance(item, OutputItem):
+            made = Message(role="tool", tool_call_id=item.call_id, content=_content(item.output))
+        else:
+            made = Message(role=item.role, content=_content(item.content))
+        found.append(made)
+        places.append(f"input[{at}]")
+    return found, places
+
+
+def _content(given: str | list[ItemPart]) -> str | list[Part]:
+    """The content of a message. Both kinds of text become the one of a chat."""
+    if isinstance(given, str):
+        return given
+    return [
+        Part(type="text" if part.type == "output_text" else part.type, text=part.text)
+        for part in given
+    ]
+
+
+def _translated(err: ApiError, places: list[str]) -> ApiError:
+    """An error of a chat, with the names of the fields of this body."""
+
+    def renamed(found: re.Match[str]) -> str:
+        if found[1] is not None:
+            return places[int(found[1])] if int(found[1]) < len(places) else found[0]
+        return {"response_format": "text.format", "reasoning_effort": "reasoning.effort"}[found[0]]
+
+    def translated(text: str) -> str:
+        return re.sub(r"messages\[(\d+)\]|response_format|reasoning_effort", renamed, text)
+
+    param = None if err.param is None else translated(err.param)
+    return ApiError(err.status, translated(err.message), param, err.code)
