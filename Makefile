@@ -3,6 +3,7 @@
 #   make demos  build the bundles of all three demos: build/demo, build/several, build/sudoku
 #   make bench  measure this machine, beside torch and llama.cpp
 #   make test   lint, types, and all tests but the slow ones
+#   make clients  install clients of other projects, which `make test` then also runs
 #   make docs   build the documentation site into build/site
 #   make aarch64  the native library and the demo on 64-bit Arm, cross-compiled and emulated
 #   make wheels   an sdist, and wheels for x86-64 and aarch64, into dist; the latter needs a cross compiler
@@ -25,7 +26,7 @@ C_SOURCES := $(shell find runtime/native examples benchmarks -type f \( -name '*
 # Everything that a build runs, however deep it lies.
 PACKAGES := $(shell find exporter calibration runtime/dlm_runtime -type f -not -path '*/__pycache__/*')
 
-.PHONY: demo demos test test-slow docs fuzz aarch64 wheels lint format bench clean
+.PHONY: demo demos test clients test-slow docs fuzz aarch64 wheels lint format bench clean
 
 demo: $(STAMP) build/demo/manifest.json
 	$(BIN)/python examples/demo/show.py build/demo
@@ -48,6 +49,10 @@ build/sudoku/manifest.json: $(STAMP) $(wildcard examples/demo-sudoku/*) $(PACKAG
 
 test: lint
 	$(BIN)/python -m pytest -m "not slow" $(WORKERS)
+
+# Clients of other projects, which tests run against the server. Without them, those tests are skipped.
+clients: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/requirements.txt
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(WORKERS)

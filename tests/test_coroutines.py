@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,3 +117,49 @@ def test_a_closed_scheduler_ends_its_coroutines(demo_bundle: Path) -> None:
 def test_importing_the_runtime_does_not_import_asyncio() -> None:
     program = "import sys, dlm_runtime; sys.exit('asyncio' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_waiting_jobs_share_one_thread(scheduler: Scheduler) -> None:
+    async def run() -> int:
+        jobs = [asyncio.ensure_future(scheduler.submit(prompt=PROMPT, **SLOW)) for _ in range(64)]
+        await asyncio.sleep(0.05)
+        threads = threading.active_count()
+        for job in jobs:
+            job.cancel()
+        await asyncio.wait(jobs)
+        return threads
+
+    before = threading.active_count()
+    assert asyncio.run(run()) <= before + 1
+
+
+def test_two_coroutines_wait_for_one_job(scheduler: Scheduler) -> None:
+    job = scheduler.submit(prompt=PROMPT)
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(asyncio.ensure_future(job), asyncio.ensure_future(job))
+
+    first, second = asyncio.run(run())
+    assert first is second
+
+
+def test_a_closed_scheduler_leaves_no_thread_and_no_descriptor(demo_bundle: Path) -> None:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    with dlm_runtime.open(demo_bundle) as bundle:
+        with bundle.scheduler() as warm:
+            asyncio.run(_awaited(warm))
+        threads, files = threading.active_count(), descriptors()
+        for is_awaited in (True, False):
+            with bundle.scheduler() as one:
+                if is_awaited:
+                    asyncio.run(_awaited(one))
+        end = time.monotonic() + 30
+        while (threading.active_count(), descriptors()) != (threads, files):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+async def _awaited(scheduler: Scheduler) -> Any:
+    return await scheduler.submit(prompt=PROMPT)

@@ -74,7 +74,14 @@ def _named(bundles: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]
         number(
             "--max-waiting", "Requests of a model that wait; more get 429.", 1, 1 << 20, default=256
         ),
-        number("--max-body", "Size of a request's body in KiB.", 1, 1 << 20, default=4096),
+        number("--max-body", "Size of a request's body in KiB.", 1, 1 << 20, default=1024),
+        number(
+            "--max-connections",
+            "Connections at once; more close the oldest idle one.",
+            1,
+            1 << 20,
+            default=512,
+        ),
         number("--shutdown", "Seconds for running requests after SIGTERM.", 1, 86400, default=60),
     ),
     opening_group,
@@ -91,6 +98,7 @@ def serve(bundles: tuple[Path, ...], names: tuple[str, ...], **values: Any) -> N
     try:
         from dlm_export.serving import running
         from dlm_export.serving.app import Limits
+        from dlm_export.serving.connections import ConnectionLimits
     except ModuleNotFoundError as err:
         if err.name is None or err.name.split(".")[0] == "dlm_export":
             raise
@@ -119,6 +127,7 @@ def serve(bundles: tuple[Path, ...], names: tuple[str, ...], **values: Any) -> N
         limits=Limits(body_bytes=values["max_body"] << 10),
         max_running=values["max_running"],
         max_waiting=values["max_waiting"],
+        connections=ConnectionLimits(connections=values["max_connections"]),
         shutdown_s=values["shutdown"],
         has_log=values["has_log"],
         on_start=say,

@@ -18,7 +18,7 @@ import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,7 +32,7 @@ from dlm_export.serving.openapi import DOCS_PAGE, document
 from dlm_export.serving.replies import Answer, Choices, Head, answer, usage
 from dlm_export.serving.response_fields import ResponsesBody, response
 from dlm_export.serving.responses import ResponseForm, ResponseWriter
-from dlm_export.serving.streams import ChoicesWriter, Writer
+from dlm_export.serving.streams import ChoicesWriter, EventStream, Writer
 from dlm_runtime import DlmError, Generation, Job
 
 OPEN_PATHS = ("/health", "/ready", *page_routes.PATHS)
@@ -47,12 +47,14 @@ class Limits:
     Args:
         body_bytes: The largest body.
         body_s: Seconds in which the whole body must arrive.
-        compile_threads: Requests whose texts and schemas are read at once. Others wait.
+        bodies_bytes: The most bytes of all bodies that are arriving.
+        compile_threads: Requests whose schemas are compiled at once. Others with new schemas wait.
     """
 
-    body_bytes: int = 4 << 20
+    body_bytes: int = 1 << 20
     body_s: float = 30.0
-    compile_threads: int = 4
+    bodies_bytes: int = 256 << 20
+    compile_threads: int = 2
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Server:
         self._models, self._keys = models, [key.encode() for key in keys]
         self._limits, self._has_log = limits or Limits(), has_log
         self._metrics = Metrics(models)
-        self._reading = asyncio.Semaphore(self._limits.compile_threads)
+        self._compiling = asyncio.Semaphore(self._limits.compile_threads)
+        self._arriving = 0  # bytes of bodies
         self.is_ready = True
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/v1/chat/completions": self._chat,
@@ -161,17 +164,28 @@ class Server:
     async def _body(self, request: Request) -> bytes:
         """The body of a request. Raises ApiError if it is too large or too slow."""
         found = bytearray()
+        size = request.headers.get("content-length", "")
+        self._check_size(int(size) if size.isdecimal() else 0)  # before the body is read
         try:
             with anyio.fail_after(self._limits.body_s):
                 async for piece in request.stream():
                     found += piece
-                    if len(found) > self._limits.body_bytes:
-                        said = f"the body has more than {self._limits.body_bytes} bytes"
-                        raise ApiError(413, said, code="body_too_large")
+                    self._arriving += len(piece)
+                    self._check_size(len(found))
         except TimeoutError as err:
             said = f"the body did not arrive within {self._limits.body_s:g} s"
             raise ApiError(408, said, code="body_too_slow") from err
+        finally:
+            self._arriving -= len(found)
         return bytes(found)
+
+    def _check_size(self, size: int) -> None:
+        """Check the size of a body, and of all bodies that are arriving. Raises ApiError."""
+        if size > self._limits.body_bytes:
+            said = f"the body has more than {self._limits.body_bytes} bytes"
+            raise ApiError(413, said, code="body_too_large")
+        if self._arriving > self._limits.bodies_bytes:
+            raise ApiError(503, "too many bodies are arriving at once: try again", code="too_busy")
 
     # ---- Completions ----
 
@@ -211,17 +225,12 @@ class Server:
         model.acquire()
         is_streaming = False
         try:
-            async with self._reading:
-                ask, jobs = await asyncio.to_thread(_started, read, body, model)
+            ask, jobs = await self._start(read, body, model)
             if body.stream:
                 assert form.writer is not None
                 writer = form.writer(ask, model)
                 is_streaming = True
-                return StreamingResponse(
-                    self._streamed(request, writer, jobs, ask, model),
-                    media_type="text/event-stream",
-                    headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
-                )
+                return EventStream(self._streamed(request, writer, jobs, ask), model.release)
             made = await _unless_gone(request, _results(jobs))
             answers, whole = await asyncio.to_thread(_answered, form, ask, model, made)
             self._count(request, usage(answers, ask))
@@ -230,18 +239,29 @@ class Server:
             if not is_streaming:
                 model.release()
 
+    async def _start(
+        self, read: Callable[[Any, Model], Ask], body: Any, model: Model
+    ) -> tuple[Ask, list[Job]]:
+        """Read and submit a request on a thread. Few requests compile new schemas at once, because
+        that may take seconds. Raises ApiError.
+        """
+        key = conversation.constraint_key(body)
+        if key is None or key in model.compiled:
+            return await asyncio.to_thread(_started, read, body, model)
+        async with self._compiling:
+            found = await asyncio.to_thread(_started, read, body, model)
+        model.note_compiled(key)
+        return found
+
     async def _streamed(
-        self, request: Request, writer: Writer, jobs: Sequence[Job], ask: Ask, model: Model
+        self, request: Request, writer: Writer, jobs: Sequence[Job], ask: Ask
     ) -> AsyncIterator[bytes]:
-        """The chunks of a stream. Its model is released when the stream ends."""
-        try:
-            async with aclosing(writer.chunks(jobs)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-            if len(writer.answers) == len(jobs):
-                self._count(request, usage(writer.in_order(), ask))
-        finally:
-            model.release()
+        """The events of a stream."""
+        async with aclosing(writer.chunks(jobs)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+        if len(writer.answers) == len(jobs):
+            self._count(request, usage(writer.in_order(), ask))
 
     def _count(self, request: Request, counts: dict[str, Any]) -> None:
         names = ("prompt_tokens", "completion_tokens", "denoising_passes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from contextlib import suppress
@@ -23,10 +24,11 @@ from dlm_export.serving.fields import (
 )
 from dlm_export.serving.hosting import Model
 from dlm_runtime import RequestError
+from dlm_runtime.constraints.compiled import CompileLimits
 from dlm_runtime.generation.infill import HOLE_OPTIONS, Canvas, parts_of
 from dlm_runtime.tools import Tools
 
-MOST_SCHEMA_BYTES = 1 << 20
+COMPILE_LIMITS = CompileLimits(seconds=5)
 
 
 @dataclass
@@ -70,11 +72,14 @@ def chat(body: ChatBody, model: Model) -> Ask:
     options = _options(body, model, body.max_completion_tokens or body.max_tokens)
     options["top_log_probs"] = body.top_logprobs or 0
     tools = _tools(body, model)
+    constraint = _format(body)
     if tools is not None:
         options["tools"] = tools
-    constraint = _format(body)
-    if constraint and tools is not None and tools.is_forced:
-        raise unsupported("response_format", "a forced tool call has the format of the call")
+        if tools.is_forced:
+            if constraint:
+                said = "a forced tool call has the format of the call"
+                raise unsupported("response_format", said)
+            _constrain(model, options, {"tools": tools}, "tools")
     if constraint and tools is None:
         _constrain(model, options, constraint, "response_format")
     return Ask([{"chat": messages}], options, body.n or 1, tools)
@@ -194,6 +199,27 @@ def _tools(body: ChatBody, model: Model) -> Tools | None:
 # ---- Options ----
 
 
+CONSTRAINT_FIELDS = {
+    "dlm",
+    "parallel_tool_calls",
+    "response_format",
+    "text",
+    "tool_choice",
+    "tools",
+}
+
+
+def constraint_key(body: Any) -> bytes | None:
+    """A hash of the fields from which a constraint is compiled. None: there are none of them."""
+    own = body.dlm
+    of_text = getattr(body, "text", None)  # a body of /v1/responses has its format there
+    found = [own.regex, own.grammar, own.enum, of_text and of_text.format]
+    found += [getattr(body, name, None) for name in ("response_format", "tools")]
+    if not any(found):
+        return None
+    return hashlib.sha256(body.model_dump_json(include=CONSTRAINT_FIELDS).encode()).digest()
+
+
 def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[str, Any]:
     """Arguments of the runtime for the fields that all completions share."""
     own = body.dlm
@@ -264,12 +290,9 @@ def _constrain(
     """Compile a constraint, and put it among the options. Raises ApiError."""
     if "constraint" in options:
         raise unsupported(param, "give one of response_format, dlm.regex, dlm.grammar and dlm.enum")
-    size = len(json.dumps(constraint))
-    if size > MOST_SCHEMA_BYTES:
-        raise unsupported(param, f"it has {size} bytes, and {MOST_SCHEMA_BYTES} are allowed")
     try:
         options["constraint"] = model.bundle.constraint(
-            **constraint, before=options.get("prefix", ""), cache_dir=None
+            **constraint, before=options.get("prefix", ""), limits=COMPILE_LIMITS, cache_dir=None
         )
     except RequestError as err:
         raise of_runtime(err, param) from err

@@ -12,6 +12,9 @@ from typing import Any
 import dlm_runtime
 from dlm_export.serving.errors import ApiError
 
+MOST_COMPILED = 64
+"""A bundle keeps as many compiled constraints."""
+
 
 class Model:
     """A bundle that requests name by ``name``, and its scheduler."""
@@ -23,6 +26,8 @@ class Model:
         self.created = int(time.time())
         self.scheduler = bundle.scheduler(max_running=max_running, max_waiting=max_waiting)
         self.takes_conversations = self.has_chat and _takes_conversations(bundle)
+        self.compiled: dict[bytes, None] = {}
+        """The keys of the last constraints that were compiled, which need no time any more."""
         self._users = 0
         self._is_retired = False
 
@@ -44,6 +49,12 @@ class Model:
     def efforts(self) -> list[str]:
         """The effort levels that the bundle has."""
         return list(self.bundle.manifest["loop"].get("effort", {}).get("levels", {}))
+
+    def note_compiled(self, key: bytes) -> None:
+        """Add a key to ``compiled``, and drop the oldest if there are too many."""
+        self.compiled[key] = None
+        if len(self.compiled) > MOST_COMPILED:
+            self.compiled.pop(next(iter(self.compiled)))
 
     def acquire(self) -> None:
         self._users += 1

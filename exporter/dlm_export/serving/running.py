@@ -13,6 +13,7 @@ import uvicorn
 
 import dlm_runtime
 from dlm_export.serving.app import Limits, Server
+from dlm_export.serving.connections import ConnectionLimits, protocol
 from dlm_export.serving.hosting import Models
 from dlm_runtime import DlmError, RequestError
 from dlm_runtime.files import read_text
@@ -79,6 +80,7 @@ def serve(
     limits: Limits | None = None,
     max_running: int = 16,
     max_waiting: int = 256,
+    connections: ConnectionLimits | None = None,
     shutdown_s: int = 60,
     has_log: bool = True,
     on_start: Callable[[int], None] = lambda port: None,
@@ -95,6 +97,7 @@ def serve(
         keys: Keys that clients must send. Empty: none is needed.
         limits: Limits of one request.
         max_running, max_waiting: The most requests of a model in one pass, and in its queue.
+        connections: Limits of connections.
         shutdown_s: Seconds that running requests have after a signal.
         has_log: If True, each request writes a line of JSON to stderr.
         on_start: Called with the port when the server listens.
@@ -107,6 +110,7 @@ def serve(
     server = Server(models, keys, limits, has_log)
     config = uvicorn.Config(
         server.app,
+        http=protocol(connections or ConnectionLimits()),  # type: ignore[arg-type]
         host=address.host,
         port=address.port,
         ssl_certfile=address.certificate,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from dlm_export.serving.conversation import Ask
 from dlm_export.serving.errors import ApiError, of_runtime
@@ -24,6 +27,30 @@ def sse(content: Any, name: str | None = None) -> bytes:
     """One server-sent event, with or without a name."""
     begin = b"" if name is None else f"event: {name}\n".encode()
     return begin + b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
+
+
+class EventStream(StreamingResponse):
+    """A response of server-sent events.
+
+    Args:
+        chunks: The events.
+        release: Called once when the response has ended, even if its client left before the first
+            event was read from ``chunks``.
+    """
+
+    def __init__(self, chunks: AsyncIterator[bytes], release: Callable[[], None]) -> None:
+        super().__init__(
+            chunks,
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+        )
+        self._release = release
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._release()
 
 
 class Writer(ABC):

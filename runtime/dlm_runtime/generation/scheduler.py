@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from dlm_runtime.abi import native as _native
 from dlm_runtime.errors import ClosedError, DlmError, RequestError, shown
 from dlm_runtime.files import read_object
+from dlm_runtime.generation.ends import Ends
 from dlm_runtime.generation.forks import Origin
 from dlm_runtime.generation.request import (
     Options,
@@ -135,6 +136,7 @@ class Job:
         self._result: Generation | None = None
         self._error: Exception | None = None  # raised by _step
         runner = scheduler._runner
+        self._ends = runner.ends
         runner.keep(self, request)
         message = C.create_string_buffer(_native.MESSAGE_BYTES)
         with runner.using() as handle:
@@ -270,19 +272,18 @@ class Job:
             ended.set()
             changed.set()
 
-        def wait() -> None:
-            while not self.done:
-                self._library.dlm_job_wait(self._handle, 1000 * WAIT_S)
-            with suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(tell)
+        def call() -> None:
+            loop.call_soon_threadsafe(tell)
 
         if not self.done:
-            threading.Thread(target=wait, name="dlm-job", daemon=True).start()
+            self._ends.when_ended(self, call)
             try:
                 await ended.wait()
             except asyncio.CancelledError:
                 self.cancel()
                 raise
+            finally:
+                self._ends.forget(self, call)
         changed.set()
 
     def _queue(self) -> queue.SimpleQueue[Event]:
@@ -345,6 +346,8 @@ class _Runner:
         self._jobs: weakref.WeakValueDictionary[int, Job] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
         self._message = C.create_string_buffer(_native.MESSAGE_BYTES)
+        self.ends = Ends()
+        options.ended_fd = self.ends.descriptor
         bundle.begin()
         try:
             status = self._library.dlm_scheduler_create(
@@ -365,6 +368,7 @@ class _Runner:
                     f"the scheduler's thread cannot be started ({err}): end other threads, or raise their limit"
                 ) from err
         except BaseException:
+            self.ends.close()
             bundle.end()
             raise
         _RUNNERS.add(self)
@@ -382,6 +386,7 @@ class _Runner:
             self._last = self.stats()
             handle, self._handle = self._handle, C.c_void_p()
         self._library.dlm_scheduler_destroy(handle)
+        self.ends.close()
         # The callbacks refer to this object. They are released, so that the object can be
         # garbage-collected.
         self._on_step, self._on_decode = _native.StepFn(), _native.DecodeFn()

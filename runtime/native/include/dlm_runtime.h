@@ -812,6 +812,10 @@ typedef struct dlm_scheduler_options {
   const dlm_pass_cost* cost; /* model that predicts times, for max_pass_ms and expected_s; NULL
                                 (default): none. If recent passes took longer than predicted,
                                 predictions are raised before they are compared with max_pass_ms */
+  int32_t ended_fd; /* an eventfd, or the writing end of a non-blocking pipe; -1 (default): none.
+                       The scheduler writes the number 1 to it, as 8 bytes, each time a request has
+                       ended, so a program can wait for many jobs with one poll. It must stay open
+                       until the scheduler is destroyed */
 } dlm_scheduler_options;
 DLM_API void dlm_scheduler_options_init(dlm_scheduler_options* options, size_t struct_size);
 

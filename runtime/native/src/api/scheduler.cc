@@ -36,6 +36,7 @@ dlm_scheduler_options default_scheduler_options() {
   options.max_running = 16;
   options.max_waiting = 1024;
   options.max_tokens = 512;
+  options.ended_fd = -1;
   return options;
 }
 
@@ -101,6 +102,7 @@ dlm_status dlm_scheduler_create(dlm_bundle* bundle, const dlm_scheduler_options*
     dlm::check_range("max_running", chosen.max_running, 1, dlm::kMostRequests);
     dlm::check_range("max_waiting", chosen.max_waiting, 1, kMostWaiting);
     dlm::check_range("max_tokens", chosen.max_tokens, 1, INT32_MAX);
+    dlm::check_range("ended_fd", chosen.ended_fd, -1, INT32_MAX);
     const dlm::Denoiser& denoiser = bundle->manifest.denoiser;
     dlm::Engine& engine = *bundle->engine;
     const dlm::PassCost cost = check_cost(chosen, engine);
@@ -109,9 +111,9 @@ dlm_status dlm_scheduler_create(dlm_bundle* bundle, const dlm_scheduler_options*
     if (passes == nullptr)
       passes = std::make_unique<dlm::LockstepPasses>(denoiser, engine, rows,
                                                      static_cast<size_t>(chosen.max_running));
-    return new dlm_scheduler(
-        *bundle, std::move(passes),
-        {chosen.max_running, chosen.max_waiting, chosen.max_tokens, chosen.max_pass_ms, cost});
+    return new dlm_scheduler(*bundle, std::move(passes),
+                             {chosen.max_running, chosen.max_waiting, chosen.max_tokens,
+                              chosen.max_pass_ms, cost, chosen.ended_fd});
   });
 }
 

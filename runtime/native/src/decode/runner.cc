@@ -1,5 +1,7 @@
 #include "decode/runner.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -245,11 +247,17 @@ void Runner::finish(Job& job) noexcept {
     }
   }
   if (job.status_ != DLM_OK) result.finish = DLM_FINISH_NONE;
-  const std::lock_guard<std::mutex> lock(board_->mutex);
-  job.is_done_ = true;
-  ++stats_.finished;
-  stats_.running = static_cast<int32_t>(running_.size());
-  board_->changed.notify_all();
+  {
+    const std::lock_guard<std::mutex> lock(board_->mutex);
+    job.is_done_ = true;
+    ++stats_.finished;
+    stats_.running = static_cast<int32_t>(running_.size());
+    board_->changed.notify_all();
+  }
+  if (options_.ended_fd < 0) return;
+  // A write that fails is ignored: the descriptor is then full, so its reader will wake anyway.
+  constexpr uint64_t kOne = 1;
+  [[maybe_unused]] const auto written = write(options_.ended_fd, &kOne, sizeof kOne);
 }
 
 // Chooses the jobs of the next pass. The jobs that have waited longest are considered first.

@@ -48,8 +48,9 @@ class Runner {
     // Largest numbers of running and of waiting requests.
     int32_t most_running = 1, most_waiting = INT32_MAX;
     int32_t most_tokens = INT32_MAX;  // most tokens in a pass that several requests share
-    double most_ms = 0;  // limit for the predicted milliseconds of such a pass; 0: no limit
-    PassCost cost{};     // model that predicts these milliseconds
+    double most_ms = 0;     // limit for the predicted milliseconds of such a pass; 0: no limit
+    PassCost cost{};        // model that predicts these milliseconds
+    int32_t ended_fd = -1;  // 8 bytes are written to it for each job that has ended; -1: none
   };
 
   // `denoiser` and `pass_maker` must outlive the runner.

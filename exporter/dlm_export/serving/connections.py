@@ -1,0 +1,138 @@
+"""Connections that are slow on purpose: limits on their number and on the time that they may take.
+
+uvicorn limits neither the time in which the headers of a request must arrive, nor the number of
+connections. It also reads the rest of a body that the application has refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from dlm_export.serving.errors import ApiError
+
+LINGER_S = 1.0
+"""How long the rest of a refused body is read. A client that still sends gets the response then."""
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of connections.
+
+    Args:
+        connections: The most connections at once.
+        head_s: Seconds in which the headers of a request must arrive.
+        write_s: Seconds in which a client must read what waits for it, if that is more than the
+            buffers of the connection hold.
+    """
+
+    connections: int = 512
+    head_s: float = 10.0
+    write_s: float = 30.0
+
+
+def protocol(limits: ConnectionLimits) -> Callable[..., asyncio.Protocol]:
+    """What uvicorn creates for each connection. All of them share ``limits``."""
+    idle: dict[Connection, None] = {}
+    return lambda **given: Connection(limits, idle, **given)
+
+
+class Connection(H11Protocol):
+    """A connection that is closed if no request arrives in time.
+
+    Args:
+        limits: Limits that all connections share.
+        idle: The connections without a request, the oldest first. If there are too many
+            connections, the oldest of these is closed. So a client that opens connections and sends
+            nothing cannot keep others out.
+        given: The arguments of uvicorn's protocol.
+    """
+
+    def __init__(
+        self, limits: ConnectionLimits, idle: dict[Connection, None], **given: Any
+    ) -> None:
+        super().__init__(**given)
+        self._limits, self._idle = limits, idle
+        self._timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def _has_request(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.connections:
+            if not self._idle:
+                self._refuse()
+                return
+            next(iter(self._idle)).abort()
+        self._wait(self._limits.head_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._has_request:
+            self._stop_waiting()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._has_request:
+            is_refused = self.cycle.more_body
+            self._wait(LINGER_S if is_refused else self._limits.head_s)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self._limits.write_s, self.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._stop_waiting()
+        self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        if self._has_request and self.cycle.response_started:
+            self.abort()
+            return
+        self._answer(400, "Bad Request", ApiError(400, msg, code="invalid_http"))
+
+    def _refuse(self) -> None:
+        error = ApiError(503, "the server has too many connections: try again", code="too_busy")
+        self._answer(503, "Service Unavailable", error)
+
+    def _answer(self, status: int, reason: str, error: ApiError) -> None:
+        """Write a response without a request, and close."""
+        self._stop_waiting()
+        body = json.dumps(error.body).encode()
+        headers = {"content-type": "application/json", "content-length": len(body)}
+        lines = [f"HTTP/1.1 {status} {reason}"]
+        lines += [f"{name}: {value}" for name, value in (headers | error.headers).items()]
+        head = "\r\n".join([*lines, "connection: close", "", ""]).encode()
+        self.transport.write(head + body)
+        self.transport.close()
+
+    def _wait(self, seconds: float) -> None:
+        self._stop_waiting()
+        self._idle[self] = None
+        self._timer = self.loop.call_later(seconds, self.abort)
+
+    def _stop_waiting(self) -> None:
+        self._idle.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,78 @@
+"""Tells coroutines when jobs have ended. One thread per scheduler serves all of its jobs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dlm_runtime.generation.scheduler import Job
+
+
+class Ends:
+    """Calls functions when jobs have ended.
+
+    ``descriptor`` is the scheduler's ``ended_fd``. A thread reads it, and starts with the first
+    call of ``when_ended``. The native scheduler only writes to it, so passes never wait for Python.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC)
+        # Re-entrant: the garbage collector may close a coroutine anywhere, which calls forget().
+        self._lock = threading.RLock()
+        self._waiting: set[tuple[Job, Callable[[], None]]] = set()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def when_ended(self, job: Job, call: Callable[[], None]) -> None:
+        """Call a function once when a job has ended, on any thread.
+
+        Args:
+            job: A job of the scheduler.
+            call: Must return at once. A RuntimeError is ignored, because the event loop that it
+                wakes may be closed.
+        """
+        with self._lock:
+            is_late = self._is_closed
+            if not is_late:
+                self._waiting.add((job, call))
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="dlm-ends", daemon=True)
+                    self._thread.start()
+                if job.done:  # it may have ended before it was added
+                    os.eventfd_write(self.descriptor, 1)
+        if is_late:  # a closed scheduler has ended all of its jobs
+            call()
+
+    def forget(self, job: Job, call: Callable[[], None]) -> None:
+        """Undo ``when_ended`` with the same arguments."""
+        with self._lock:
+            self._waiting.discard((job, call))
+
+    def close(self) -> None:
+        """Call the remaining functions, and end the thread. The native scheduler must have been
+        destroyed.
+        """
+        with self._lock:
+            self._is_closed = True
+            if self._thread is None:
+                os.close(self.descriptor)
+            else:
+                os.eventfd_write(self.descriptor, 1)
+
+    def _run(self) -> None:
+        while True:
+            os.eventfd_read(self.descriptor)
+            with self._lock:
+                is_last = self._is_closed
+                ended = {each for each in list(self._waiting) if each[0].done}
+                self._waiting -= ended
+            for _, call in ended:
+                with suppress(RuntimeError):
+                    call()
+            if is_last:
+                os.close(self.descriptor)
+                return
