@@ -24,6 +24,7 @@ from dlm_runtime.errors import (
     ForkError,
     RequestError,
 )
+from dlm_runtime.generation.deciding import Answer, Choice, Decision, Score, YesNo
 from dlm_runtime.generation.infill import Infill
 from dlm_runtime.generation.results import Event, Generation
 from dlm_runtime.generation.scheduler import Job, PassCost, Scheduler
@@ -35,15 +36,18 @@ from dlm_runtime.tools import CallFormat, ToolCall
 __all__ = [
     "LAYOUTS",
     "PRESETS",
+    "Answer",
     "Bundle",
     "BundleError",
     "BusyError",
     "CallFormat",
     "CallbackPass",
     "CancelledError",
+    "Choice",
     "ClosedError",
     "ConstraintWarning",
     "Csv",
+    "Decision",
     "DenoiserInfo",
     "DlmError",
     "DlmWarning",
@@ -59,7 +63,9 @@ __all__ = [
     "Policy",
     "RequestError",
     "Scheduler",
+    "Score",
     "ToolCall",
+    "YesNo",
     "from_callback",
     "open",
 ]

@@ -17,6 +17,7 @@ from dlm_runtime.abi import native as _native
 from dlm_runtime.constraints.layout import Layout
 from dlm_runtime.errors import RequestError, shown
 from dlm_runtime.generation.constraining import Constraints
+from dlm_runtime.generation.deciding import Decides
 from dlm_runtime.generation.handle import Handle
 from dlm_runtime.generation.infill import Infill, infill
 from dlm_runtime.generation.request import (
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from dlm_runtime.constraints.compiled import CompileLimits, Constraint
 
 
-class Bundle:
+class Bundle(Decides):
     """An open bundle, returned by ``dlm_runtime.open``. Threads may share it. ``with`` closes it."""
 
     def __init__(

@@ -15,7 +15,7 @@ type Kind int32
 
 // The kinds of constraints. Regex has the syntax of Rust's regex crate. Enum is a JSON list of
 // strings. JSONObject has no content. Tree is JSON in the form that docs/guides/c-api.md describes.
-// Grammar is a grammar in GBNF.
+// Grammar is a grammar in GBNF. Decisions has the questions of a decision, as dlm_runtime.h describes.
 const (
 	Regex      Kind = C.DLM_CONSTRAINT_REGEX
 	Schema     Kind = C.DLM_CONSTRAINT_SCHEMA
@@ -23,6 +23,7 @@ const (
 	JSONObject Kind = C.DLM_CONSTRAINT_JSON_OBJECT
 	Tree       Kind = C.DLM_CONSTRAINT_TREE
 	Grammar    Kind = C.DLM_CONSTRAINT_GRAMMAR
+	Decisions  Kind = C.DLM_CONSTRAINT_DECISIONS
 )
 
 // Compile compiles a constraint for the bundle's vocabulary.

@@ -210,11 +210,12 @@ type Message struct {
 
 // Generation is what a request generated.
 type Generation struct {
-	Text             string // without the prompt, up to the first end token
-	Finish           string // "stop", "length", "steps", "deadline", "cancelled" or "constraint"; "unknown": of a newer library
-	Passes           int    // how many passes the request took part in
-	PromptTokens     int    // how many tokens the prompt has
-	CompletionTokens int    // how many tokens were generated before the first end token
+	Text             string    // without the prompt, up to the first end token
+	Finish           string    // "stop", "length", "steps", "deadline", "cancelled" or "constraint"; "unknown": of a newer library
+	Passes           int       // how many passes the request took part in
+	PromptTokens     int       // how many tokens the prompt has
+	CompletionTokens int       // how many tokens were generated before the first end token
+	OptionProbs      []float64 // for the kind Decisions: the probability of each option of all questions
 }
 
 func newGeneration(result *C.dlm_result) *Generation {
@@ -224,7 +225,11 @@ func newGeneration(result *C.dlm_result) *Generation {
 	if at := int(result.finish); at >= 0 && at < len(names) {
 		finish = names[at]
 	}
-	return &Generation{text, finish, int(result.stats.nfe), int(result.prompt_tokens), int(result.completion_tokens)}
+	probs := make([]float64, int(result.option_count))
+	for i, prob := range unsafe.Slice(result.option_probs, len(probs)) {
+		probs[i] = float64(prob)
+	}
+	return &Generation{text, finish, int(result.stats.nfe), int(result.prompt_tokens), int(result.completion_tokens), probs}
 }
 
 // GenerateText generates the text after a prompt. When ctx is done, the request ends and returns

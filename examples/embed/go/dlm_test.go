@@ -2,6 +2,7 @@ package dlm
 
 import (
 	"context"
+	"math"
 	"os"
 	"strings"
 	"sync"
@@ -194,6 +195,15 @@ func TestAConstraintIsCompiledForABundle(t *testing.T) {
 		if text != "yes" && text != "no" {
 			t.Errorf("%s: %q", content, text)
 		}
+	}
+	decision, err := bundle.Compile(Decisions, `{"parts": [["yes", "no"]], "is_open": false}`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer decision.Close()
+	probs := generate(t, s, prompt, Options{Constraint: decision}).OptionProbs
+	if len(probs) != 2 || math.Abs(probs[0]+probs[1]-1) > 1e-9 {
+		t.Error(probs)
 	}
 	object, err := bundle.Compile(JSONObject, "")
 	if err != nil {

@@ -18,6 +18,7 @@ from dlm_export.cli import (
     capturing,
     constraining,
     conversing,
+    deciding,
     embedding,
     examining,
     fitting,
@@ -39,6 +40,7 @@ SECTIONS = (
         [
             running.run,
             conversing.chat,
+            deciding.decide,
             serving.serve,
             running.bench,
             constraining.compile_constraint,

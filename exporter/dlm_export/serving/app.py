@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dlm_export.serving import conversation, fields, page_routes
+from dlm_export.serving import conversation, decisions, fields, page_routes
 from dlm_export.serving.conversation import Ask
 from dlm_export.serving.edits import EditBody, Edits, edit
 from dlm_export.serving.errors import ApiError, of_runtime
@@ -34,6 +34,7 @@ from dlm_export.serving.response_fields import ResponsesBody, response
 from dlm_export.serving.responses import ResponseForm, ResponseWriter
 from dlm_export.serving.streams import ChoicesWriter, EventStream, Writer
 from dlm_runtime import DlmError, Generation, Job
+from dlm_runtime.generation.deciding import Deciding
 
 OPEN_PATHS = ("/health", "/ready", *page_routes.PATHS)
 """Paths that need no key."""
@@ -99,6 +100,7 @@ class Server:
             "/v1/responses": self._respond,
             "/v1/fim/completions": self._fim,
             "/v1/edit/completions": self._edit,
+            "/v1/decisions": self._decisions,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
@@ -268,6 +270,29 @@ class Server:
         self._metrics.tokens(request.state.about["model"], *(counts[name] for name in names))
         request.state.about |= {name: counts[name] for name in names}
 
+    # ---- Decisions ----
+
+    async def _decisions(self, request: Request) -> Response:
+        body: decisions.DecisionBody = fields.read(
+            decisions.DecisionBody, await self._body(request)
+        )
+        with self._models.using(body.model) as model:
+            request.state.about = {"model": model.name}
+            async with self._compiling:
+                deciding = await asyncio.to_thread(decisions.read, body, model)
+            while deciding.is_open:
+                async with self._compiling:
+                    job = await asyncio.to_thread(_submitted, deciding, model)
+                (made,) = await _unless_gone(request, _results([job]))
+                try:
+                    deciding.take(made)
+                except DlmError as err:
+                    raise of_runtime(err) from err
+            found = deciding.decision()
+            counts = decisions.counted(found)
+            self._count(request, counts)
+            return JSONResponse(decisions.reply(body, model, found, counts))
+
     # ---- Tokens ----
 
     async def _tokenize(self, request: Request) -> Response:
@@ -392,6 +417,14 @@ def _started(read: Callable[[Any, Model], Ask], body: Any, model: Model) -> tupl
             job.cancel()
         raise of_runtime(err) from err
     return ask, jobs
+
+
+def _submitted(deciding: Deciding, model: Model) -> Job:
+    """Submit the next request of a decision. Raises ApiError."""
+    try:
+        return model.scheduler.submit(**deciding.arguments())
+    except DlmError as err:
+        raise of_runtime(err, "questions") from err
 
 
 def _answered(

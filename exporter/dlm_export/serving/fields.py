@@ -239,12 +239,18 @@ def _most_specific(errors: list[ErrorDetails]) -> ErrorDetails:
 
 def _path(error: ErrorDetails) -> list[int | str]:
     """The field of a problem. Names of alternatives are left out."""
-    return [part for part in error["loc"] if not _is_variant(part)]
+    place = error["loc"]
+    return [part for at, part in enumerate(place) if not _is_variant(place, at)]
 
 
 VARIANTS = ("str", "NamedTool", "NamedFunction", "MessageItem", "CallItem", "OutputItem")
 
 
-def _is_variant(part: int | str) -> bool:
+def _is_variant(place: tuple[int | str, ...], at: int) -> bool:
     """True for a part of pydantic's path that names the alternative of a union, not a field."""
-    return isinstance(part, str) and (part in VARIANTS or part.startswith(("list[", "literal[")))
+    part = place[at]
+    if place[0] == "questions" and at in (1, 2):  # the name of a question, then its type
+        return at == 2
+    return isinstance(part, str) and (
+        part in VARIANTS or part.startswith(("list[", "dict[", "literal["))
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from dlm_export.serving import fields
+from dlm_export.serving import decisions, fields
 from dlm_export.serving.edits import EditBody
 from dlm_export.serving.response_fields import ResponsesBody
 
@@ -18,6 +18,7 @@ POSTS: dict[str, tuple[type[fields.Body], str]] = {
     "/v1/responses": (ResponsesBody, "Answer a text or a list of items."),
     "/v1/fim/completions": (fields.FimBody, "Fill the text between a prompt and a suffix."),
     "/v1/edit/completions": (EditBody, "Edit a region of a file."),
+    "/v1/decisions": (decisions.DecisionBody, "Answer questions, with probabilities."),
     "/tokenize": (fields.TokenizeBody, "The token ids of a text or of a chat."),
     "/detokenize": (fields.DetokenizeBody, "The text of token ids."),
 }

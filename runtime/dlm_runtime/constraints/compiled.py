@@ -49,8 +49,8 @@ class Content:
     """The source of a constraint, before it is compiled.
 
     Args:
-        kind: "regex", "schema", "enum", "json_object", "tree" or "grammar". They match the
-            constants ``DLM_CONSTRAINT_...`` in ``dlm_runtime.h``.
+        kind: "regex", "schema", "enum", "json_object", "tree", "grammar" or "decisions". They match
+            the constants ``DLM_CONSTRAINT_...`` in ``dlm_runtime.h``.
         text: The source text: a regular expression, a grammar, or JSON for the other kinds.
         layout: The layout of JSON texts.
         max_depth, any_order, more_properties: As in ``Bundle.constraint``.

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -139,10 +139,9 @@ class Constraints:
         folder = compiled.default_folder() if cache_dir == "" else _folder(cache_dir)
         objects = (any_order, more_properties)
         key = (kind, content, depth, layout if is_json else None, around, objects, chosen)
-        with self._lock:
-            made = self._kept.get(key)
-        if made is None:
-            wanted = Content(
+
+        def wanted() -> Content:
+            return Content(
                 "tree" if kind in ("tools", *RECORD_KINDS) else kind,
                 _text(kind, content, layout, asked.get("tools")),
                 layout if is_json else COMPACT,
@@ -150,26 +149,56 @@ class Constraints:
                 *around,
                 *objects,
             )
-            handle = self._handle
 
-            def compile_now(made_of: bytes) -> compiled.Constraint:
-                has_text = "file" in handle.manifest.get("text", {})
-                return compiled.compile_content(
-                    wanted,
-                    chosen,
-                    bundle=handle.pointer,
-                    vocabulary=None if has_text else self._vocabulary_of(tokenizer),
-                    vocab_size=handle.vocab_size,
-                    ends=handle.eos_token_ids,
-                    made_of=made_of,
-                )
+        return self._kept_or_compiled(key, tokenizer, wanted, chosen, folder)
 
-            vocabulary = [tokenizer.sha256, handle.vocab_size, list(handle.eos_token_ids)]
-            made = compiled.keep_compiled(wanted, chosen, vocabulary, folder, compile_now)
-            with self._lock:
-                if len(self._kept) >= KEPT:
-                    self._kept.pop(next(iter(self._kept)))
-                self._kept[key] = made
+    @property
+    def layout(self) -> Layout:
+        """The layout of the JSON that the denoiser was trained on."""
+        return layout_of(self.json_layout)
+
+    def of_decisions(self, tokenizer: Tokenizer, content: str) -> compiled.Constraint:
+        """The constraint on the answer of a decision. ``content`` is that of
+        ``DLM_CONSTRAINT_DECISIONS``. Raises RequestError.
+        """
+        key = ("decisions", content)
+        return self._kept_or_compiled(
+            key, tokenizer, lambda: Content(*key), CompileLimits(), folder=None
+        )
+
+    def _kept_or_compiled(
+        self,
+        key: tuple[Any, ...],
+        tokenizer: Tokenizer,
+        source: Callable[[], Content],
+        limits: CompileLimits,
+        folder: Path | None,
+    ) -> compiled.Constraint:
+        """The constraint that was kept for ``key``. If there is none, compile it and keep it."""
+        with self._lock:
+            made = self._kept.get(key)
+        if made is not None:
+            return made
+        handle, wanted = self._handle, source()
+
+        def compile_now(made_of: bytes) -> compiled.Constraint:
+            has_text = "file" in handle.manifest.get("text", {})
+            return compiled.compile_content(
+                wanted,
+                limits,
+                bundle=handle.pointer,
+                vocabulary=None if has_text else self._vocabulary_of(tokenizer),
+                vocab_size=handle.vocab_size,
+                ends=handle.eos_token_ids,
+                made_of=made_of,
+            )
+
+        vocabulary = [tokenizer.sha256, handle.vocab_size, list(handle.eos_token_ids)]
+        made = compiled.keep_compiled(wanted, limits, vocabulary, folder, compile_now)
+        with self._lock:
+            if len(self._kept) >= KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[key] = made
         return made
 
     def _vocabulary_of(self, tokenizer: Tokenizer) -> Vocabulary:

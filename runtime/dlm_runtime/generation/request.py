@@ -381,9 +381,13 @@ class Request:
             undecided=[bool(flag) for flag in result.undecided[:length]],
             constraint_log_prob_loss=result.constraint_log_prob_loss,
             top_log_probs=_alternatives(result),
+            option_probs=result.option_probs[: result.option_count]
+            if result.option_count
+            else None,
             tool_calls=self.tools.calls(text) if is_call else [],  # type: ignore[union-attr]
         )
-        if self.is_constrained:
+        # A decision commits all positions in one pass, so its loss says nothing about the layout.
+        if self.is_constrained and made.option_probs is None:
             self._note(made)
         return made
 

@@ -45,6 +45,8 @@ class Generation:
             best token minus ln p of the committed token, in the last pass that scored the position.
             It is at most 745, and 0 if the position was filled without a pass. If tokens are
             sampled, the sum includes the loss from sampling. Without a constraint, the sum is 0.
+        option_probs: The probability of each option of each question of a decision. None for other
+            requests. ``Bundle.decide`` gives them names.
     """
 
     tokens: list[int]
@@ -61,6 +63,7 @@ class Generation:
     tool_calls: list[ToolCall]
     constraint_log_prob_loss: float = 0.0
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
+    option_probs: list[float] | None = None
 
 
 @dataclass(frozen=True)

@@ -409,7 +409,13 @@ enum {
                                      docs/guides/c-api.md lists the members of these objects */
   DLM_CONSTRAINT_GRAMMAR = 5,     /* a context-free grammar in GBNF, the notation of llama.cpp */
   DLM_CONSTRAINT_COMPILED = 6, /* the data that dlm_automaton_write or dlm-export compile writes */
-  DLM_CONSTRAINT_FILE = 7      /* the path of a file with such data */
+  DLM_CONSTRAINT_FILE = 7,     /* the path of a file with such data */
+  DLM_CONSTRAINT_DECISIONS = 8 /* the questions of a decision, as JSON: {"parts": [...], "is_open":
+                                  false}. A part is a fixed text, or a list of the 1 to 255 options
+                                  of a question. The text consists of the parts in this order, with
+                                  one option of each question. If is_open is false, an end token
+                                  follows, otherwise any tokens. dlm_result.option_probs has the
+                                  probability of each option */
 };
 
 /* Tokenizes a text with the program's tokenizer, and returns the first token. Returns -1 if the
@@ -684,6 +690,18 @@ typedef struct dlm_result {
   const int32_t* top_tokens;  /* [length, top_count] */
   const float* top_log_probs; /* [length, top_count], ln p of each of them, as in log_probs */
   size_t top_count;           /* dlm_request.top_log_probs */
+  const double* option_probs; /* [option_count], for DLM_CONSTRAINT_DECISIONS: the probability of
+                                 each option of the first question, then of the second, and so on.
+                                 They come from the first pass over each block. If the answer lies
+                                 in one block (block_length 0), each is the total probability of the
+                                 texts with this option, divided by that of all texts of the
+                                 constraint. The probability of a text is the product of its tokens'
+                                 probabilities at temperature 1. If the answer lies in several
+                                 blocks, the parts of an option in later blocks are conditional on
+                                 the tokens committed before. Options that are not told apart share
+                                 their probability equally. NULL for other constraints, and if no
+                                 pass was made */
+  size_t option_count;
 } dlm_result;
 
 /* ---- Session: requests on the caller's thread ------------------------------------------------ */

@@ -98,6 +98,7 @@ struct Result {
   dlm_stats stats{};
   std::vector<std::int32_t> top_tokens;  // [canvas length, Request::top_log_probs]
   std::vector<float> top_log_probs;      // [canvas length, Request::top_log_probs]
+  std::vector<double> option_probs;      // for DLM_CONSTRAINT_DECISIONS
 };
 
 namespace detail {
@@ -194,7 +195,8 @@ inline Result result_of(const dlm_result& from) {
           from.constraint_log_prob_loss,
           *from.stats,
           {from.top_tokens, from.top_tokens + from.length * from.top_count},
-          {from.top_log_probs, from.top_log_probs + from.length * from.top_count}};
+          {from.top_log_probs, from.top_log_probs + from.length * from.top_count},
+          {from.option_probs, from.option_probs + from.option_count}};
 }
 
 }  // namespace detail

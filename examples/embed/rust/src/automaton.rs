@@ -35,6 +35,8 @@ pub enum Content<'a> {
     Tree(&'a str),
     /// A text that a grammar in GBNF accepts.
     Grammar(&'a str),
+    /// The questions of a decision, as `dlm_runtime.h` describes.
+    Decisions(&'a str),
 }
 
 /// A compiled constraint: the texts that a request may generate. It is compiled for the vocabulary
@@ -52,6 +54,7 @@ impl Automaton {
             Content::JsonObject => (sys::DLM_CONSTRAINT_JSON_OBJECT, ""),
             Content::Tree(text) => (sys::DLM_CONSTRAINT_TREE, text),
             Content::Grammar(text) => (sys::DLM_CONSTRAINT_GRAMMAR, text),
+            Content::Decisions(text) => (sys::DLM_CONSTRAINT_DECISIONS, text),
         };
         Self::made((bundle.0).0, kind, text.as_bytes())
     }

@@ -283,6 +283,8 @@ pub struct Generation {
     pub prompt_tokens: i32,
     /// The number of tokens that were generated before the first end token.
     pub completion_tokens: i32,
+    /// For `Content::Decisions`: the probability of each option of all questions.
+    pub option_probs: Vec<f64>,
 }
 
 impl Generation {
@@ -293,12 +295,19 @@ impl Generation {
             let result = &*result;
             (result, std::slice::from_raw_parts(result.text.cast::<u8>(), result.text_size), &*result.stats)
         };
+        let option_probs = if result.option_probs.is_null() {
+            Vec::new()
+        } else {
+            // SAFETY: there are `option_count` probabilities.
+            unsafe { std::slice::from_raw_parts(result.option_probs, result.option_count) }.to_vec()
+        };
         Self {
             text: String::from_utf8_lossy(text).into_owned(),
             finish: result.finish.into(),
             passes: stats.nfe,
             prompt_tokens: result.prompt_tokens,
             completion_tokens: result.completion_tokens,
+            option_probs,
         }
     }
 }

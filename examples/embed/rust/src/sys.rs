@@ -66,6 +66,7 @@ pub const DLM_CONSTRAINT_TREE: i32 = 4;
 pub const DLM_CONSTRAINT_GRAMMAR: i32 = 5;
 pub const DLM_CONSTRAINT_COMPILED: i32 = 6;
 pub const DLM_CONSTRAINT_FILE: i32 = 7;
+pub const DLM_CONSTRAINT_DECISIONS: i32 = 8;
 
 #[repr(C)]
 pub struct dlm_constraint {
@@ -195,6 +196,8 @@ pub struct dlm_result {
     pub top_tokens: *const i32,
     pub top_log_probs: *const f32,
     pub top_count: usize,
+    pub option_probs: *const f64,
+    pub option_count: usize,
 }
 
 #[repr(C)]

@@ -188,6 +188,11 @@ fn a_constraint_is_compiled_for_a_bundle() {
     let options = Options { constraint: Some(schema), ..few() };
     assert!(["\"yes\"", "\"no\""].contains(&alone(&bundle, PROMPT, &options).as_str()));
     assert!(Automaton::compile(&bundle, Content::JsonObject).is_ok());
+    let decision = Content::Decisions("{\"parts\": [[\"yes\", \"no\"]], \"is_open\": false}");
+    let options = Options { constraint: Some(Automaton::compile(&bundle, decision).unwrap()), ..few() };
+    let probs = session.generate_text(PROMPT, &options, |_| ControlFlow::Continue(())).unwrap().option_probs;
+    assert_eq!(probs.len(), 2);
+    assert!((probs.iter().sum::<f64>() - 1.0).abs() < 1e-9, "{probs:?}");
     let wrong = Automaton::compile(&bundle, Content::Grammar("root ::= x")).unwrap_err();
     assert!(wrong.sentence.contains("line 1, column 10: rule 'x' is not defined"), "{wrong}");
 }

@@ -37,7 +37,7 @@ std::string text_or_none(const char* text) { return text == nullptr ? "" : text;
 dlm::compile::Constraint read_constraint(const dlm_constraint& given) {
   constexpr int32_t kMostIndent = 64, kMostDepth = 64;
   dlm::compile::Constraint out;
-  dlm::check_range("kind", given.kind, DLM_CONSTRAINT_REGEX, DLM_CONSTRAINT_FILE);
+  dlm::check_range("kind", given.kind, DLM_CONSTRAINT_REGEX, DLM_CONSTRAINT_DECISIONS);
   dlm::check_range("indent", given.indent, -1, kMostIndent);
   dlm::check_range("has_lines", given.has_lines, 0, 1);
   dlm::check_range("max_depth", given.max_depth, -1, kMostDepth);
@@ -190,6 +190,8 @@ dlm_status dlm_automaton_write(const dlm_automaton* automaton, char* message,
     require(automaton, "automaton");
     require(size, "size");
     if (capacity > 0) require(data, "data");
+    if (automaton->automaton->options() > 0)
+      dlm::fail(DLM_UNSUPPORTED, "decisions cannot be stored: compile them where they are used");
     *size = dlm::file_size(*automaton->automaton);
     if (capacity == 0) return;
     const std::vector<uint8_t> file = dlm::write_automaton(*automaton->automaton);

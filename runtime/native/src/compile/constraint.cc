@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/json.h"
 #include "compile/automata.h"
+#include "compile/decisions.h"
 #include "compile/grammar.h"
 #include "compile/regex.h"
 #include "compile/schema/schema.h"
@@ -16,6 +17,7 @@ namespace dlm::compile {
 namespace {
 
 const char* name_of(Constraint::Kind kind) {
+  if (kind == Constraint::decisions) return "decisions";
   constexpr const char* kNames[] = {"regex",       "schema",     "enum",
                                     "json_object", "constraint", "grammar"};
   return kNames[kind];
@@ -41,6 +43,8 @@ schema::Texts texts_of(Expressions& expressions, const Constraint& constraint, d
       return schema::tree_texts(expressions, constraint.content, options);
     case Constraint::grammar:
       return {grammar(expressions, constraint.content, constraint.max_depth), {}};
+    case Constraint::decisions:
+      break;  // compile_constraint handles it
   }
   fail(DLM_INTERNAL, "a constraint of kind %d", static_cast<int>(constraint.kind));
 }
@@ -60,6 +64,11 @@ std::string layout_hint(const Constraint& constraint) {
 
 Compiled compile_constraint(const Constraint& constraint, const Vocabulary& vocabulary) {
   Budget budget(constraint.limits, name_of(constraint.kind));
+  if (constraint.kind == Constraint::decisions) {
+    if (!constraint.before.empty() || !constraint.behind.empty())
+      fail(DLM_INVALID_ARGUMENT, "decisions: put the text of before and behind into parts");
+    return {decisions(constraint.content, vocabulary, budget), {}};
+  }
   // The number of states is only estimated, and may be too low. If the automaton is too large, try
   // again with a lower limit for the estimate.
   for (double most_states = 0;;) {

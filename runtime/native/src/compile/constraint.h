@@ -18,7 +18,8 @@
 namespace dlm::compile {
 
 struct Constraint {
-  enum Kind { regex, schema, list, json_object, tree, grammar };
+  // The values of DLM_CONSTRAINT_ in dlm_runtime.h.
+  enum Kind { regex, schema, list, json_object, tree, grammar, decisions = 8 };
 
   Kind kind;
   std::string_view content;

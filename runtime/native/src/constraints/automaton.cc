@@ -199,7 +199,8 @@ Automaton read_automaton(const void* data, size_t size, const std::string& where
   if (vocab_size < 1 || states < 1 || classes < 0 || classes > vocab_size ||
       numbers * sizeof(int32_t) != size - header - kHashBytes)
     fail(DLM_BAD_BUNDLE, "%s: its sizes do not fit its %zu bytes", where.c_str(), size);
-  Automaton out{vocab_size, states, classes, groups, {}, {}, {}, {}, {}, {}, {}, {}, {}};
+  Automaton out{vocab_size, states, classes, groups, {}, {}, {}, {}, {},
+                {},         {},     {},      {},     {}, {}, {}, {}};
   std::memcpy(out.made_of.data(), bytes + header - kMadeOfBytes, kMadeOfBytes);
   Reader reader(bytes + header, where);
   out.token_class = reader.take("token_class", vocab_size, -1, classes - 1);

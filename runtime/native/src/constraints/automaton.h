@@ -41,6 +41,12 @@ struct Automaton {
   std::vector<int32_t> class_starts, class_tokens;
   std::array<uint8_t, 32> made_of{};  // identifies the source of the constraint
 
+  // For decisions (compile/decisions.h); empty for other constraints. Options of all questions are
+  // numbered consecutively: question q has the options [question_starts[q], question_starts[q +
+  // 1]). tags has, for each state, the options that a text completes when it arrives in the state.
+  // A file does not store them.
+  std::vector<int32_t> question_starts, tag_starts, tags;
+
   struct Edge {
     int32_t state, group;
   };
@@ -71,6 +77,13 @@ struct Automaton {
   View<int32_t> tokens_of(int32_t number) const {
     const auto first = static_cast<size_t>(class_starts[number]);
     return {class_tokens.data() + first, static_cast<size_t>(class_starts[number + 1]) - first};
+  }
+
+  // The number of options of all questions. It is 0 if the constraint is not a decision.
+  int32_t options() const { return question_starts.empty() ? 0 : question_starts.back(); }
+  View<int32_t> tags_of(int32_t state) const {
+    const auto first = static_cast<size_t>(tag_starts[state]);
+    return {tags.data() + first, static_cast<size_t>(tag_starts[state + 1]) - first};
   }
 
   // Returns the state to which `token` leads from `state`, or -1 if the token is not allowed. A

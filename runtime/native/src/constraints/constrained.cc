@@ -63,6 +63,8 @@ Constrained::Constrained(const Denoiser& denoiser, const Policy& policy,
          "no text of the constraint matches the given tokens in positions %d..%d: change them, or "
          "leave more masks",
          range_.first, range_.last - 1);
+  if (automaton_->options() > 0)
+    options_ = std::make_unique<OptionProbs>(*automaton_, range_.tokens());
 }
 
 Needs Constrained::needs(const Turn& turn) const {
@@ -94,6 +96,12 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
     if (turn.is_editing && predictions.probs[row * top_k] > policy_.edit_threshold &&
         place.best != place.token)
       place.other = place.best;
+  }
+  if (options_ != nullptr && turn.block.first > answered_block_) {
+    answered_block_ = turn.block.first;
+    const int32_t state = state_before(first, turn.canvas);
+    texts_.sum(state, places_, ends, {1, 1, 0});
+    options_->add_block(state, range_.last - first, texts_, std::max(range_.last - last, 0));
   }
   find_text(turn, state_before(first, turn.canvas), ends);
   for (size_t row = 0; row < turn.positions.size(); ++row) {

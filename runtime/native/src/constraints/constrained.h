@@ -15,6 +15,7 @@
 
 #include "constraints/automaton.h"
 #include "constraints/marginals.h"
+#include "constraints/option_probs.h"
 #include "constraints/viterbi.h"
 #include "decode/proposer.h"
 
@@ -37,6 +38,9 @@ class Constrained final : public Proposer {
   void complete(const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided,
                 std::vector<int32_t>& guess) override;
   bool is_whole() const override { return true; }
+  const std::vector<double>* option_probs() const override {
+    return answered_block_ < 0 ? nullptr : &options_->probs();
+  }
   void note(int32_t position, int32_t token) override;
 
  private:
@@ -69,6 +73,8 @@ class Constrained final : public Proposer {
   std::vector<Place> places_;
   std::vector<int32_t> path_, only_;
   std::vector<Marginal> marginals_;
+  std::unique_ptr<OptionProbs> options_;  // NULL if the constraint is not a decision
+  int32_t answered_block_ = -1;           // start of the last block whose options were added
 };
 
 }  // namespace dlm

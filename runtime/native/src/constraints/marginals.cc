@@ -244,10 +244,11 @@ void TextSums<Weight>::spread(double mass, int32_t state, const Weight& all) {
   }
 }
 
+// Goes over the places from the first to the last. At each place, computes the probabilities of its
+// groups and of the states after it (mass_), and calls see(place).
 template <class Weight>
-void TextSums<Weight>::find_marginals(const std::vector<int32_t>& tokens, bool with_all,
-                                      const Ways& ways, std::vector<Marginal>& marginals) {
-  marginals.clear();
+template <class See>
+void TextSums<Weight>::each_place(const Ways& ways, See see) {
   mass_.assign(automaton_.states, 0);
   mass_behind_.assign(automaton_.states, 0);
   group_mass_.assign(automaton_.groups, 0);
@@ -263,9 +264,28 @@ void TextSums<Weight>::find_marginals(const std::vector<int32_t>& tokens, bool w
         spread(mass, met[from], layer_->ahead[from]);
     clear_ahead(ways, i + 1);
     mass_.swap(mass_behind_);
-    marginals.push_back(marginal(tokens[i], with_all && place_->token < 0));
+    see(i);
     for (const Weighed& group : layer_->groups) group_mass_[group.group] = 0;
   }
+}
+
+template <class Weight>
+void TextSums<Weight>::find_marginals(const std::vector<int32_t>& tokens, bool with_all,
+                                      const Ways& ways, std::vector<Marginal>& marginals) {
+  marginals.clear();
+  each_place(ways, [&](size_t place) {
+    marginals.push_back(marginal(tokens[place], with_all && place_->token < 0));
+  });
+}
+
+template <class Weight>
+void TextSums<Weight>::find_visits(const Ways& ways, std::vector<double>& visits,
+                                   std::vector<double>& last) {
+  visits.assign(automaton_.states, 0);
+  each_place(ways, [&](size_t place) {
+    for (const int32_t state : ways.before(place + 1)) visits[state] += mass_[state];
+  });
+  last = mass_;
 }
 
 template <class Weight>
@@ -315,6 +335,10 @@ void Texts::find_marginals(const std::vector<int32_t>& tokens, bool with_all,
                            std::vector<Marginal>& marginals) {
   is_exact_ ? exact_.find_marginals(tokens, with_all, ways_, marginals)
             : rounded_.find_marginals(tokens, with_all, ways_, marginals);
+}
+
+void Texts::find_visits(std::vector<double>& visits, std::vector<double>& last) {
+  is_exact_ ? exact_.find_visits(ways_, visits, last) : rounded_.find_visits(ways_, visits, last);
 }
 
 }  // namespace dlm

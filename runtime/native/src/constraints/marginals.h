@@ -92,6 +92,7 @@ class TextSums {
   void draw(const DrawKey& key, const Ways& ways, std::vector<int32_t>& tokens);
   void find_marginals(const std::vector<int32_t>& tokens, bool with_all, const Ways& ways,
                       std::vector<Marginal>& marginals);
+  void find_visits(const Ways& ways, std::vector<double>& visits, std::vector<double>& last);
 
  private:
   // The sum of the weights of all tokens of a class or group, at the current place.
@@ -123,6 +124,8 @@ class TextSums {
   int32_t draw_token(int32_t state, const Weight& all, const DrawKey& key);
   int32_t next_state(int32_t state, int32_t token) const;
   void spread(double mass, int32_t state, const Weight& all);
+  template <class See>
+  void each_place(const Ways& ways, See see);
   Marginal marginal(int32_t token, bool with_all);
 
   const Automaton& automaton_;
@@ -169,6 +172,10 @@ class Texts {
   // if `with_all` is true.
   void find_marginals(const std::vector<int32_t>& tokens, bool with_all,
                       std::vector<Marginal>& marginals);
+
+  // Sets `visits` to the expected number of times that a text arrives in each state, and `last` to
+  // the probability of being in each state after the last place.
+  void find_visits(std::vector<double>& visits, std::vector<double>& last);
 
  private:
   Ways ways_;

@@ -96,6 +96,9 @@ class Proposer {
   virtual void complete(const std::vector<int32_t>& /*canvas*/, const std::vector<uint8_t>&,
                         std::vector<int32_t>& /*guess*/) {}
 
+  // For decisions: the probability of each option of all questions. NULL if it is not known.
+  virtual const std::vector<double>* option_probs() const { return nullptr; }
+
   // Called for every token that the request commits or replaces, so that the proposer can follow
   // the canvas.
   virtual void note(int32_t /*position*/, int32_t /*token*/) {}

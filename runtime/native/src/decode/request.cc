@@ -299,6 +299,10 @@ dlm_result Request::result() const {
   found.undecided = undecided_.data();
   found.length = canvas_.size();
   found.constraint_log_prob_loss = std::accumulate(losses_.begin(), losses_.end(), 0.0);
+  if (const std::vector<double>* const probs = proposer_->option_probs(); probs != nullptr) {
+    found.option_probs = probs->data();
+    found.option_count = probs->size();
+  }
   bool is_ended = false;
   for (size_t at = 0; at < canvas_.size(); ++at) {
     is_ended = is_ended || (!is_given_[at] && denoiser_.is_end(canvas_[at]));

@@ -1,0 +1,211 @@
+"""Measure decisions on the second demo: accuracy, calibration and processor time.
+
+    python benchmarks/decisions.py BUNDLE [--commands 3000] [--timed 100] [--seed 7]
+
+The commands are held out as in ``examples/demo/heldout-several.jsonl``: their templates, their
+values or both are not in training. Each command asks for one to six calls. There are two tasks:
+
+- "function": which of the demo's 25 functions is called first?
+- "arguments": the function of the first call is given. What are its arguments, such as room and
+  state? This task takes the commands whose first call has one of the forms in ``FORMS``. All
+  arguments of a call are asked together, once in one prediction and once in one for each question.
+
+Both tasks are also made harder: "half" leaves out each word of the command with probability 0.5, so
+that some questions cannot be answered. "object" asks for the function in a JSON object, a form on
+which the denoiser was not trained.
+
+An answer is right if the most probable option is the one of the command. The expected calibration
+error (ECE) is the mean difference between the confidence and the share of right answers in ten
+bins of equal width, weighted with the number of answers in each bin.
+
+The generated text that times are compared with is made with the same canvas and the same constraint
+by the bundle's default loop. Times are processor time of this process with one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tables import table
+
+import dlm_runtime
+from dlm_runtime import Choice, Decision
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "demo"))
+
+FORMS = {
+    "set_light": ("room", "state"),
+    "set_blinds": ("room", "position"),
+    "lock_door": ("door", "locked"),
+    "set_window": ("window", "position"),
+    "heat_seat": ("seat", "level"),
+    "set_climate": ("fan", "zone"),
+    "turn": ("direction", "degrees"),
+}
+"""Functions and arguments whose values are from a fixed set."""
+BINS = 10
+ROWS = (
+    ("function", 1),
+    ("function, half", 1),
+    ("function, object", 1),
+    ("arguments", 1),
+    ("arguments", 2),
+    ("arguments, half", 1),
+    ("arguments, half", 2),
+)
+"""Tasks, and the number of times that the answer is predicted."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command, the questions about it, and the right options.
+
+    Args:
+        prompt: The command.
+        questions: The questions by name.
+        answer: The template of the answer. None: a JSON object.
+        right: The right option of each question.
+    """
+
+    prompt: str
+    questions: dict[str, Choice]
+    answer: str | None
+    right: dict[str, str]
+
+    def arguments(self) -> dict[str, Any]:
+        chat = [{"role": "user", "content": self.prompt}]
+        rest = 0 if self.answer is None else 1
+        return {"questions": self.questions, "chat": chat, "answer": self.answer, "rest": rest}
+
+
+def cases(count: int, seed: int) -> dict[str, list[Case]]:
+    """The cases of both tasks."""
+    from several import EVERY_FUNCTION, held_out_requests
+
+    names = Choice([function.name for function in EVERY_FUNCTION])
+    found: dict[str, list[Case]] = {"function": [], "arguments": []}
+    rng = random.Random(seed)
+    drawn = [request for _, request in held_out_requests(seed, count, fewest=1)]
+    calls = [json.loads(request.completion)[0] for request in drawn]
+    values: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for call in calls:
+        for argument, value in call["arguments"].items():
+            values[call["name"], argument].add(json.dumps(value))
+    for request, call in zip(drawn, calls, strict=True):
+        name = call["name"]
+        case = Case(request.prompt, {"name": names}, '[\n{"name":"<mask:name>",', {"name": name})
+        found["function"].append(case)
+        arguments = call["arguments"]
+        if FORMS.get(name) == tuple(arguments):
+            slots = ",".join(f'"{each}":<mask:{each}>' for each in arguments)
+            found["arguments"].append(
+                Case(
+                    request.prompt,
+                    {each: Choice(sorted(values[name, each])) for each in arguments},
+                    f'[\n{{"name":"{name}","arguments":{{{slots}}}}}',
+                    {each: json.dumps(value) for each, value in arguments.items()},
+                )
+            )
+    for task in ("function", "arguments"):
+        found[f"{task}, half"] = [
+            replace(
+                case, prompt=" ".join(word for word in case.prompt.split() if rng.random() < 0.5)
+            )
+            for case in found[task]
+        ]
+    found["function, object"] = [replace(case, answer=None) for case in found["function"]]
+    return found
+
+
+def quality(made: Sequence[tuple[Case, Decision]]) -> list[str]:
+    """Answers, accuracy, confidence, ECE, and the passes of a decision."""
+    said = [
+        (decision.answers[name].confidence, decision.answers[name].best == right)
+        for case, decision in made
+        for name, right in case.right.items()
+    ]
+    bins: dict[int, list[tuple[float, bool]]] = defaultdict(list)
+    for confidence, is_right in said:
+        bins[min(int(confidence * BINS), BINS - 1)].append((confidence, is_right))
+    error = sum(
+        abs(sum(confidence for confidence, _ in each) - sum(is_right for _, is_right in each))
+        for each in bins.values()
+    )
+    whole = statistics.mean(
+        all(decision.answers[name].best == right for name, right in case.right.items())
+        for case, decision in made
+    )
+    return [
+        str(len(made)),
+        str(len(said)),
+        f"{100 * statistics.mean(is_right for _, is_right in said):.1f}%",
+        f"{100 * whole:.1f}%",
+        f"{statistics.mean(confidence for confidence, _ in said):.3f}",
+        f"{error / len(said):.3f}",
+        f"{statistics.mean(decision.nfe for _, decision in made):.2f}",
+    ]
+
+
+def processor_ms(run: Callable[[], Any]) -> float:
+    began = time.process_time()
+    run()
+    return 1e3 * (time.process_time() - began)
+
+
+def timed(bundle: dlm_runtime.Bundle, chosen: Sequence[Case]) -> list[list[str]]:
+    """Median processor time and mean passes of a decision and of generating the same answer."""
+    from dlm_runtime.generation.deciding import POLICY
+
+    rows: dict[str, list[tuple[float, int]]] = {"decision": [], "generated answer": []}
+    for case in chosen:
+        deciding = bundle.deciding(**case.arguments())
+        decided = deciding.arguments()
+        generated = {name: value for name, value in decided.items() if name not in POLICY}
+        for name, arguments in (("decision", decided), ("generated answer", generated)):
+            nfe = bundle.generate(**arguments).nfe
+            rows[name].append((processor_ms(lambda a=arguments: bundle.generate(**a)), nfe))
+    return [
+        [
+            name,
+            f"{statistics.median(ms for ms, _ in each):.2f}",
+            f"{statistics.mean(nfe for _, nfe in each):.2f}",
+        ]
+        for name, each in rows.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--commands", type=int, default=3000)
+    parser.add_argument("--timed", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=7)
+    given = parser.parse_args()
+    found = cases(given.commands, given.seed)
+    with dlm_runtime.open(given.bundle, threads=1) as bundle:
+        rows, times = [], []
+        for task, predictions in ROWS:
+            made = [
+                (case, bundle.decide(**case.arguments(), passes=predictions))
+                for case in found[task]
+            ]
+            rows.append([task, str(predictions), *quality(made)])
+        for task in ("function", "arguments"):
+            times += [[task, *row] for row in timed(bundle, found[task][: given.timed])]
+    head = ["task", "predictions", "commands", "answers", "right", "all right", "confidence"]
+    print(table([*head, "ECE", "passes"], rows))
+    print(table(["task", "", "processor time, ms", "passes"], times))
+
+
+if __name__ == "__main__":
+    main()

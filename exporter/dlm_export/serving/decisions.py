@@ -1,0 +1,168 @@
+"""The path ``/v1/decisions``: questions about a state, as Mercury's API asks and answers them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from dlm_export.serving.errors import of_runtime, unsupported
+from dlm_export.serving.fields import Body
+from dlm_export.serving.hosting import Model
+from dlm_runtime import Choice, Decision, DlmError, Score, YesNo
+from dlm_runtime.generation.deciding import MOST_OPTIONS, Deciding, Question
+
+MOST_QUESTIONS = 256
+
+Text = str | dict[str, Any] | list[Any]
+"""A text, or JSON, which the model reads as text."""
+
+
+class NoulCriteria(Body):
+    true: Text | None = None
+    false: Text | None = None
+
+
+class NoulQuestion(Body):
+    """A question whose answer is the probability that it is true."""
+
+    type: Literal["noul"]
+    instructions: Text | None = None
+    criteria: NoulCriteria | None = None
+
+
+class ChoiceQuestion(Body):
+    """A question whose answer is one of the keys of ``criteria``. The values describe them."""
+
+    type: Literal["choice"]
+    instructions: Text | None = None
+    criteria: Annotated[dict[str, Text | None], Field(min_length=1, max_length=MOST_OPTIONS)]
+
+
+class ScoreQuestion(Body):
+    """A question whose answer is a level, from 0. ``criteria`` describes the levels in order."""
+
+    type: Literal["score"]
+    instructions: Text | None = None
+    criteria: Annotated[list[Text], Field(min_length=1, max_length=MOST_OPTIONS)]
+
+
+AnyQuestion = Annotated[NoulQuestion | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]
+
+
+class OwnOptions(Body):
+    """Options of this server that Mercury's API does not have. ``Bundle.decide`` describes them."""
+
+    passes: Annotated[int, Field(ge=1, le=MOST_QUESTIONS)] = 1
+    answer: str | None = None
+    rest: Annotated[int, Field(ge=0, le=1 << 16)] = 0
+    special_tokens: bool = False
+
+
+class DecisionBody(Body):
+    """The body of ``/v1/decisions``."""
+
+    model: str | None = None
+    state: Text
+    questions: Annotated[dict[str, AnyQuestion], Field(min_length=1, max_length=MOST_QUESTIONS)]
+    dlm: OwnOptions = Field(default_factory=OwnOptions)
+
+
+def read(body: DecisionBody, model: Model) -> Deciding:
+    """Read a body. Raises ApiError."""
+    for where, value in _texts(body):
+        _refuse_images(where, value)
+    state = _text(body.state)
+    given: dict[str, Any] = {"prompt": state}
+    if model.has_chat:
+        given = {"chat": [{"role": "user", "content": state}]}
+    questions = {name: _question(each) for name, each in body.questions.items()}
+    try:
+        return model.bundle.deciding(questions, **given, **body.dlm.model_dump())
+    except DlmError as err:
+        raise of_runtime(err, _field_of(body, str(err))) from err
+
+
+def reply(body: DecisionBody, model: Model, made: Decision, counts: dict[str, int]) -> Any:
+    """The body of the response."""
+    answers: dict[str, Any] = {}
+    for name, answer in made.answers.items():
+        question = body.questions[name]
+        if isinstance(question, NoulQuestion):
+            answers[name] = {"type": "noul", "noul": answer.probabilities["true"]}
+            continue
+        answers[name] = {
+            "type": question.type,
+            "confidence": answer.confidence,
+            "probabilities": answer.probabilities,
+        }
+        if isinstance(question, ScoreQuestion):
+            legend = {str(level): each for level, each in enumerate(question.criteria)}
+            answers[name] |= {"score": answer.score, "legend": legend}
+        else:
+            answers[name] |= {"choice": answer.best}
+    usage = {
+        "input_tokens": counts["prompt_tokens"],
+        "output_tokens": counts["completion_tokens"],
+        "denoising_passes": counts["denoising_passes"],
+    }
+    return {"answers": answers, "model": model.name, "usage": usage}
+
+
+def counted(made: Decision) -> dict[str, int]:
+    """The tokens and passes of a decision. A prompt that several requests read counts once."""
+    last = made.generations[-1]
+    return {
+        "prompt_tokens": last.prompt_tokens,
+        "completion_tokens": last.completion_tokens,
+        "denoising_passes": made.nfe,
+    }
+
+
+def _question(given: NoulQuestion | ChoiceQuestion | ScoreQuestion) -> Question:
+    said = _text_or_none(given.instructions)
+    if isinstance(given, NoulQuestion):
+        about = given.criteria or NoulCriteria()
+        return YesNo(said, _text_or_none(about.true), _text_or_none(about.false))
+    if isinstance(given, ChoiceQuestion):
+        options = {label: _text_or_none(each) for label, each in given.criteria.items()}
+        return Choice(options, said)
+    return Score([_text(each) for each in given.criteria], said)
+
+
+def _text(value: Text) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _text_or_none(value: Text | None) -> str | None:
+    return None if value is None else _text(value)
+
+
+def _texts(body: DecisionBody) -> Iterator[tuple[str, Any]]:
+    """The parts of a body that may be JSON, each with its path."""
+    yield "state", body.state
+    for name, question in body.questions.items():
+        yield f"questions.{name}.instructions", question.instructions
+
+
+def _refuse_images(where: str, value: Any) -> None:
+    """Raise ApiError if there is an image in a state or in instructions."""
+    open_values = [value]
+    while open_values:
+        each = open_values.pop()
+        if isinstance(each, dict):
+            if each.get("type") in ("image_url", "input_image"):
+                raise unsupported(where, "a bundle reads text, and no images")
+            open_values += each.values()
+        elif isinstance(each, list):
+            open_values += each
+
+
+def _field_of(body: DecisionBody, said: str) -> str:
+    """The field that an error of the runtime names."""
+    for name in body.questions:
+        if said.startswith(f"questions[{name!r}]"):
+            return f"questions.{name}"
+    return "dlm.answer" if said.startswith("answer") else "questions"

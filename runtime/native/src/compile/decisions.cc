@@ -1,0 +1,390 @@
+// Builds a tree of bytes from the parts of the answer. Then walks over the tokens that can follow
+// each node of the tree. A walk remembers which options its token completes.
+#include "compile/decisions.h"
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "base/json.h"
+#include "compile/numbers.h"
+
+namespace dlm::compile {
+namespace {
+
+constexpr int32_t kNone = -1;
+constexpr size_t kMostBytes = size_t{1} << 20, kMostOptions = 255;
+constexpr size_t kEncodedBytes = 96;  // most bytes of a forced text that the tokenizer is given
+
+// The bytes of all answers. Each node knows the next bytes, so each answer is one path.
+struct Bytes {
+  struct Step {
+    uint8_t byte;
+    int32_t to;
+    int32_t completed;  // the option that ended before this byte; kNone if there is none
+  };
+  std::vector<std::vector<Step>> steps;  // by node
+  std::vector<int32_t> ended;            // by node: the option that ends here and ends the answer
+  int32_t last = kNone;                  // the node of the whole answer, if text ends it
+  bool is_open = false;                  // any text may follow `last`
+  std::vector<std::string> options;      // in the order of their numbers
+  std::vector<int32_t> question_starts{0};
+
+  int32_t add() {
+    steps.emplace_back();
+    ended.push_back(kNone);
+    return static_cast<int32_t>(steps.size()) - 1;
+  }
+  const Step* find(int32_t node, uint8_t byte) const {
+    for (const Step& step : steps[index(node)])
+      if (step.byte == byte) return &step;
+    return nullptr;
+  }
+  bool is_end(int32_t node) const { return node == last || ended[index(node)] >= 0; }
+  bool is_free(int32_t node) const { return is_open && node == last; }
+};
+
+class Reader {
+ public:
+  Reader(const json::Value& root, Budget& budget) : root_(root), budget_(budget) {}
+
+  Bytes read() {
+    root_.refuse_unknown({"parts", "is_open"});
+    bytes_.is_open = root_.boolean("is_open");
+    at_ = bytes_.add();
+    for (const json::Value& part : root_.array("parts"))
+      part.kind() == json::Value::Kind::string ? add_text(part) : add_question(part);
+    if (bytes_.options.empty()) root_.at("parts").refuse("expected a list of options");
+    if (open_.empty())
+      bytes_.last = at_;
+    else if (bytes_.is_open)
+      root_.at("parts").refuse("expected text after the last question, because is_open is true");
+    for (const auto& [node, option] : open_) bytes_.ended[index(node)] = option;
+    return std::move(bytes_);
+  }
+
+ private:
+  void add_text(const json::Value& part) {
+    for (const char each : part.string()) {
+      const auto byte = static_cast<uint8_t>(each);
+      const int32_t to = bytes_.add();
+      budget_.check_states(bytes_.steps.size());
+      if (open_.empty()) bytes_.steps[index(at_)].push_back({byte, to, kNone});
+      for (const auto& [node, option] : open_) {
+        if (bytes_.find(node, byte) != nullptr)
+          part.refuse("the text may also continue the option " +
+                      json::quoted(bytes_.options[index(option)]) +
+                      " to a longer option: start it with another character, such as a quote");
+        bytes_.steps[index(node)].push_back({byte, to, option});
+      }
+      open_.clear();
+      at_ = to;
+    }
+  }
+
+  void add_question(const json::Value& part) {
+    const std::vector<json::Value>& options = part.elements();
+    if (!open_.empty()) part.refuse("expected text between two questions");
+    if (options.empty() || options.size() > kMostOptions)
+      part.refuse("expected 1 to 255 options, found " + std::to_string(options.size()));
+    for (const json::Value& option : options) {
+      int32_t node = at_;
+      for (const char each : option.string()) {
+        const auto byte = static_cast<uint8_t>(each);
+        const Bytes::Step* const step = bytes_.find(node, byte);
+        int32_t to = step == nullptr ? kNone : step->to;
+        if (to < 0) {
+          to = bytes_.add();
+          budget_.check_states(bytes_.steps.size());
+          bytes_.steps[index(node)].push_back({byte, to, kNone});
+        }
+        node = to;
+      }
+      if (std::any_of(open_.begin(), open_.end(),
+                      [&](const auto& each) { return each.first == node; }))
+        option.refuse("the question has the option " + json::quoted(option.string()) + " twice");
+      open_.emplace_back(node, static_cast<int32_t>(bytes_.options.size()));
+      bytes_.options.push_back(option.string());
+    }
+    bytes_.question_starts.push_back(static_cast<int32_t>(bytes_.options.size()));
+  }
+
+  const json::Value& root_;
+  Budget& budget_;
+  Bytes bytes_;
+  int32_t at_ = 0;  // the node of the text so far, or of the question
+  std::vector<std::pair<int32_t, int32_t>> open_;  // the ends of the last question's options
+};
+
+// Numbers lists of ints. Equal lists have equal numbers.
+class Numbered {
+ public:
+  int32_t number_of(std::vector<int32_t> list) {
+    const auto [found, is_new] =
+        numbers_.try_emplace(std::move(list), static_cast<int32_t>(lists.size()));
+    if (is_new) lists.push_back(&found->first);
+    return found->second;
+  }
+  std::vector<const std::vector<int32_t>*> lists;
+
+ private:
+  std::map<std::vector<int32_t>, int32_t> numbers_;
+};
+
+class Builder {
+ public:
+  Builder(Bytes bytes, const Vocabulary& vocabulary, Budget& budget)
+      : bytes_(std::move(bytes)),
+        vocabulary_(vocabulary),
+        tree_(vocabulary.tree()),
+        budget_(budget) {
+    tags_.number_of({});
+  }
+
+  Automaton make() {
+    end_node_ = static_cast<int32_t>(bytes_.steps.size());  // after the end token
+    leaps_.resize(bytes_.steps.size() + 1);
+    state_of(0, 0);
+    for (size_t state = 0; state < states_.size(); ++state) add_edges(static_cast<int32_t>(state));
+    drop_dead_states();
+    Automaton out{};
+    out.vocab_size = vocabulary_.vocab_size();
+    out.states = static_cast<int32_t>(alive_.size());
+    add_classes(out);
+    add_tags(out);
+    list_tokens(out);
+    return out;
+  }
+
+ private:
+  // A token leads to a node of the answer. `tags` is a list of tags_: the options that it
+  // completes.
+  struct Leap {
+    int32_t token, node, tags;
+  };
+  // An automaton's state: a node, and the options that a text has completed on arrival.
+  struct State {
+    int32_t node, tags;
+  };
+  struct Edge {
+    int32_t to;
+    std::vector<int32_t> tokens;
+  };
+
+  int32_t state_of(int32_t node, int32_t tags) {
+    const auto [found, is_new] =
+        numbers_.try_emplace({node, tags}, static_cast<int32_t>(states_.size()));
+    if (is_new) {
+      states_.push_back({node, tags});
+      budget_.check_states(states_.size());
+    }
+    return found->second;
+  }
+
+  // The bytes after a node that are forced, cut to whole characters and to the length that the
+  // tokenizer is given. `size` is set to their number without this cut.
+  std::string forced_text(int32_t node, size_t& size) const {
+    std::string out;
+    for (size = 0; !bytes_.is_end(node) && bytes_.steps[index(node)].size() == 1; ++size) {
+      const Bytes::Step& step = bytes_.steps[index(node)].front();
+      if (out.size() < kEncodedBytes) out += static_cast<char>(step.byte);
+      node = step.to;
+    }
+    const auto continues = [&](size_t at) {
+      return (static_cast<uint8_t>(out[at]) & 0xC0) == 0x80;
+    };
+    if (out.empty() || continues(0)) return "";
+    size_t last = out.size() - 1;
+    while (continues(last)) --last;
+    const auto lead = static_cast<uint8_t>(out[last]);
+    const size_t needed = lead < 0x80 ? 1 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
+    if (out.size() - last < needed) out.resize(last);
+    return out;
+  }
+
+  void add_tokens(int32_t tree_node, int32_t node, int32_t tags, std::vector<Leap>& out) const {
+    for (int32_t i = tree_.token_starts[index(tree_node)];
+         i < tree_.token_starts[index(tree_node) + 1]; ++i)
+      out.push_back({tree_.tokens[index(i)], node, tags});
+  }
+
+  // Finds the tokens that can follow a node. Tokens below `parent` (all tokens if it is kNone)
+  // start with bytes that lead to `node` and complete `tags`. If `wanted` is a node of the tree of
+  // tokens, leaves out all other tokens of at most `forced` bytes.
+  void walk(int32_t parent, int32_t node, int32_t tags, int32_t wanted, size_t forced,
+            std::vector<Leap>& out) {
+    const int32_t end = parent < 0 ? tree_.size() : tree_.behind[index(parent)];
+    for (int32_t child = parent + 1; child < end; child = tree_.behind[index(child)]) {
+      budget_.check();
+      int32_t to = node, completed = tags;
+      if (!bytes_.is_free(node)) {
+        const Bytes::Step* const step = bytes_.find(node, tree_.bytes[index(child)]);
+        if (step == nullptr) continue;
+        to = step->to;
+        if (step->completed >= 0) {
+          std::vector<int32_t> list = *tags_.lists[index(tags)];
+          list.push_back(step->completed);
+          completed = tags_.number_of(std::move(list));
+        }
+      }
+      const bool is_other = wanted >= 0 && child != wanted &&
+                            static_cast<size_t>(tree_.depths[index(child)]) <= forced;
+      if (!is_other) add_tokens(child, to, completed, out);
+      walk(child, to, completed, wanted, forced, out);
+    }
+  }
+
+  const std::vector<Leap>& leaps_from(int32_t node) {
+    std::vector<Leap>& leaps = leaps_[index(node)];
+    if (!leaps.empty()) return leaps;
+    int32_t ends_at = kNone, tags = 0;
+    if (node == end_node_ || bytes_.is_free(node)) {
+      ends_at = node;
+    } else if (bytes_.is_end(node)) {
+      ends_at = end_node_;
+      if (const int32_t option = bytes_.ended[index(node)]; option >= 0)
+        tags = tags_.number_of({option});
+    }
+    if (node != end_node_) {
+      size_t forced = 0;
+      const std::string text = forced_text(node, forced);
+      walk(kNone, node, 0, vocabulary_.first_node(text), forced, leaps);
+    }
+    if (ends_at >= 0)
+      for (const int32_t end : vocabulary_.ends()) leaps.push_back({end, ends_at, tags});
+    return leaps;
+  }
+
+  void add_edges(int32_t state) {
+    std::map<int32_t, std::vector<int32_t>> found;
+    for (const Leap& leap : leaps_from(states_[index(state)].node))
+      found[state_of(leap.node, leap.tags)].push_back(leap.token);
+    edges_.emplace_back();
+    for (auto& [to, tokens] : found) {
+      edges_.back().push_back({to, std::move(tokens)});
+      token_count_ += edges_.back().back().tokens.size();
+    }
+    edge_count_ += edges_.back().size();
+    budget_.check_edges(edge_count_);
+    budget_.check_memory(token_count_ * sizeof(int32_t) + edge_count_ * sizeof(Edge));
+  }
+
+  // Finds the fewest tokens from each state to the end, and the states that have a way there.
+  void drop_dead_states() {
+    std::vector<std::vector<int32_t>> sources(states_.size());
+    for (size_t state = 0; state < states_.size(); ++state)
+      for (const Edge& edge : edges_[state])
+        sources[index(edge.to)].push_back(static_cast<int32_t>(state));
+    distances_.assign(states_.size(), kNone);
+    std::vector<int32_t> order;
+    for (size_t state = 0; state < states_.size(); ++state)
+      if (const int32_t node = states_[state].node; node == end_node_ || bytes_.is_free(node)) {
+        distances_[state] = 0;
+        order.push_back(static_cast<int32_t>(state));
+      }
+    for (size_t i = 0; i < order.size(); ++i)
+      for (const int32_t from : sources[index(order[i])])
+        if (distances_[index(from)] < 0) {
+          distances_[index(from)] = distances_[index(order[i])] + 1;
+          order.push_back(from);
+        }
+    renamed_.assign(states_.size(), kNone);
+    std::vector<uint8_t> is_made(bytes_.options.size());
+    for (size_t state = 0; state < states_.size(); ++state) {
+      if (distances_[state] < 0) continue;
+      renamed_[state] = static_cast<int32_t>(alive_.size());
+      alive_.push_back(static_cast<int32_t>(state));
+      for (const int32_t option : *tags_.lists[index(states_[state].tags)])
+        is_made[index(option)] = 1;
+    }
+    for (size_t option = 0; option < is_made.size(); ++option)
+      if (is_made[option] == 0)
+        fail(DLM_INVALID_ARGUMENT, "decisions: no tokens of this vocabulary make the option %s",
+             json::quoted(bytes_.options[option]).c_str());
+  }
+
+  // Tokens with the same edges form a class. End tokens form a class by themselves, because a
+  // request may fill a position with an end token if only this class is possible there.
+  void add_classes(Automaton& out) {
+    std::vector<std::vector<int32_t>> edges_of(index(out.vocab_size));  // by token
+    for (const int32_t end : vocabulary_.ends()) edges_of[index(end)].push_back(kNone);
+    int32_t number = 0;
+    for (const int32_t state : alive_)
+      for (const Edge& edge : edges_[index(state)]) {
+        if (renamed_[index(edge.to)] < 0) continue;
+        for (const int32_t token : edge.tokens) edges_of[index(token)].push_back(number);
+        ++number;
+      }
+    Numbered classes;
+    for (std::vector<int32_t>& edges : edges_of)
+      out.token_class.push_back(edges.empty() ? kNone : classes.number_of(std::move(edges)));
+    out.classes = static_cast<int32_t>(classes.lists.size());
+    std::vector<std::vector<int32_t>> classes_of(index(number));  // by edge
+    for (int32_t each = 0; each < out.classes; ++each)
+      for (const int32_t edge : *classes.lists[index(each)])
+        if (edge >= 0) classes_of[index(edge)].push_back(each);
+    Numbered groups;
+    out.edge_starts.push_back(0);
+    for (size_t state = 0, edge = 0; state < alive_.size(); ++state) {
+      for (const Edge& each : edges_[index(alive_[state])]) {
+        if (renamed_[index(each.to)] < 0) continue;
+        out.edge_states.push_back(renamed_[index(each.to)]);
+        out.edge_groups.push_back(groups.number_of(std::move(classes_of[edge++])));
+      }
+      out.edge_starts.push_back(static_cast<int32_t>(out.edge_states.size()));
+      out.distances.push_back(distances_[index(alive_[state])]);
+    }
+    out.groups = static_cast<int32_t>(groups.lists.size());
+    out.group_starts.push_back(0);
+    for (const std::vector<int32_t>* const group : groups.lists) {
+      out.group_classes.insert(out.group_classes.end(), group->begin(), group->end());
+      out.group_starts.push_back(static_cast<int32_t>(out.group_classes.size()));
+    }
+  }
+
+  void add_tags(Automaton& out) const {
+    out.question_starts = bytes_.question_starts;
+    out.tag_starts.push_back(0);
+    for (const int32_t state : alive_) {
+      const std::vector<int32_t>& tags = *tags_.lists[index(states_[index(state)].tags)];
+      out.tags.insert(out.tags.end(), tags.begin(), tags.end());
+      out.tag_starts.push_back(static_cast<int32_t>(out.tags.size()));
+    }
+  }
+
+  const Bytes bytes_;
+  const Vocabulary& vocabulary_;
+  const TokenTree& tree_;
+  Budget& budget_;
+  int32_t end_node_ = kNone;
+  Numbered tags_;
+  std::vector<std::vector<Leap>> leaps_;  // by node; empty if they are not computed yet
+  std::map<std::pair<int32_t, int32_t>, int32_t> numbers_;  // of states, by node and tags
+  std::vector<State> states_;
+  std::vector<std::vector<Edge>> edges_;  // by state
+  size_t edge_count_ = 0, token_count_ = 0;
+  std::vector<int32_t> distances_, renamed_, alive_;
+};
+
+}  // namespace
+
+Automaton decisions(std::string_view content, const Vocabulary& vocabulary, Budget& budget) {
+  constexpr int kDepth = 4;
+  std::unique_ptr<const json::Value> root;
+  Bytes bytes;
+  try {
+    root = json::parse(content, kMostBytes, kDepth);
+    bytes = Reader(*root, budget).read();
+  } catch (const TooLarge&) {
+    throw;
+  } catch (const Error& err) {
+    fail(DLM_INVALID_ARGUMENT, "decisions: %s", err.what());
+  }
+  return Builder(std::move(bytes), vocabulary, budget).make();
+}
+
+}  // namespace dlm::compile

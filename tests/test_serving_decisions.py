@@ -1,0 +1,149 @@
+"""``/v1/decisions``: asked by plain requests, and by Mercury's own client, unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_process import Served, serving
+
+import dlm_runtime
+from dlm_runtime import Choice, Score, YesNo
+
+pytest.importorskip("uvicorn")
+
+pytestmark = pytest.mark.xdist_group("serving")
+
+STATE = "turn on the kitchen lights"
+QUESTIONS: dict[str, Any] = {
+    "room": {"type": "choice", "criteria": {"kitchen": None, "hall": "between rooms"}},
+    "urgent": {"type": "noul", "instructions": "Is it urgent?", "criteria": {"true": "now"}},
+    "size": {"type": "score", "criteria": ["small", {"about": "large"}]},
+}
+
+
+@pytest.fixture(scope="module")
+def served(demo_bundle: Path) -> Iterator[Served]:
+    with serving(demo_bundle) as process:
+        yield process
+
+
+def decide(served: Served, **fields: Any) -> Any:
+    body = {"model": served.model, "state": STATE, "questions": QUESTIONS} | fields
+    return served.client.post("/v1/decisions", json=body)
+
+
+def test_answers_are_those_of_the_runtime(served: Served, demo_bundle: Path) -> None:
+    response = decide(served, dlm={"passes": 2})
+    assert response.status_code == 200, response.text
+    found = response.json()
+    with dlm_runtime.open(demo_bundle) as bundle:
+        wanted = bundle.decide(
+            {
+                "room": Choice({"kitchen": None, "hall": "between rooms"}),
+                "urgent": YesNo("Is it urgent?", true="now"),
+                "size": Score(["small", '{"about": "large"}']),
+            },
+            chat=[{"role": "user", "content": STATE}],
+            passes=2,
+        )
+    answers = found["answers"]
+    room, size = wanted.answers["room"], wanted.answers["size"]
+    assert answers["room"] == {
+        "type": "choice",
+        "choice": room.best,
+        "confidence": pytest.approx(room.confidence, rel=1e-4),
+        "probabilities": pytest.approx(room.probabilities, rel=1e-4),
+    }
+    urgent = wanted.answers["urgent"].probabilities["true"]
+    assert answers["urgent"] == {"type": "noul", "noul": pytest.approx(urgent, rel=1e-4)}
+    assert answers["size"] == {
+        "type": "score",
+        "score": pytest.approx(size.score, rel=1e-4),
+        "confidence": pytest.approx(size.confidence, rel=1e-4),
+        "probabilities": pytest.approx(size.probabilities, rel=1e-4),
+        "legend": {"0": "small", "1": {"about": "large"}},
+    }
+    last = wanted.generations[-1]
+    assert found["model"] == served.model
+    assert found["usage"] == {
+        "input_tokens": last.prompt_tokens,
+        "output_tokens": last.completion_tokens,
+        "denoising_passes": 2,
+    }
+
+
+def test_a_state_may_be_json(served: Served) -> None:
+    as_text = decide(served, state='{"said": "lights"}').json()
+    as_json = decide(served, state={"said": "lights"}).json()
+    assert as_json == as_text
+    assert decide(served, state=["lights"]).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"questions": {}}, "questions", "invalid_value"),
+        ({"questions": {"a": {"type": "rank"}}}, "questions.a", "invalid_value"),
+        ({"questions": {"a": {}}}, "questions.a", "invalid_value"),
+        ({"questions": {"a": {"type": "choice"}}}, "questions.a.criteria", "missing_field"),
+        (
+            {"questions": {"a": {"type": "choice", "criteria": {}}}},
+            "questions.a.criteria",
+            "invalid_value",
+        ),
+        (
+            {"questions": {"str": {"type": "score", "criteria": [1]}}},
+            "questions.str.criteria[0]",
+            "invalid_value",
+        ),
+        (
+            {"questions": {"a": {"type": "noul", "more": 1}}},
+            "questions.a.more",
+            "unknown_field",
+        ),
+        (
+            {"questions": {"a": {"type": "noul", "instructions": [{"type": "image_url"}]}}},
+            "questions.a.instructions",
+            "unsupported_value",
+        ),
+        ({"state": [{"type": "image_url"}]}, "state", "unsupported_value"),
+        ({"dlm": {"answer": "none"}}, "dlm.answer", "invalid_value"),
+        ({"dlm": {"passes": 0}}, "dlm.passes", "invalid_value"),
+        ({"stream": True}, "stream", "unknown_field"),
+        ({"model": "gpt"}, "model", "model_not_found"),
+    ],
+)
+def test_errors_name_the_field(
+    served: Served, fields: dict[str, Any], param: str, code: str
+) -> None:
+    response = decide(served, **fields)
+    assert response.status_code == (404 if code == "model_not_found" else 400)
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == (param, code)
+
+
+def test_the_api_is_described(served: Served) -> None:
+    described = served.client.get("/openapi.json").json()
+    assert "/v1/decisions" in described["paths"]
+    assert "ChoiceQuestion" in described["components"]["schemas"]
+
+
+def test_the_inceptionai_client_decides(served: Served) -> None:
+    module = pytest.importorskip("inceptionai")
+    client = module.Inception(base_url=served.url, api_key="none", max_retries=0)
+    made = client.decisions.create(model=served.model, state=STATE, questions=QUESTIONS)
+    types = {name: type(answer).__name__ for name, answer in made.answers.items()}
+    assert types == {"room": "ChoiceAnswer", "urgent": "NoulAnswer", "size": "ScoreAnswer"}
+    room, size = made.answers["room"], made.answers["size"]
+    assert room.probabilities[room.choice] == room.confidence
+    assert sum(room.probabilities.values()) == pytest.approx(1)
+    assert 0 <= made.answers["urgent"].noul <= 1
+    assert size.score == pytest.approx(size.probabilities["1"])
+    assert size.legend == {"0": "small", "1": {"about": "large"}}
+    assert made.usage.input_tokens > 0
+    with pytest.raises(module.BadRequestError) as caught:
+        client.decisions.create(model=served.model, state=STATE, questions={})
+    assert caught.value.body["error"]["param"] == "questions"
