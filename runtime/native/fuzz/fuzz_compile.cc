@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <vector>
 
 #include "base/error.h"
@@ -122,11 +123,17 @@ bool is_json(std::string_view text) {
 int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static const bool counts = __sanitizer_install_malloc_and_free_hooks(count_new, count_freed) > 0;
   CLAIM(counts);
+  // The kinds whose content is compiled.
+  static constexpr int32_t kKinds[] = {DLM_CONSTRAINT_REGEX,    DLM_CONSTRAINT_SCHEMA,
+                                       DLM_CONSTRAINT_ENUM,     DLM_CONSTRAINT_JSON_OBJECT,
+                                       DLM_CONSTRAINT_TREE,     DLM_CONSTRAINT_GRAMMAR,
+                                       DLM_CONSTRAINT_DECISIONS};
   static constexpr const char* kItemSeparators[] = {",", ", ", " , ", ";"};
   static constexpr const char* kKeySeparators[] = {":", ": ", " : ", "="};
   fuzz::Input input(data, size);
-  const uint8_t kind = input.byte() % 5, layout = input.byte(), depth = input.byte(),
-                known = input.byte() % 3, bytes = input.byte() % 3, uses = input.byte();
+  const int32_t kind = kKinds[input.byte() % std::size(kKinds)];
+  const uint8_t layout = input.byte(), depth = input.byte(), known = input.byte() % 3,
+                bytes = input.byte() % 3, uses = input.byte();
   const auto part = [&] {
     std::string out;
     while (!input.is_empty()) {
@@ -184,6 +191,10 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const dlm_automaton_info& info = *dlm_automaton_describe(automaton);
   // The limit plus one, because there is one more state after the end token.
   CLAIM(info.states <= kStates + 1 && info.edges <= kEdges);
+  if (kind == DLM_CONSTRAINT_DECISIONS) {  // it has no form that could be written
+    dlm_automaton_destroy(automaton);
+    return 0;
+  }
   const std::string file = written(automaton);
   dlm_automaton_destroy(automaton);
   dlm_constraint compiled;

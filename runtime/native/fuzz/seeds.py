@@ -179,6 +179,14 @@ CONTENTS: tuple[tuple[tuple[int, ...], str, str, str], ...] = (
         "",
         "",
     ),
+    (
+        (5, 0, 3, 0, 0, 0),
+        'root ::= "a" [0-9]{1,3} (", " item)* \nitem ::= root | "(" item ")"',
+        "",
+        "",
+    ),
+    ((6, 0, 0, 0, 0, 0), '{"parts":["a: ",["on","one","off"],", b: ",["x","y"]]}', "", ""),
+    ((6, 0, 0, 1, 1, 0), '{"parts":["{",["true","false"]],"is_open":true}', "", ""),
 )
 SCHEMAS: tuple[dict[str, Any], ...] = (
     {"type": ["integer", "null"], "minimum": -3, "exclusiveMaximum": 12, "multipleOf": 2},
