@@ -1,6 +1,6 @@
-"""Computes the smallest amount of memory that is enough for a build.
+"""Computes how much memory a build needs at least.
 
-Only the description of the network is needed. No weights are read.
+The computation needs only the description of the network. No weights are read.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from dlm_export.quantising import calibrate, gptq
 
 _FP32 = 4
 _OTHERS = 128 << 20  # bytes reserved for Python objects, workspaces of engines and the like
-_ROUNDED = 16 << 20  # amounts in error messages are rounded up to multiples of this
+_ROUNDED = 16 << 20  # error messages round amounts up to multiples of this number
 
 
 def activation_bytes(job: Job) -> int | None:
     """Compute how many bytes of memory the hidden states of canvases may use.
 
-    The limit for the whole process is ``--memory`` or, without that option, the available memory.
-    From this limit, the memory of the most demanding stage is subtracted.
+    If ``--memory`` is given, it is the limit for the whole process. Otherwise, the available memory
+    is the limit. The function subtracts the memory of the most demanding stage from this limit.
 
     Returns ``None`` if the available memory is unknown. Raises MemoryLimitError if the limit is too
-    small for a stage; the message says how much memory is needed.
+    small for a stage. The error message says how much memory is needed.
     """
     asked = job.request.options.memory_bytes
     limit = memory.available_memory_bytes() if asked is None else asked
@@ -48,10 +48,10 @@ def activation_bytes(job: Job) -> int | None:
 
 
 def _for_pace(job: Job, least: int) -> str:
-    """Text for an error message: how much memory makes calibration fast.
+    """Return the part of an error message that says how much memory makes calibration fast.
 
-    With that much memory, several generations run together. With less, each generation has to read
-    all layers from disk again.
+    With this amount of memory, several generations run together. With less memory, each generation
+    reads all layers from disk again.
     """
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     if recipe is None or formats is None or not recipe.needs_states(formats):
@@ -61,9 +61,9 @@ def _for_pace(job: Job, least: int) -> str:
 
 
 def needed_bytes(job: Job) -> dict[str, int]:
-    """Maps each stage to its peak memory in bytes, without the hidden states of canvases.
+    """Map each stage to its peak memory in bytes, without the hidden states of canvases.
 
-    The keys are names of stages for error messages.
+    The keys are the names of stages in error messages.
     """
     network, recipe, formats = job.source.network, job.request.recipe, job.formats
     blocks = [_layers_of(network, i) for i in range(len(network.layers))]
@@ -75,11 +75,12 @@ def needed_bytes(job: Job) -> dict[str, int]:
     ]
     widest = max(max(layer.inputs, layer.outputs) for block in blocks for layer in block)
     pass_bytes = 4 * _FP32 * BATCH_TOKENS * widest
-    # A quantised matrix takes three times its size in fp32: the matrix, its codes, and a working
-    # copy. Unquantised matrices are processed in pieces and need less.
+    # A quantised matrix takes three times its fp32 size in memory: for the matrix, for its codes,
+    # and for a working copy. Unquantised matrices are processed in pieces, so they need less
+    # memory.
     matrices = 3 * _FP32 * max((layer.inputs * layer.outputs for layer in held), default=0)
     # In a graph for GPUs, all experts of a layer form one matrix. The codes of this matrix are in
-    # memory twice: as one array, and as one array per expert.
+    # memory twice: once as one array, and once as one array per expert.
     together = max(
         (2 * layer.count * layer.inputs * layer.outputs for layer in held if layer.is_stacked),
         default=0,
@@ -110,9 +111,9 @@ def _layers_of(network: NetworkSpec, i: int) -> list[LinearSpec]:
 
 
 def _solving_bytes(block: list[LinearSpec], formats: Mapping[str, str]) -> int:
-    """Bytes that GPTQ needs for one transformer block.
+    """Return the number of bytes that GPTQ needs for one transformer block.
 
-    GPTQ holds a Gram matrix for each different input of the block's layers, and a factorisation of
+    GPTQ stores a Gram matrix for each distinct input of the block's layers, and a factorisation of
     the largest Gram matrix.
     """
     sites = {layer.site: layer.inputs for layer in block if formats.get(layer.path, HIGH) != HIGH}

@@ -1,4 +1,4 @@
-"""Options of a build."""
+"""Defines the options of a build."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class QuantiseOptions:
     """Options for calibrating and judging a quantised bundle.
 
     A bundle whose loss of accuracy exceeds ``budgets`` is not written. A solver rounds the weights
-    of an expert only if calibration routes at least ``min_tokens_per_expert`` tokens to it.
+    of an expert only if calibration routes at least ``min_tokens_per_expert`` tokens to the expert.
     """
 
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
@@ -36,13 +36,14 @@ class BuildOptions:
     """Options of a build.
 
     Attributes:
-        targets: Names of the targets. Several names are allowed only if all are GPUs.
+        targets: Names of the targets. Several names are allowed only if all targets are GPUs.
         precision: A full precision (fp32 or fp16 for a CPU, fp16 or bf16 for GPUs), the name or
             file of a recipe, ``auto``, or ``stored``.
         activations: Type of activations in quantised bundles for GPUs: fp16 or bf16. ``None``
-            chooses bf16 if the source has bf16 weights and all targets support it, else fp16.
+            chooses bf16 if the source has bf16 weights and all targets support bf16. Otherwise,
+            ``None`` chooses fp16.
         cache_dtype: Type of stored keys and values on a CPU: fp32, fp16 or int8. ``None`` stores
-            them in the type in which they are computed.
+            keys and values in the type in which they are computed.
         engine: Options for building engines. ``None`` builds no engine on this machine.
         plain_graph: Write a graph of elementary operators only, for TensorRT before 10.14.
         force: Replace an existing bundle.

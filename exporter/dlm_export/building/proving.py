@@ -1,6 +1,6 @@
-"""The stages of a build that check a finished bundle.
+"""Implements the stages of a build that check a finished bundle.
 
-They compare the bundle with torch, and measure how much accuracy quantisation costs.
+These stages compare the bundle with torch, and measure how much accuracy quantisation costs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dlm_export.quantising import samples
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
-CACHE_SAMPLES = 8  # number of samples for judging a rounded cache, unless --judged sets it
-# When layers are ranked, this many canvases (calibration states) are used per judged sample. Each
-# canvas costs as much time as ten passes.
+CACHE_SAMPLES = 8  # number of samples for judging a rounded cache, if --judged is not given
+# For each judged sample, the ranking of layers uses this many canvases (calibration states). One
+# canvas takes as long as ten passes.
 STATES_A_SAMPLE = 2
 
 
@@ -39,8 +39,8 @@ class Proof:
     """The results of all checks of a bundle.
 
     ``record`` is the content of accuracy.json. ``judgement``, ``threshold`` and ``levels`` are
-    ``None`` for unquantised bundles. ``cache`` is the loss from rounding the cache, as returned by
-    ``judge_cache``.
+    ``None`` for unquantised bundles. ``cache`` is the result of ``judge_cache``: the loss from
+    rounding the cache.
     """
 
     parity: Parity
@@ -78,8 +78,8 @@ def prove(
 ) -> Proof:
     """Compare the bundle in ``folder`` with torch, and judge its accuracy.
 
-    ``output`` is the final path of the bundle, for error messages. ``taps`` maps each layer to its
-    inputs and outputs in the graph. Raises ParityError or AccuracyError.
+    ``output`` is the final path of the bundle, which error messages show. ``taps`` maps each layer
+    to its inputs and outputs in the graph. Raises ParityError or AccuracyError.
     """
     parity = (
         _check_pass(job, manifest, folder, workplace, stages)
@@ -110,8 +110,9 @@ def _check_pass(
 ) -> Parity:
     """Compare whole passes of an unquantised bundle with torch.
 
-    In a network with experts, a tiny difference can route a token to another expert. This changes
-    the whole pass. So if whole passes of such a network differ, its layers are compared one by one.
+    In a network with experts, a tiny difference can route a token to a different expert. Such a
+    change affects the whole pass. So if whole passes of such a network differ, its layers are
+    compared one by one.
     """
     source = job.source
     with stages.stage("check parity", against_torch.parity_units(source.presets, source.network)):
@@ -137,7 +138,9 @@ def _check_layers(
     workplace: Workplace,
     stages: Stages,
 ) -> Parity:
-    """Compare each layer of a quantised bundle with the same layer in torch, for equal inputs."""
+    """Compare each layer of a quantised bundle with the same layer in torch. Both layers get equal
+    inputs.
+    """
     with stages.stage("check parity", by_layer.units(job.source.network)):
         return by_layer.check_layers(
             folder,
@@ -178,8 +181,8 @@ def _judge_cache(
 def _judge(
     job: Job, quantised: Quantised, folder: Path, workplace: Workplace, stages: Stages
 ) -> tuple[Judgement, Refit | None, Levels | None]:
-    """Measure the bundle's accuracy. If the effort is "full", also fit its threshold and effort
-    levels.
+    """Measure the bundle's accuracy. If the effort is "full", also fit the bundle's threshold and
+    effort levels.
     """
     source, options = job.source, job.request.options.quantise
     numbers, calibration = quantised.numbers, quantised.calibration
@@ -193,7 +196,7 @@ def _judge(
             name = numbers.recipe.name
             how = JudgingOptions(options.calibration, effort, options.budgets)
             judgement = judge_source(source, bundle, judging, name, policy, how, advance, workplace)
-        # Fit on as many samples as were judged.
+        # Fit on as many samples as the judging has used.
         fitting = calibration.data.calibration[: judgement.data["samples"]]
         threshold, levels = None, None
         if exact:
@@ -227,7 +230,9 @@ def _judge(
 
 
 def _statistics(done: Quantisation, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Summarise the calibration for accuracy.json: its data, and the ranges of each layer."""
+    """Summarise the calibration for accuracy.json. The summary contains the data and the ranges of
+    each layer.
+    """
     if provenance is None or done.observers is None:
         return None
     layers = [observer.summary() for observer in done.observers.values()]

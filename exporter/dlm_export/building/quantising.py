@@ -1,7 +1,8 @@
-"""The stages of a build that quantise a denoiser.
+"""Implements the stages of a build that quantise a denoiser.
 
-1. Make calibration states, which are canvases to run the denoiser on, if the recipe needs them.
-2. For ``--precision auto``, search for a recipe.
+1. If the recipe needs calibration states, make these states, which are canvases to run the denoiser
+   on.
+2. If the user requested ``--precision auto``, search for a recipe.
 3. Compute the ranges, scales and rounded weights that the recipe needs.
 """
 
@@ -36,7 +37,7 @@ from dlm_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """The calibration data, the canvases (states) made from it, and their entry in the manifest.
+    """The calibration data, the canvases (states) made from the data, and the manifest's entry.
 
     ``states`` is empty if the recipe needs no states.
     """
@@ -51,8 +52,8 @@ class Quantised:
     """A quantised denoiser: the results of the stages in this module.
 
     ``calibration`` is ``None`` if the build needs no data. The search of ``--precision auto`` sets
-    two more fields. ``curve`` has the size and the loss of each recipe that was tried. ``tuning``
-    has measured layer times, if the search used any.
+    two more fields. ``curve`` contains the size and the loss of each recipe that the search tried.
+    ``tuning`` contains the measured times of layers, if the search used times.
     """
 
     numbers: Quantisation
@@ -61,20 +62,20 @@ class Quantised:
     tuning: Tuning | None = None
 
     def uses(self, activations: str) -> bool:
-        """True if the inputs of any layer are quantised to the number format ``activations``."""
+        """Return True if any layer quantises its inputs to the number format ``activations``."""
         return any(
             FORMATS[name].activations == activations for name in self.numbers.formats.values()
         )
 
     @property
     def is_simulated_on_cpu(self) -> bool:
-        """True if a CPU has no arithmetic for one of the formats. A CPU then computes in fp32,
-        with the exact values of the format.
+        """True if a CPU cannot compute in one of the formats. The CPU then computes in fp32 with
+        the exact values of the format.
         """
         return any(FORMATS[name].is_simulated_on_cpu for name in self.numbers.formats.values())
 
     def precision_record(self) -> dict[str, Any]:
-        """The entry ``precision`` of the manifest."""
+        """Return the entry ``precision`` of the manifest."""
         return {
             "name": self.numbers.recipe.name,
             **self.numbers.summary(),
@@ -87,7 +88,8 @@ class Quantised:
 def quantise(
     job: Job, tokenizer: Tokenizer | None, workplace: Workplace, stages: Stages
 ) -> Quantised:
-    """Quantise the denoiser of ``job``, or take the quantised weights that a checkpoint stores.
+    """Quantise the denoiser of ``job``. If a checkpoint stores quantised weights, use these
+    weights.
 
     Raises CheckpointError, RecipeError, CalibrationError or TargetError.
     """
@@ -203,7 +205,7 @@ def _make_states(job: Job, data: samples.Data, workplace: Workplace, stages: Sta
 def _tune(job: Job, stages: Stages) -> Tuning:
     """Measure on this processor how long each layer takes in each format.
 
-    The layers get as many rows as a decoding block has tokens.
+    The number of rows is the number of tokens in a decoding block.
     """
     layers = [
         layer for members in search.searched(job.source.network).values() for layer in members
@@ -218,7 +220,9 @@ def _tune(job: Job, stages: Stages) -> Tuning:
 def _search(
     job: Job, calibration: Calibration, tuned: Tuning | None, workplace: Workplace, stages: Stages
 ) -> search.Found:
-    """Find the cheapest recipe whose loss is within the budget, for ``--precision auto``."""
+    """Find the cheapest recipe whose loss is within the budget. This is what ``--precision auto``
+    does.
+    """
     request, options = job.request, job.request.options.quantise
     formats = search.formats_for(request.targets, options.auto)
     network, exact = job.source.network, options.effort.name == "full"

@@ -1,6 +1,7 @@
 """Checks the options of a build before the work starts.
 
-``check_request`` checks the options alone, and ``check_job`` checks them against the source.
+``check_request`` checks the options alone. ``check_job`` checks whether the options suit the
+source.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from dlm_export.workplace import find_device
 
 @dataclass(frozen=True)
 class Request:
-    """The checked options of a build, with names replaced by the objects that they refer to."""
+    """The checked options of a build. Names are replaced by the objects with these names."""
 
     options: BuildOptions
     targets: tuple[Target, ...]
     recipe: Recipe | None
     """The recipe that the option ``precision`` names.
 
-    ``None`` for a full precision. Also ``None`` for ``auto`` and ``stored``, because their recipe is
-    found later.
+    This is ``None`` for a full precision. It is also ``None`` for ``auto`` and ``stored``, because
+    the recipe is then found later.
     """
     builders: Mapping[str, Builder]
     """Maps the name of a target to the builder of its engine.
 
-    Targets that are missing here get no engine on this machine.
+    If a target is missing here, no engine is built for the target on this machine.
     """
     device: torch.device
     """The device that torch runs on."""
@@ -53,7 +54,7 @@ class Request:
 
     @property
     def form(self) -> operands.Form:
-        """The engine that the graph is written for: "cpu", "cuda" or "tensorrt"."""
+        """The engine for which the graph is written: "cpu", "cuda" or "tensorrt"."""
         if not self.on_gpu:
             return "cpu"
         return "cuda" if self.targets[0].provider == "cuda" else "tensorrt"
@@ -77,7 +78,7 @@ class Request:
         )
 
     def base_of(self, source: Source) -> str:
-        """The precision of all parts that are not quantised."""
+        """Return the precision of all parts that are not quantised."""
         if not self.is_quantised:
             return self.options.precision
         if not self.on_gpu:
@@ -90,7 +91,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """A checked request together with its source. Every stage of a build takes a ``Job``."""
+    """A checked request together with its source. Every stage of a build gets a ``Job``."""
 
     request: Request
     source: Source
@@ -99,9 +100,11 @@ class Job:
     preset: str
     """The preset whose canvases are used for calibration and judging."""
     formats: Mapping[str, str] | None
-    """Maps each layer to its format. ``None`` if there is no recipe, or it is not known yet."""
+    """Maps each layer to its format. ``None`` if there is no recipe, or if the recipe is not known
+    yet.
+    """
     notes: tuple[str, ...] = ()
-    """Messages for the user about layers that get another format than requested."""
+    """Messages for the user about layers that get an unrequested format."""
 
     @property
     def cache_dtype(self) -> str:
@@ -110,13 +113,13 @@ class Job:
 
     @property
     def is_cache_judged(self) -> bool:
-        """True if the build measures how much accuracy the rounding of the cache costs."""
+        """True if the build measures how much accuracy is lost by rounding the cache."""
         is_rounded = self.cache_dtype != graph.CACHE_DTYPES[self.base]
         return is_rounded and self.request.options.quantise.effort.name != "none"
 
 
 def check_request(options: BuildOptions) -> Request:
-    """Check the options of a build, as far as this is possible without the source.
+    """Check the options of a build without the source.
 
     Raises TargetError, RecipeError, CalibrationError, EngineError or DeviceError if the options
     would be wrong for any source.
@@ -154,7 +157,7 @@ def check_request(options: BuildOptions) -> Request:
 
 
 def _check_cache(options: BuildOptions, *, on_gpu: bool) -> None:
-    """Raises TargetError if ``cache_dtype`` contradicts the other options."""
+    """Raise TargetError if ``cache_dtype`` contradicts another option."""
     asked = f"--cache-dtype {options.cache_dtype}"
     if on_gpu:
         raise TargetError(
@@ -174,7 +177,7 @@ def _check_cache(options: BuildOptions, *, on_gpu: bool) -> None:
 def check_job(request: Request, source: Source) -> Job:
     """Check whether ``source`` can be built as requested, and prepare the build.
 
-    Raises a DlmError, such as RecipeError, if it cannot.
+    Raises a DlmError, such as RecipeError, if the build is impossible.
     """
     options, network = request.options, source.network
     if request.on_gpu:
@@ -215,14 +218,14 @@ def check_job(request: Request, source: Source) -> Job:
 
 
 DENSE_EXPERTS = 16
-"""Largest number of experts per layer in a graph for GPUs.
+"""The maximum number of experts per layer in a graph for GPUs.
 
-Such a graph computes all experts for every token.
+There is a limit because such a graph computes all experts for every token.
 """
 
 
 def _check_dense(request: Request, network: NetworkSpec) -> None:
-    """Raises TargetError if a layer has more than ``DENSE_EXPERTS`` experts."""
+    """Raise TargetError if a layer has more than ``DENSE_EXPERTS`` experts."""
     for i, layer in enumerate(network.layers):
         if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.count > DENSE_EXPERTS:
             raise TargetError(
@@ -233,10 +236,10 @@ def _check_dense(request: Request, network: NetworkSpec) -> None:
 
 
 def held_in(request: Request, layer: LinearSpec, name: str) -> str:
-    """The format that a layer gets if the recipe requests the format ``name``.
+    """Return the format that a layer gets if the recipe requests the format ``name``.
 
-    This is ``name`` itself if the layer's shape allows it. Otherwise, it is the first alternative
-    that the shape allows and that all targets support.
+    This is ``name`` itself if the layer's shape allows this format. Otherwise, the function returns
+    the first alternative that the shape allows and that all targets support.
     """
     choices = [
         name,
@@ -258,7 +261,7 @@ def _held_together(
     """Choose one format for the gate, up and down matrices of each layer with experts.
 
     One kernel multiplies all three matrices. Raises RecipeError if the recipe requests different
-    formats for them.
+    formats for these matrices.
     """
     found: dict[str, str] = {}
     for stacks in network.mixtures():
@@ -279,7 +282,7 @@ def _held_together(
 def _told(
     request: Request, network: NetworkSpec, asked: Mapping[str, str], held: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Tell the user about layers that get another format than requested.
+    """Return messages for the user about layers that get an unrequested format.
 
     Layers with the same reason and the same new format share one message.
     """
@@ -295,7 +298,7 @@ def _told(
 
 
 def _check_device_memory(job: Job) -> None:
-    """Raises EngineError if the known memory of a target is too small."""
+    """Raise EngineError if the memory of a target is known and too small."""
     request, network = job.request, job.source.network
     block_length = job.source.presets[job.source.default_preset].block_length
     limits = estimate.limits_of(

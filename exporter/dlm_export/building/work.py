@@ -1,10 +1,10 @@
 """Manages the working folder of a build, which keeps intermediate results for later builds.
 
-The folder contains calibration states, which are canvases to run the denoiser on. It also contains
-solved weights, which are weights that a solver has rounded. It records what the states were made
-from: the hashes of the checkpoint's files and of the data, and the sampling options. Builds of the
-same checkpoint in different precisions use the same states. Each precision has its own solved
-weights.
+The folder contains calibration states, which are canvases to run the denoiser on. The folder also
+contains solved weights, which are weights that a solver has rounded. The file ``work.json`` records
+the origin of the states: the hashes of the checkpoint's files and of the data, and the sampling
+options. Builds of the same checkpoint in different precisions use the same states. Each precision
+needs its own solved weights.
 """
 
 from __future__ import annotations
@@ -35,19 +35,24 @@ _MOST_BYTES = 12 << 20
 
 
 class ResumeError(DlmError):
-    """Raised if the folder of ``--resume`` belongs to another build or holds other files."""
+    """Raised if the folder of ``--resume`` belongs to a different build, or contains unknown
+    files.
+    """
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 @contextmanager
 def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
-    """Open the working folder while the block runs, and yield the build's resources.
+    """Open the working folder for the duration of the ``with`` block, and yield the build's
+    resources.
 
-    The folder of ``--resume`` remains after the build. Without that option, the folder is temporary.
+    The folder of ``--resume`` remains after the build. Without that option, the folder is
+    temporary.
 
-    Raises ResumeError if the folder belongs to another build, and CalibrationError if its files are
-    damaged. Raises MemoryLimitError if the build needs more memory than the limit.
+    Raises ResumeError if the folder belongs to a different build. Raises CalibrationError if the
+    files in the folder are damaged. Raises MemoryLimitError if the build needs more memory than the
+    limit.
     """
     kept = job.request.options.resume
     if kept is None:
@@ -85,7 +90,7 @@ def _check_solved(folder: Path, stages: Stages) -> None:
 def _claim(folder: Path, key: dict[str, Any]) -> None:
     """Assign the folder to the build that ``key`` describes.
 
-    Raises ResumeError if the folder belongs to another build, or contains other files.
+    Raises ResumeError if the folder belongs to a different build, or contains unknown files.
     """
     path = folder / KEY_FILE
     if not path.exists():
@@ -116,7 +121,9 @@ def _claim(folder: Path, key: dict[str, Any]) -> None:
 
 
 def _key(job: Job) -> dict[str, Any]:
-    """Collect everything that calibration states depend on. Files are given by their hashes."""
+    """Collect everything that calibration states depend on. Files are represented by their
+    hashes.
+    """
     options, source = job.request.options, job.source
     calibration = asdict(options.quantise.calibration)
     data = calibration.pop("data") or source.path / CALIBRATION_FILE
@@ -135,7 +142,9 @@ def _key(job: Job) -> dict[str, Any]:
 
 
 def _solving(job: Job) -> str:
-    """A hash of everything that solved weights depend on in addition to ``_key``."""
+    """Return a hash of everything else that solved weights depend on, besides the result of
+    ``_key``.
+    """
     assert job.request.recipe is not None
     assert job.formats is not None
     options = job.request.options.quantise

@@ -1,4 +1,6 @@
-"""The stages of a build that write the text files and the graph into the bundle's folder."""
+"""Implements the stages of a build that write the text files and the graph into the bundle's
+folder.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,9 @@ from dlm_export.text.compiled import TEXT_FILE, compile_text
 from dlm_runtime.text.tokenizer import Tokenizer
 
 ReadParameter = Callable[[str, np.dtype], np.ndarray | Lazy]
-"""A function that ``write.write_graph`` calls with the name and element type of an initialiser.
+"""A function that ``write.write_graph`` calls to get the array of an initialiser.
 
-It returns the array of that initialiser.
+The arguments are the name and the element type of the initialiser.
 """
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -49,9 +51,9 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """The tokenizer of a bundle, and its text files.
+    """The tokenizer of a bundle, and the manifest's entries for the text files.
 
-    ``chat_template`` and ``compiled`` are entries of the manifest, which name these files.
+    The entries ``chat_template`` and ``compiled`` name the files.
     """
 
     tokenizer: Tokenizer | None = None
@@ -62,7 +64,7 @@ class Text:
 def write_text(files: TokenizerFiles, folder: Path) -> Text:
     """Write the tokenizer and the chat template into ``folder``.
 
-    If the native runtime supports the tokenizer, a compiled form of it is written too.
+    If the native runtime supports the tokenizer, a compiled form of the tokenizer is written too.
     """
     if files.tokenizer is None:
         return Text()
@@ -88,9 +90,9 @@ class Written:
     """Facts about the written graph, for later stages.
 
     - ``taps``: maps the path of each layer to its inputs and outputs in the graph.
-    - ``fused``: the native kernels that the graph calls. ``None`` for a graph for GPUs, because
+    - ``fused``: the native kernels that the graph calls. ``None`` if the graph is for GPUs, because
       TensorRT chooses its own kernels.
-    - ``hashed``: size and hash of the weight file, which ``bundle.folder.finish`` takes.
+    - ``hashed``: size and hash of the weight file. ``bundle.folder.finish`` uses these values.
     """
 
     taps: dict[str, Tap]
@@ -101,7 +103,9 @@ class Written:
 
 
 def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> Written:
-    """Create the graph of the denoiser, quantise and fuse it, and write it with its weights."""
+    """Create the graph of the denoiser, quantise and fuse the graph, and write the graph with its
+    weights.
+    """
     request, source = job.request, job.source
     with stages.stage("trace graph", 1) as advance:
         traced = trace.trace_pass(source.network, job.base, is_plain=request.is_plain)
@@ -150,10 +154,10 @@ def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Sta
 
 
 def table_dtype(job: Job) -> np.dtype:
-    """The type of the embedding table in the weight file, if the table is not quantised.
+    """Return the type of the embedding table in the weight file, if the table is not quantised.
 
-    In an fp32 graph for CPUs, the table has the type that the checkpoint stores. In other graphs,
-    it has the type in which the graph computes.
+    In an fp32 graph for CPUs, the table keeps the type that the checkpoint stores. In other graphs,
+    the table has the type in which the graph computes.
     """
     if job.request.on_gpu or job.base != "fp32":
         return trace.element_type(job.base).numpy()
@@ -161,10 +165,10 @@ def table_dtype(job: Job) -> np.dtype:
 
 
 def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part]) -> ReadParameter:
-    """Return a function that reads initialisers of a quantised graph.
+    """Return a function that reads the initialisers of a quantised graph.
 
-    ``parts`` maps each initialiser that is a part of a quantised layer, such as its scales, to that
-    part. All other initialisers are parameters of the denoiser.
+    Some initialisers are a part of a quantised layer, such as its scales. ``parts`` maps each of
+    these initialisers to its part. All other initialisers are parameters of the denoiser.
     """
     held: dict[str, QuantisedWeight] = {}
 
@@ -173,7 +177,8 @@ def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part])
         if part is None:
             return later(numbers.parameters, numbers.parameters.network, name, dtype)
         if part.layer not in held:
-            # All parts of a layer are read one after the other, so hold one layer in memory.
+            # The parts of a layer are read one after the other, so it is enough to keep one layer
+            # in memory.
             held.clear()
             held[part.layer] = (
                 numbers.embedding() if part.layer == "embed" else numbers.weight(part.layer)
@@ -192,7 +197,8 @@ def _expert_reader(
     quantised: Quantised | None,
     parts: Mapping[str, experts.StackPart],
 ) -> ReadParameter:
-    """Extend the function ``read``, so that it can also read the initialisers of experts.
+    """Return a function that reads the initialisers of experts. For other initialisers, call
+    ``read``.
 
     ``parts`` maps the names of these initialisers to parts of a layer. The experts of a layer are
     read and quantised one at a time, to save memory.
@@ -201,7 +207,7 @@ def _expert_reader(
         job.source.parameters if quantised is None else quantised.numbers.parameters
     )
     layers = job.source.network.quantisable()
-    # Quantising an expert gives codes and scales together. The codes are requested first, so the
+    # Quantising an expert creates codes and scales together. The codes are requested first. So the
     # scales are stored here until they are requested.
     found: dict[tuple[str, int, str], np.ndarray] = {}
 
@@ -233,7 +239,9 @@ def _expert_reader(
 
 
 def _bytes_of(array: np.ndarray | Lazy) -> np.ndarray:
-    """Read the whole array. E4M3 values are returned as bytes, as kernels for experts expect."""
+    """Read the whole array. E4M3 values are returned as bytes, because kernels for experts expect
+    bytes.
+    """
     whole = array[(slice(0, array.shape[0]),)]
     return whole.view(np.uint8) if whole.dtype == E4M3 else whole
 

@@ -1,9 +1,9 @@
 """Reads and writes the manifest's entry for the default loop.
 
-The default loop is the decoding loop that runs if a request names no preset. In a new bundle, this
-is the adaptive loop that was published for its model family. ``dlm-export effort`` can fit another
-loop to the bundle. If the fitted loop is not one of the published presets, it is stored as a preset
-named ``fitted``.
+The default loop is the decoding loop that runs if a request names no preset. In a new bundle, the
+default loop is the adaptive loop that was published for the model family. ``dlm-export effort`` can
+fit a different loop to the bundle. If the fitted loop is not one of the published presets, the loop
+is stored as a preset named ``fitted``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 FEWEST_SAMPLES = 32
 """Fitting a default loop needs at least this many samples.
 
-With fewer samples, a loop may look as good as the published loop although it is a tenth worse.
+With fewer samples, a loop may look as good as the published loop although the loop is a tenth
+worse.
 """
 FITTED = "fitted"
 """Name of the preset that contains a fitted loop."""
@@ -28,14 +29,14 @@ def published(preset: str, reason: str = NOT_FITTED) -> dict[str, Any]:
 
 
 def published_of(manifest: Mapping[str, Any]) -> str:
-    """Name of the published preset that a bundle would run if no loop had been fitted to it."""
+    """Return the name of the published preset that runs if no loop was fitted to the bundle."""
     record = manifest.get("default_loop")
     name: str = manifest["loop"]["default_preset"] if record is None else record["published"]
     return name
 
 
 def default_loop(manifest: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The default loop of a bundle, as changes to a published preset.
+    """Return the default loop of a bundle, as changes to a published preset.
 
     Returns the name of the published preset, and the fields that the loop changes.
     """
@@ -46,5 +47,7 @@ def default_loop(manifest: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def published_presets(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """All presets of a bundle that can also be used for other bundles; ``fitted`` is left out."""
+    """Return the presets of a bundle that can also be used for other bundles. The preset ``fitted``
+    is left out.
+    """
     return {name: each for name, each in manifest["loop"]["presets"].items() if name != FITTED}

@@ -14,9 +14,9 @@ from dlm_export import outputs
 from dlm_runtime.manifest import MANIFEST_FILE
 
 _OWN_FILES = re.compile(r"manifest\.json(\.new)?|engines/[^/]+\.engine(\.new)?")
-"""Names of files that belong to a bundle even if its manifest does not list them.
+"""Matches the names of files that belong to a bundle even if its manifest does not list them.
 
-These are the manifest, and files that ``dlm-export engine`` leaves behind if it is killed.
+These files are the manifest, and the files that remain if ``dlm-export engine`` is killed.
 """
 
 
@@ -25,8 +25,8 @@ def finish(
 ) -> dict[str, Any]:
     """Write manifest.json, with the size and SHA-256 of every other file in ``folder``.
 
-    Returns the sizes and hashes by file name. Pass the result of an earlier call as ``hashed`` to
-    avoid reading the same files again.
+    Returns a mapping from each file name to the file's size and hash. To avoid reading the same
+    files again, pass the result of an earlier call as ``hashed``.
     """
     files = dict(hashed or {})
     for path in sorted(folder.rglob("*")):
@@ -38,7 +38,9 @@ def finish(
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any], files: dict[str, Any]) -> None:
-    """Write manifest.json atomically. ``files`` maps file names to their sizes and SHA-256."""
+    """Write manifest.json atomically. ``files`` maps each file name to the file's size and
+    SHA-256.
+    """
     text = (
         json.dumps(manifest | {"files": files}, indent=1, ensure_ascii=False, allow_nan=False)
         + "\n"
@@ -49,10 +51,10 @@ def write_manifest(folder: Path, manifest: dict[str, Any], files: dict[str, Any]
 
 @contextlib.contextmanager
 def changing(folder: Path, manifest: Mapping[str, Any], name: str) -> Iterator[None]:
-    """Lock a bundle while the block changes its file ``name``.
+    """Lock a bundle while the ``with`` block changes the bundle's file ``name``.
 
-    Raises OutputError if the bundle cannot be written, or if another process has locked it. Also
-    raised if the bundle's manifest is no longer equal to ``manifest``.
+    Raises OutputError if the bundle cannot be written, if another process has locked the bundle, or
+    if the bundle's manifest is no longer equal to ``manifest``.
     """
     with outputs.locked(folder):
         try:
@@ -76,7 +78,8 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
-    """Yield a new folder. It becomes ``output`` if the block succeeds, and is deleted otherwise.
+    """Yield a new folder. If the ``with`` block succeeds, the folder becomes ``output``. Otherwise,
+    the folder is deleted.
 
     With ``force``, an existing bundle or empty folder at ``output`` is replaced. Files and other
     folders are never replaced. Raises the errors of ``outputs.claimed``.
@@ -89,7 +92,7 @@ def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
 
 
 def _kept_because(path: Path) -> str | None:
-    """Say why a path must never be replaced.
+    """Return the reason why a path must never be replaced.
 
     Returns ``None`` if the path is an empty folder, or a bundle without other files.
     """
@@ -110,9 +113,9 @@ def _kept_because(path: Path) -> str | None:
 
 
 def _files_of_bundle(folder: Path) -> set[str] | None:
-    """Read the names of a bundle's files from its manifest; ``None`` if ``folder`` is not a bundle.
+    """Read the names of a bundle's files from its manifest.
 
-    Manifests of all schema versions are accepted.
+    Returns ``None`` if ``folder`` is not a bundle. Manifests of all schema versions are accepted.
     """
     # Folders of web applications contain a manifest.json too. The keys of the manifest must show
     # that the folder is a bundle, because the caller may delete the folder.

@@ -1,6 +1,7 @@
 """Creates, reads and checks manifest.json, the description of a bundle.
 
-The format is documented in docs/reference/bundle.md. Its JSON schema is ``manifest.schema.json``.
+The format is documented in docs/reference/bundle.md. The file ``manifest.schema.json`` contains the
+JSON schema of the format.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from dlm_runtime.policy import Policy
 
 SCHEMA_VERSION = 1
 LOOP_FIELDS = ("vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift")
-"""Network fields that the decoding loop needs. The manifest stores them under ``loop`` only."""
+"""The decoding loop needs these fields of the network. The manifest stores the fields under
+``loop`` only.
+"""
 
 
 def read_manifest(folder: Path, *, check_hashes: bool = True) -> dict[str, Any]:
     """Read a bundle's manifest, and check the manifest and the files that it lists.
 
-    With ``check_hashes=False``, the sizes of the files are compared, but not their hashes. Raises
+    If ``check_hashes`` is false, the sizes of the files are checked, but not their hashes. Raises
     BundleError.
     """
     with dlm_runtime.open(folder, engine="none", check_hashes=check_hashes) as opened:
@@ -54,23 +57,23 @@ def make_manifest(
     json_layout: str | None = None,
     call_format: str | None = None,
 ) -> dict[str, Any]:
-    """Create a manifest without ``files``, which ``finish`` adds later.
+    """Create a manifest without the entry ``files``, which ``finish`` adds later.
 
     Args:
         network: The denoiser's description.
         graph: The result of ``trace.describe``.
         opset: ONNX opset version of the graph.
         precision: The entry ``precision``.
-        kernels: The result of ``Fused.as_dict`` for a CPU graph, ``None`` for a GPU graph.
+        kernels: For a CPU graph, the result of ``Fused.as_dict``. For a GPU graph, ``None``.
         targets: Names of the targets.
         presets: Maps the name of each preset to its policy.
         default_preset: Name of the default preset.
-        max_new_tokens: How many tokens a request generates by default, or ``None``.
+        max_new_tokens: The number of tokens that a request generates by default, or ``None``.
         tokenizer: Name of the tokenizer file, or ``None``.
         chat_template: The entry ``chat_template``, or ``None``.
         text: The entry for the compiled text file, or ``None``.
         config_sha256: SHA-256 of the checkpoint's config.json, or ``None`` if unknown.
-        hub: Where the checkpoint was downloaded from; ``None`` if it was not downloaded.
+        hub: The origin of a downloaded checkpoint; ``None`` if the checkpoint was not downloaded.
         json_layout: Name of the JSON layout that the denoiser was trained on, or ``None``.
         call_format: Name of the tool-call format that the denoiser was trained on, or ``None``.
     """
@@ -102,7 +105,7 @@ def make_manifest(
 
 
 def _source(config_sha256: str, hub: dict[str, Any] | None) -> dict[str, Any]:
-    """The entry that describes the checkpoint."""
+    """Return the entry that describes the checkpoint."""
     return {"config_sha256": config_sha256} | ({} if hub is None else {"hub": hub})
 
 
@@ -120,9 +123,9 @@ def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
 
 
 def table_bytes_of(manifest: Mapping[str, Any]) -> int | None:
-    """How many bytes each element of a bundle's embedding table takes.
+    """Return the number of bytes that each element of a bundle's embedding table takes.
 
-    ``None`` if the table is quantised, or if the manifest does not record its type.
+    Returns ``None`` if the table is quantised, or if the manifest does not record its type.
     """
     dtype = manifest["precision"].get("embedding_dtype")
     return None if dtype is None else CACHE_ROWS[dtype][0]

@@ -61,7 +61,8 @@ def _failure(error: DlmError) -> click.ClickException:
 
 
 class _Group(cloup.Group):
-    """Runs a command. Prints errors of this package as one line, and exits with their exit code.
+    """Runs a command. Prints an error of this package as one line, and exits with the error's exit
+    code.
 
     Other exceptions are bugs, so they print a traceback.
     """
@@ -87,7 +88,9 @@ class _Group(cloup.Group):
 @cloup.group(cls=_Group, sections=SECTIONS, context_settings=CONTEXT)
 @click.version_option(package_name="dlm-export")
 def main() -> None:
-    """Build bundles from checkpoints of diffusion language models, check them, and run them."""
+    """Build, check and run bundles, which are made from checkpoints of diffusion language
+    models.
+    """
 
 
 def _show_warning(

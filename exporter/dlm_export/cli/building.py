@@ -90,10 +90,10 @@ def _common(precision: str, **settings: Any) -> Any:
     tensorrt_group,
 )
 def build(checkpoint: Path | HubName, output: Path, **values: Any) -> None:
-    """Build a bundle from CHECKPOINT, and compare it with PyTorch.
+    """Build a bundle from CHECKPOINT, and compare the bundle with PyTorch.
 
     CHECKPOINT is a folder, or hf:ORG/NAME[@REVISION] on the Hugging Face hub. If the bundle differs
-    from PyTorch or exceeds a budget, it is not written, and the exit code is 3.
+    from PyTorch or exceeds a budget, the bundle is not written, and the exit code is 3.
 
     Example: dlm-export build examples/demo-denoiser --target cpu --precision int8 -o
     build/demo-int8
@@ -122,7 +122,7 @@ def quantize(source: Path, output: Path, **values: Any) -> None:
 @options(
     group(
         "Common options",
-        text("--target", "Device, or several with commas (`dlm-export targets`).", required=True),
+        text("--target", "Devices, separated by commas (see `dlm-export targets`).", required=True),
         flag("--force", help="Replace the engine if the bundle has one."),
         flag("--remove", help="Remove the engine from the bundle."),
         json_option,
@@ -132,7 +132,7 @@ def quantize(source: Path, output: Path, **values: Any) -> None:
 def engine(
     bundle: Path, target: str, force: bool, remove: bool, as_json: bool, **values: Any
 ) -> None:
-    """Build a TensorRT engine for BUNDLE, and add it to BUNDLE.
+    """Build a TensorRT engine, and add the engine to BUNDLE.
 
     BUNDLE must have been built for GPUs. Engines for RTX GPUs can be built on any machine. Engines
     for other GPUs must be built on the device. This command needs neither torch nor onnx.
@@ -192,7 +192,7 @@ def _build(source: Located, output: Path, values: dict[str, Any]) -> None:
 
 
 def _targets_of(source: Path) -> list[str]:
-    """Return the names of a bundle's targets. For a checkpoint, return "cpu"."""
+    """Return the names of a bundle's targets. If SOURCE is a checkpoint, return "cpu"."""
     from dlm_export.bundle.manifest import read_manifest
 
     if not (source / "manifest.json").is_file():
@@ -202,7 +202,7 @@ def _targets_of(source: Path) -> list[str]:
 
 
 def print_build(report: BuildReport) -> None:
-    """Print the report of a build: stages, files, checks, and engines that are still missing."""
+    """Print the report of a build: stages, files, checks, and engines that must be built later."""
     from dlm_export.targets import find
 
     print_table(
@@ -283,7 +283,9 @@ def _shown_parity(parity: Parity) -> str:
 
 
 def print_engine(built: Built, size: int) -> None:
-    """Print the size, TensorRT version and profiles of an engine, and its layers' formats."""
+    """Print the size, TensorRT version and profiles of an engine, and the number formats of its
+    layers.
+    """
     from dlm_export.targets import sm_text
 
     entry, audit = built.entry, built.audit
@@ -309,7 +311,7 @@ def print_engine(built: Built, size: int) -> None:
 
 
 def print_tuning(tuning: Tuning) -> None:
-    """Print how long the layers of a pass take in each format."""
+    """Print how long all layers of a pass take in each number format."""
     told = ", ".join(
         f"{name} {seconds * 1e3:.3g} ms"
         for name, seconds in sorted(tuning.totals().items(), key=lambda i: i[1])
@@ -363,7 +365,9 @@ def print_curve(curve: Sequence[CurvePoint]) -> None:
 
 
 def print_threshold(refit: Refit) -> None:
-    """Print whether the preset's threshold was changed, and the figures that support this."""
+    """Print whether the build changed the preset's threshold, and the figures that support the
+    decision.
+    """
     low, high = refit.interval
     lost = f"{refit.difference:+.1%} ({low:+.1%} .. {high:+.1%}, 95%, {refit.samples} samples)"
     original, there = refit.original.threshold, refit.refitted.threshold

@@ -51,8 +51,8 @@ def capture(
 
     `dlm-export verify --golden` compares bundles with this file. CHECKPOINT is a folder, or
     hf:ORG/NAME[@REVISION]. From the hub, a checkpoint is downloaded without its code, so --trunk is
-    required. The code runs in fp32 on the CPU. It needs the version of transformers that it was
-    written for. This command does not need onnx.
+    required. The code runs in fp32 on the CPU. Install the version of transformers that the code
+    was written for. This command does not need onnx.
 
     Example: dlm-export capture Dream-v0-Instruct-7B -o dream.npz --trust-remote-code
     """

@@ -36,18 +36,20 @@ constrain_from_option = number(
 
 
 def kind_group(*more: Any) -> Any:
-    """Declare the options that constrain generated text, followed by the options in ``more``."""
+    """Declare the options that constrain generated text, and then the options in ``more``."""
     return group(
         "Constrained text",
-        file("--schema", "Write JSON that is valid by this JSON Schema."),
+        file("--schema", "Write JSON that matches this JSON Schema."),
         text("--regex", "Write text that matches this regex, in Rust's syntax.", "TEXT"),
-        file("--grammar", "Write text of this grammar, in llama.cpp's GBNF."),
-        option("--enum", multiple=True, metavar="TEXT", help="Write one of these; repeatable."),
+        file("--grammar", "Write text that matches this grammar, in llama.cpp's GBNF."),
+        option(
+            "--enum", multiple=True, metavar="TEXT", help="Write one of these texts; repeatable."
+        ),
         flag("--json-object", help="Write any JSON object."),
-        file("--json-lines", "Write JSON Lines, each valid by this JSON Schema."),
-        file("--csv", "Write CSV with a header; this schema describes a row."),
+        file("--json-lines", "Write JSON Lines; each line matches this JSON Schema."),
+        file("--csv", "Write CSV with a header; this JSON Schema describes a row."),
         file("--xml", "Write an XML element that this JSON Schema describes."),
-        number("--max-depth", "Largest depth of recursive schemas or free JSON.", 0, 64),
+        number("--max-depth", "Largest nesting depth of recursive schemas or free JSON.", 0, 64),
         flag("--any-order", help="Write properties of small JSON objects in any order."),
         flag("--more-properties", help="Also write properties that the schema does not name."),
         choice(
@@ -62,11 +64,12 @@ def kind_group(*more: Any) -> Any:
 def take_constraint(
     values: dict[str, Any], is_infill: bool = False, has_tools: bool = False
 ) -> dict[str, Any]:
-    """Remove the constraint options from a command's values, and return them as request options.
+    """Remove the constraint options from a command's values, and return these options as request
+    options.
 
-    The result is empty if the user gave no constraint. With ``is_infill``, it may contain
-    ``constrain_from``, an argument of ``Bundle.infill``. With ``has_tools``, options such as
-    ``--max-depth`` are allowed even without a constraint.
+    The result is empty if the user gave no constraint. If ``is_infill`` is true, the result may
+    contain ``constrain_from``, an argument of ``Bundle.infill``. If ``has_tools`` is true, options
+    such as ``--max-depth`` are allowed even without a constraint.
     """
     first = values.pop("constrain_from")
     given = _take_kind(values, has_tools)

@@ -84,7 +84,9 @@ def take_conversation(values: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def take_tools(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the tool options from a command's values, and return them as request options."""
+    """Remove the tool options from a command's values, and return these options as request
+    options.
+    """
     found = {name: value for name in _TOOL_OPTIONS if (value := values.pop(name)) is not None}
     if values.pop("parallel_tool_calls"):
         found["parallel_tool_calls"] = True
@@ -97,7 +99,7 @@ def warn_of_length(bundle: Bundle, new_tokens: int | None) -> None:
     """Warn if the user requests more tokens per answer than the denoiser was trained on.
 
     A denoiser with full attention sees the whole canvas from the first pass on. If the canvas is
-    longer than in training, the denoiser often ends its text too early.
+    longer than the canvases in training, the denoiser often ends its text too early.
     """
     usual = bundle.manifest["loop"].get("max_new_tokens")
     if (
@@ -142,8 +144,8 @@ def chat(
 ) -> None:
     """Chat with BUNDLE, and watch its canvas. Ctrl-C ends an answer, /quit or Ctrl-D ends the chat.
 
-    If stdin or stdout is not a terminal, each line of stdin is a message, and answers are written
-    to stdout. If a message fails, the error is written to stderr, and the exit code is 2.
+    If stdin or stdout is not a terminal, each line of stdin is a message, and the answers go to
+    stdout. If a message fails, the error is written to stderr, and the exit code is 2.
 
     Some chat templates, such as the demo's, accept one message only. Earlier messages are then
     ignored.
@@ -179,7 +181,7 @@ class Conversation:
         self.bundle, self.request, self.tokenizer = bundle, request, bundle.tokenizer
         self.system: str | None = None
         self.messages: list[dict[str, Any]] = []
-        self.remembers = True  # false if the chat template accepts only one message
+        self.remembers = True  # False if the chat template accepts only one message
         self.running: threading.Event | None = None  # setting this event ends the current answer
 
     def take_system(self, system: str | None) -> None:
@@ -208,7 +210,7 @@ class Conversation:
     def ask(self, text: str, show: Callable[[dict[str, Any], int], Generation]) -> Generation:
         """Answer a message, and add the message and the answer to the conversation.
 
-        ``show`` is called to generate the answer. Its arguments are the request and the position of
+        ``show`` generates the answer. The arguments of ``show`` are the request and the position of
         the answer's first token. Raises RequestError if the conversation fills the canvas.
         """
         said, given = self._next(text)
@@ -232,10 +234,10 @@ class Conversation:
         return answer
 
     def _next(self, text: str) -> tuple[list[dict[str, Any]], int]:
-        """Return the messages for the next request, and their number of tokens.
+        """Return the messages for the next request, and the number of tokens in these messages.
 
-        The next request has all messages so far and the new message. If the chat template rejects
-        earlier messages, the request has the new message only.
+        The next request contains all messages so far and the new message. If the chat template
+        rejects earlier messages, the request contains only the new message.
         """
         message = {"role": "user", "content": text}
         if self.messages and self.remembers:

@@ -1,4 +1,4 @@
-"""The command ``decide``."""
+"""Defines the command ``decide``, which answers questions about a state."""
 
 from __future__ import annotations
 
@@ -63,9 +63,11 @@ from dlm_runtime.generation.deciding import Question
         text("--prompt", "State as plain text before the answer; - reads stdin.", "TEXT"),
         chat_option,
         *conversation_options,
-        number("--passes", "Times the answer is predicted; each adds certain answers.", default=1),
+        number("--passes", "Predictions; each one answers the most certain questions.", default=1),
         text("--answer", "Answer text with <mask:NAME> slots.  [default: a JSON object]", "TEXT"),
-        number("--rest", "Mask tokens after the answer; above 0, text may follow.", 0, default=0),
+        number(
+            "--rest", "Mask tokens after the answer; if above 0, text may follow.", 0, default=0
+        ),
         flag("--special-tokens", help="Recognise special tokens in text; trusted text only."),
         json_option,
     ),
@@ -84,7 +86,7 @@ def decide(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Answer questions about a state with BUNDLE, with a probability for each option.
+    """Answer questions about a state with BUNDLE, and print a probability for each option.
 
     \b
     Example: dlm-export decide build/demo --chat "turn on the kitchen lights" --rest 32 \\
@@ -129,7 +131,7 @@ def decide(
 def _questions(
     choices: Iterable[str], yes_no: Iterable[str], scores: Iterable[str]
 ) -> dict[str, Question]:
-    """The questions by name. Raises click.UsageError."""
+    """Map the name of each question to the question. Raises click.UsageError."""
     found: list[tuple[str, Question]] = []
     for given in choices:
         name, listed = _split("--choice", given)

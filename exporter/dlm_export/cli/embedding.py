@@ -26,8 +26,8 @@ from dlm_export.cli.printing import print_json, print_table
 def embed(static: bool, as_json: bool, **wanted: bool) -> None:
     """Print compiler flags and paths for C programs that use the runtime.
 
-    The command works like pkg-config. All requested values are printed on one line. Without
-    options, a table of all values is printed.
+    The command works like pkg-config. All requested values are printed on one line. If no option is
+    given, a table shows all values.
 
     Example: cc app.c $(dlm-export embed --cflags --libs) -o app
     """

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 @click.argument("bundle", type=CHECKPOINT, required=False)
 @group(
     "Options",
-    text("--target", "Also check for these devices, with commas.", "LIST"),
+    text("--target", "Also check for these devices, separated by commas.", "LIST"),
     json_option,
 )
 @click.pass_context
 def doctor(context: click.Context, bundle: Path | None, target: str | None, as_json: bool) -> None:
-    """Check this machine, and say what is missing. Does not change the machine.
+    """Check this machine, and say what is missing. The machine is not changed.
 
-    With BUNDLE, also checks whether it can run here. With --target, also checks whether bundles for
-    this target can run here. The exit code is 1 if one of these checks fails, or if dlm-export
-    itself cannot run.
+    If BUNDLE is given, check whether BUNDLE can run here. If --target is given, check whether
+    bundles for the target can run here. The exit code is 1 if one of these checks fails, or if
+    dlm-export itself cannot run.
 
     Example: dlm-export doctor build/demo --target cpu
     """
@@ -47,7 +47,9 @@ def doctor(context: click.Context, bundle: Path | None, target: str | None, as_j
 
 
 def print_report(report: Report) -> None:
-    """Print a table of all findings, and then the remedies. Those for required parts come first."""
+    """Print a table of all findings, and then the remedies. Remedies for required parts come
+    first.
+    """
     rows = [[each.state, each.part, each.name, each.said] for each in report.findings]
     print_table("", ["state", "of", "what", "found"], rows)
     for title, is_missing in (("What to do:", True), ("Optional:", False)):

@@ -27,9 +27,9 @@ from dlm_export.cli.values import opening
 @options(
     group(
         "Common options",
-        file("--data", "JSONL or text to fit on, best with answers.  [default: built in]"),
+        file("--data", "JSONL or text file to fit on, best with answers.  [default: built in]"),
         number("--samples", "Most prompts to use.", most=100000, default=64),
-        text("--preset", "Loop to vary.  [default: the adaptive one]"),
+        text("--preset", "Preset to vary.  [default: the adaptive preset]"),
         json_option,
     ),
     cpu_opening_group,
@@ -37,11 +37,12 @@ from dlm_export.cli.values import opening
 def effort(
     bundle: Path, data: Path | None, samples: int, preset: str | None, as_json: bool, **values: Any
 ) -> None:
-    """Fit effort levels and the default loop of BUNDLE to data.
+    """Fit effort levels and the default loop of BUNDLE to data, and write both into BUNDLE.
 
-    They are written into BUNDLE. The levels are instant, low, medium and high. They are variants of
-    one preset that commit tokens earlier or later. The default loop is the variant with the fewest
-    passes among those that are as good as committing one token per pass.
+    The levels are instant, low, medium and high. The levels are variants of one preset that commit
+    tokens earlier or later. The default loop is a variant that loses no quality compared with
+    committing one token per pass. Among these variants, the command chooses the variant with the
+    fewest passes.
 
     Example: dlm-export effort build/demo --data examples/demo-denoiser/calibration.jsonl
     """

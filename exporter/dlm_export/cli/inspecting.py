@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 def inspect(checkpoint: Path | HubName, as_json: bool, **values: Any) -> None:
     """Describe a checkpoint or a bundle.
 
-    For a checkpoint, prints its family, network and memory. For a bundle, prints its files, engines
-    and presets. CHECKPOINT is the folder of a checkpoint or bundle, or hf:ORG/NAME[@REVISION]. From
-    the hub, the headers of the weight files are downloaded, but not the weights.
+    For a checkpoint, the command prints its family, network and memory. For a bundle, the command
+    prints its files, engines and presets. CHECKPOINT is the folder of a checkpoint or bundle, or
+    hf:ORG/NAME[@REVISION]. From the hub, the headers of the weight files are downloaded, but not
+    the weights.
 
     Example: dlm-export inspect examples/demo-denoiser
     """
@@ -66,7 +67,7 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
 
     opened = Checkpoint(found.path)
     network = families.read_network(opened, changed)
-    # This raises an error if a tensor is missing, is unexpected, or has a wrong shape.
+    # This call raises an error if a tensor is missing, is unexpected, or has a wrong shape.
     tensors = families.check_tensors(opened, network)
     text = tokenizer.read(opened, network)
     kinds = {
@@ -145,9 +146,9 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
 
 
 def _kept(c: NetworkSpec) -> int:
-    """Return how many tokens the cache holds at most, on the longest canvas.
+    """Return the maximum number of tokens in the cache, on the longest canvas.
 
-    Block-causal networks cache all blocks except the last. Other networks cache all tokens.
+    Block-causal networks cache all blocks except the last block. Other networks cache all tokens.
     """
     block = c.visible_block
     return c.max_canvas_length if block is None else (-(-c.max_canvas_length // block) - 1) * block
@@ -156,8 +157,8 @@ def _kept(c: NetworkSpec) -> int:
 def _memory(c: NetworkSpec, element_bytes: int, table_bytes: int) -> dict[str, int]:
     """Compute the memory of weights and cache in bytes.
 
-    ``table_bytes`` is the number of bytes of each element of the embedding table. It may differ
-    from ``element_bytes``, because fp32 bundles store the table in the checkpoint's type.
+    ``table_bytes`` is the number of bytes per element of the embedding table. ``table_bytes`` may
+    differ from ``element_bytes``, because fp32 bundles store the table in the checkpoint's type.
     """
     from dlm_export.planning.roofline import kinds_of, weights_bytes
 
@@ -171,7 +172,7 @@ def _memory(c: NetworkSpec, element_bytes: int, table_bytes: int) -> dict[str, i
 
 
 def print_network(network: NetworkSpec) -> None:
-    """Print the description of a network. Consecutive equal layers have one table row."""
+    """Print the description of a network. Consecutive equal layers share one row of the table."""
     fields = (
         "architecture",
         "vocab_size",
@@ -278,7 +279,7 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _default_words(manifest: Mapping[str, Any]) -> str:
-    """Describe the default loop, and why the build chose it."""
+    """Describe the default loop, and the reason why the build chose this loop."""
     name = manifest["loop"]["default_preset"]
     record = manifest.get("default_loop")
     if record is None:
@@ -301,10 +302,10 @@ def _embedding_words(manifest: Mapping[str, Any]) -> str:
 
 
 def _audited(audit: Mapping[str, Any] | None) -> list[str]:
-    """Return three table cells about an engine.
+    """Return three table cells that describe an engine.
 
-    They have the formats of its layers, the number of layers that got another format than
-    requested, and the memory that it needs on the device.
+    The cells show the formats of the engine's layers, the number of layers that got an unrequested
+    format, and the memory that the engine needs on the device.
     """
     if audit is None:
         return ["-"] * 3

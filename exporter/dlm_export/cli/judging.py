@@ -52,8 +52,12 @@ STOPPED = {
 @options(
     group(
         "Common options",
-        folder("--checkpoint", "Checkpoint or full-precision bundle of the build.", CHECKPOINT),
-        file("--golden", "Or: logits of the released code (`dlm-export capture`)."),
+        folder(
+            "--checkpoint",
+            "Checkpoint or full-precision bundle that BUNDLE was built from.",
+            CHECKPOINT,
+        ),
+        file("--golden", "Golden file to compare with instead (see `dlm-export capture`)."),
         folder("--report", "Write accuracy.json and report.html here, if quantised."),
         flag("--force", default=None, help="Replace the report if it exists."),
         json_option,
@@ -74,9 +78,9 @@ def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values:
     The checkpoint runs in PyTorch. If BUNDLE is in full precision, logits and generated texts are
     compared. If BUNDLE is quantised, its accuracy is measured on the samples of --data.
 
-    With --golden, the logits of BUNDLE are compared with a golden file, which has logits of the
-    released code. --golden needs neither torch nor the checkpoint. The exit code is 3 if a
-    tolerance or a budget is exceeded.
+    With --golden, the logits of BUNDLE are compared with a golden file, which contains logits of
+    the released code. This comparison needs neither torch nor the checkpoint. The exit code is 3 if
+    a tolerance or a budget is exceeded.
 
     Example: dlm-export verify build/demo-int8 --checkpoint examples/demo-denoiser --max-ce-increase
     0.01
@@ -201,7 +205,7 @@ def _verify_quantised(bundle: Path, source: Source, values: dict[str, Any]) -> N
 def compare(reference: Path, candidate: Path, **values: Any) -> None:
     """Measure how much accuracy CANDIDATE loses against REFERENCE.
 
-    CANDIDATE and REFERENCE are bundles. Both run in the native runtime.
+    CANDIDATE and REFERENCE are bundles. The native runtime runs both bundles.
 
     Example: dlm-export compare build/demo build/demo-int4 --data examples/demo/heldout.jsonl
     """
@@ -224,8 +228,8 @@ def compare(reference: Path, candidate: Path, **values: Any) -> None:
         "Common options",
         output_option("Page to write, such as compare.html."),
         force_option,
-        flag("--speed", help="Also time the bundles here; all of them are open at once."),
-        number("--rounds", "Timed generations of each.  [default: 5]", 3, 1000),
+        flag("--speed", help="Also time the bundles here; all bundles are open at once."),
+        number("--rounds", "Timed generations of each bundle.  [default: 5]", 3, 1000),
         preset_option,
         json_option,
     ),
@@ -236,9 +240,9 @@ def report(
 ) -> None:
     """Write a page that compares bundles of one checkpoint.
 
-    The page has the size, accuracy and speed of BUNDLES. The accuracy of a bundle is not measured
-    again, because its build has recorded the figures. All bundles must have been judged on the same
-    data.
+    The page shows the size, accuracy and speed of BUNDLES. The accuracy of a bundle is not measured
+    again, because the build of the bundle has recorded the figures. All bundles must have been
+    judged on the same data.
 
     Example: dlm-export report build/demo build/demo-int8 build/demo-int4 --speed -o
     build/compare.html
@@ -268,7 +272,9 @@ def report(
 
 
 def print_parity(parity: Parity) -> None:
-    """Print the differences of logits and generated texts, and whether they are tolerated."""
+    """Print the differences of logits and generated texts, and whether the differences are
+    tolerated.
+    """
     rows = [
         [
             f"{row.mask_ratio:.2f}",
@@ -307,7 +313,8 @@ def print_parity(parity: Parity) -> None:
 def print_judgement(judgement: Judgement) -> None:
     """Print how much accuracy quantisation costs.
 
-    A table has the figures by mask ratio. After it, there is one line for each other figure.
+    A table shows the figures for each mask ratio. After the table, one line shows each other
+    figure.
     """
     columns = [
         "mask ratio",

@@ -1,11 +1,12 @@
 """Makes ``dlm-export build`` available as ``optimum-cli export dlm CHECKPOINT OUTPUT``.
 
 optimum (https://github.com/huggingface/optimum) imports all files of the namespace package
-``optimum.commands.register``, and adds the commands that they list. The file of dlm-export in this
-package is ``register_dlm_export.py``. The new command has the options of ``dlm-export build``.
+``optimum.commands.register``, and adds the commands that these files list. dlm-export adds the file
+``register_dlm_export.py`` to this package. The new command accepts the options of ``dlm-export
+build``.
 
-optimum imports this module each time it starts. So this module imports large packages only when its
-command runs.
+optimum imports this module each time that optimum starts. So this module imports large packages
+only when the new command runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from dlm_export.cli.app import main
 from dlm_export.cli.building import build
 
-_PREFIX = "dlm_"  # prefix of our names, so that they differ from those of optimum
+_PREFIX = "dlm_"  # prefix of our names, which makes our names differ from optimum's names
 
 
 class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
@@ -47,7 +48,7 @@ class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]
             help_text = record[1].replace("%", "%%") if record else None
             name = f"{_PREFIX}{option.name}"
             if option.is_flag:
-                # Some flags have an opposite, such as --x and --no-x.
+                # Some flags have an opposite flag, as in --x and --no-x.
                 action = BooleanOptionalAction if option.secondary_opts else "store_true"
                 parser.add_argument(
                     *option.opts, dest=name, action=action, default=SUPPRESS, help=help_text
@@ -84,7 +85,7 @@ def build_arguments(values: Namespace) -> list[str]:
 def _options() -> Iterator[click.Option]:
     """Yield the options of ``dlm-export build``, except ``--output``.
 
-    In optimum-cli, the output is an argument instead.
+    In optimum-cli, the output folder is an argument, not an option.
     """
     for parameter in build.params:
         if isinstance(parameter, click.Option) and parameter.name != "output":

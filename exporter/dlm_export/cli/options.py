@@ -1,7 +1,7 @@
 """Declares the options that several commands share, in the groups that the help shows.
 
 The package cloup provides the groups. Each option has one line of help. click checks that values
-are within their range. The help states a range only if users cannot guess it.
+are within their range. The help states a range only if users cannot guess the range.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 LAYOUTS = click.Choice(list(layout.LAYOUTS))
 CALL_FORMATS = click.Choice(list(tools.FORMATS))
 NAMES_WIDTH = 32
-"""Width of the column with option names in the help. If a name is longer, its text starts on the
-next line.
+"""Width of the column with option names in the help. If a name is longer, its help text starts on
+the next line.
 """
 
 
@@ -81,7 +81,7 @@ command = functools.partial(
 
 
 def option(*names: str, **settings: Any) -> Any:
-    """Like ``click.option``, for options in a group."""
+    """Like ``click.option``, but for options in a group."""
     return cloup.option(*names, cls=Option, **settings)
 
 
@@ -106,7 +106,7 @@ def text(name: str, help: str, metavar: str = "NAME", **settings: Any) -> Any:
 
 
 def choice(name: str, kind: click.Choice[str] | list[str], help: str, **settings: Any) -> Any:
-    """Declare an option that takes one of several names. The help lists them."""
+    """Declare an option that takes one of several names. The help lists the names."""
     made = click.Choice(kind) if isinstance(kind, list) else kind
     return option(name, type=made, metavar="NAME", help=help, **settings)
 
@@ -128,13 +128,15 @@ def group(title: str, *options: Any) -> Callable[[_Command], _Command]:
 
 
 def output_option(help: str, kind: str = "FILE") -> Any:
-    """Declare the option ``-o``. All commands that write a file or a folder require it."""
+    """Declare the option ``-o``, which is required by all commands that write a file or a
+    folder.
+    """
     return option("-o", "--output", required=True, type=OUTPUT, metavar=kind, help=help)
 
 
 json_option = flag("--json", "as_json", help="Print JSON to stdout.")
 force_option = flag("--force", help="Replace the output if it exists.")
-preset_option = text("--preset", "Decoding loop, by name.  [default: the bundle's]")
+preset_option = text("--preset", "Name of the decoding loop.  [default: the bundle's loop]")
 effort_option = text(
     "--effort", "Effort level: instant, low, medium, high (see `dlm-export effort`)."
 )
@@ -150,15 +152,15 @@ prompts_option = file("--prompts", "Text file with a prompt per line, instead of
 # ---- Checkpoints ----
 
 SOURCE_OPTIONS = (
-    number("--mask-token-id", "Id of the mask token, if the checkpoint lacks it.", 0),
+    number("--mask-token-id", "ID of the mask token, if the checkpoint does not define it.", 0),
     number(
         "--max-canvas-length",
-        "Longest canvas in tokens.  [default: the checkpoint's]",
+        "Longest canvas in tokens.  [default: the checkpoint's value]",
         most=1 << 20,
     ),
     number(
         "--attention-block",
-        "Tokens per attention block, if the checkpoint lacks it.",
+        "Tokens per attention block, if the checkpoint does not define it.",
         most=1 << 20,
     ),
 )
@@ -193,7 +195,7 @@ _RUN_OPTIONS = (
         callback=_check_provider,
     ),
     flag("--allow-fallback", help="Let the CPU run operators that the provider lacks."),
-    number("--threads", "Engine threads; 0: all cores.", 0, 4096, default=0),
+    number("--threads", "Engine threads; 0 means all cores.", 0, 4096, default=0),
 )
 opening_group = group(
     "Engine",
@@ -216,32 +218,34 @@ cpu_opening_group = group(
     ),
     *_RUN_OPTIONS,
 )
-"""Like ``opening_group``, for commands that compare bundles. The default engine runs on the CPU."""
+"""Like ``opening_group``, but for commands that compare bundles. The default engine runs on the
+CPU.
+"""
 
 # ---- Judging ----
 
 _SAMPLE_OPTIONS = (
     number("--judged", "Samples to judge on.  [default: at most 32]", most=100000),
     number("--free-runs", "Prompts for which the reference generates text too."),
-    text("--calib-preset", "Loop for calibration and judging.  [default: the adaptive one]"),
-    number("--seed", "Seed of masks, states and intervals.", 0, default=0),
+    text("--calib-preset", "Preset for calibration and judging.  [default: the adaptive preset]"),
+    number("--seed", "Seed of masks, calibration states and intervals.", 0, default=0),
 )
 BUDGETS = ("max_ce_increase", "min_top1", "max_nfe_ratio", "min_task")
 _BUDGET_OPTIONS = (
     real("--max-ce-increase", "Largest increase of cross-entropy; 0.01 is 1%."),
-    real("--min-top1", "Smallest share of equal predictions, 0 to 1.", 1),
-    real("--max-nfe-ratio", "Largest ratio of passes to full precision."),
-    real("--min-task", "Smallest share of right answers, 0 to 1; needs answers.", 1),
+    real("--min-top1", "Smallest share of predictions equal to the reference's, 0 to 1.", 1),
+    real("--max-nfe-ratio", "Largest ratio of passes, quantised to full precision."),
+    real("--min-task", "Smallest share of right answers, 0 to 1; the data needs answers.", 1),
 )
 judge_group = group(
     "Judging",
     choice(
         "--judge",
         ["default", "full"],
-        "default, or full: both generate text, for all samples.",
+        "default or full; with full, both denoisers generate text for all samples.",
         default="default",
     ),
-    file("--data", "JSONL or text to judge on.  [default: the source's]"),
+    file("--data", "JSONL or text file to judge on.  [default: the source's data]"),
     *_SAMPLE_OPTIONS,
 )
 budget_group = group("Budgets: exit with 3 if one is missed", *_BUDGET_OPTIONS)
@@ -251,7 +255,7 @@ QUANTISE_GROUPS = (
         choice(
             "--judge",
             ["default", "full", "none"],
-            "default, full (fits effort too), none.",
+            "default, full (also fits effort levels), none.",
             default="default",
         ),
         *_SAMPLE_OPTIONS[:2],
@@ -259,7 +263,7 @@ QUANTISE_GROUPS = (
     ),
     group(
         "Calibration",
-        number("--calib-samples", "Prompts to run.", most=100000, default=128),
+        number("--calib-samples", "Prompts for calibration.", most=100000, default=128),
         number("--calib-states", "Canvases per prompt.", most=1000, default=8),
         choice(
             "--calib-source",
@@ -305,9 +309,9 @@ def _to_bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | 
     return int(float(number) * (1024 if is_binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
-target_option = text("--target", "Device, or GPUs with commas.  [default: cpu]", "LIST")
+target_option = text("--target", "Device, or GPUs separated by commas.  [default: cpu]", "LIST")
 PRECISION_HELP = "fp32, fp16, bf16, auto, int8, ..., or a .toml"
-calib_option = file("--calib", "JSONL or text for calibration; a quarter is for judging.")
+calib_option = file("--calib", "JSONL or text for calibration; a quarter is used for judging.")
 resume_option = folder("--resume", "Folder that keeps finished stages for a later build.")
 verify_option = flag("--no-verify", help="Do not compare the bundle with torch.")
 machine_group = group(
@@ -321,9 +325,9 @@ ENGINE_OPTIONS = (
     number("--canvas", "Longest canvas of an engine in tokens.  [default: all]"),
     number("--block", "Longest pass with a cache, in tokens.  [default: the loop's]"),
     number("--workspace", "Scratch memory per layer in MiB.  [default: 1024]"),
-    file("--timing-cache", "File with TensorRT's timings, read and updated.", OUTPUT),
+    file("--timing-cache", "File with TensorRT's timings; it is read and updated.", OUTPUT),
     choice("--builder", list(ENGINE_BUILDERS), f"{', '.join(ENGINE_BUILDERS)}."),
-    flag("--allow-fallback", default=None, help="Accept layers in another format than requested."),
+    flag("--allow-fallback", default=None, help="Accept layers that get an unrequested format."),
 )
 tensorrt_group = group(
     "TensorRT engines",
@@ -336,7 +340,7 @@ tensorrt_group = group(
 
 
 def options(*groups: Any) -> Callable[[_Command], _Command]:
-    """Apply several decorators to a command. The help shows their options in the given order."""
+    """Apply several decorators to a command. The help shows the options in the given order."""
 
     def decorate(command: _Command) -> _Command:
         for decorator in reversed(groups):

@@ -1,6 +1,6 @@
 """Defines the commands ``plan`` and ``targets``.
 
-``plan`` predicts speed and cost. ``targets`` lists the devices that bundles can be built for.
+``plan`` predicts speed and cost. ``targets`` lists the devices for which bundles can be built.
 """
 
 from __future__ import annotations
@@ -44,20 +44,38 @@ if TYPE_CHECKING:
 @options(
     group(
         "Common options",
-        text("--targets", "Devices with commas, or all.", "LIST", required=True),
-        text("--precisions", "Names with commas.  [default: all that a target runs]", "LIST"),
+        text("--targets", "Devices separated by commas, or all.", "LIST", required=True),
+        text(
+            "--precisions",
+            "Precisions separated by commas.  [default: all that a target runs]",
+            "LIST",
+        ),
         number("--prompt-tokens", "Tokens of the prompt.", 0, default=128),
         number("--new-tokens", "Tokens to generate.", default=128),
         number("--batch", "Canvases in a pass.", most=65536, default=1),
-        text("--price-per-hour", "NUMBER, or TARGET=NUMBER with commas; any currency.", "PRICE"),
+        text(
+            "--price-per-hour",
+            "NUMBER, or TARGET=NUMBER separated by commas; any currency.",
+            "PRICE",
+        ),
         json_option,
     ),
     group(
         "Assumptions",
-        text("--sizes", "Without SOURCE: LLaDA in these sizes, such as 1B,8B.", "LIST"),
-        text("--block-length", "Tokens per block; with commas.", "LIST", default="32"),
-        text("--tokens-per-pass", "Tokens that a pass commits.", "LIST", default="1,2,4,8"),
-        file("--measured", "Output of `dlm-export bench --json`; calibrates the cpu."),
+        text("--sizes", "Sizes of LLaDA to plan instead of SOURCE, such as 1B,8B.", "LIST"),
+        text(
+            "--block-length",
+            "Tokens per block; several are separated by commas.",
+            "LIST",
+            default="32",
+        ),
+        text(
+            "--tokens-per-pass",
+            "Tokens that a pass commits; several are separated by commas.",
+            "LIST",
+            default="1,2,4,8",
+        ),
+        file("--measured", "Output of `dlm-export bench --json`; corrects times of the cpu."),
     ),
     group(
         "Plot",
@@ -71,9 +89,10 @@ def plan(
 ) -> None:
     """Predict the time, memory and cost of SOURCE on devices.
 
-    No bundle needs to be built for the devices. SOURCE is a bundle, a checkpoint folder, or
-    hf:ORG/NAME[@REVISION]. From the hub, the headers of weight files are downloaded, but not the
-    weights. Times are lower limits by the roofline model. For a bundle, torch is not needed.
+    The prediction needs neither the devices nor a bundle that was built for these devices. SOURCE
+    is a bundle, a checkpoint folder, or hf:ORG/NAME[@REVISION]. From the hub, the headers of weight
+    files are downloaded, but not the weights. Times are lower limits by the roofline model. If
+    SOURCE is a bundle, torch is not needed.
 
     Example: dlm-export plan build/demo --targets h100,thor --price-per-hour h100=2.5
     """
@@ -141,7 +160,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 def _numbers(option: str, text: str, kind: type[_Number]) -> tuple[_Number, ...]:
-    """Parse a list of numbers with commas. Each number must be at least 1."""
+    """Parse a list of numbers separated by commas. Each number must be at least 1."""
     try:
         found = tuple(kind(part) for part in split(text))
     except ValueError:
@@ -174,9 +193,9 @@ def _prices(text: str | None, targets: list[str]) -> dict[str, float]:
 @command()
 @group("Options", json_option)
 def targets(as_json: bool) -> None:
-    """List the devices that bundles can be built for.
+    """List the devices for which bundles can be built.
 
-    Also lists the kernels for CPUs, and which of them run on this machine.
+    Also list the kernels for CPUs, and show which kernels run on this machine.
 
     Example: dlm-export targets --json
     """
@@ -210,9 +229,9 @@ def print_targets(
     here: Mapping[str, tuple[bool, str]],
     machine: Mapping[str, Any],
 ) -> None:
-    """Print all targets in 80 columns, how their engines can be built, and facts of this machine.
+    """Print three things in 80 columns: all targets, how to build their engines, and this machine.
 
-    ``here`` maps each target to the result of ``machine.engine_here``.
+    ``here`` maps the name of each target to the result of ``machine.engine_here``.
     """
     from dlm_export.targets import GPU_ALIASES, sm_text
     from dlm_runtime.precision import NUMBER_FORMATS
@@ -262,7 +281,7 @@ def print_targets(
 
 
 def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
-    """Print the kernels for CPUs in 80 columns, and why some of them do not run here."""
+    """Print the kernels for CPUs in 80 columns. If a kernel does not run here, print the reason."""
     rows = [
         [
             known["name"],
@@ -284,8 +303,8 @@ def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
 def print_plan(plan: Plan) -> None:
     """Print a plan in 100 columns.
 
-    Each network has one table per target. After these tables come the growth, the precisions that
-    were left out, and the summary of measurements.
+    There is one table per network and target. After these tables, the function prints the growth,
+    the precisions that were left out, and the summary of measurements.
     """
     request = plan.request
     click.echo(
@@ -379,7 +398,8 @@ def _print_predictions(
 def _print_growth(growth: Growth, plan: Plan) -> None:
     """Print how the time per token grows, with one row per target.
 
-    If the target has a price, its row has the cost per million tokens instead.
+    If a price is known for the target, the row shows the cost per million tokens instead of the
+    time.
     """
     rows = [
         [
@@ -407,7 +427,10 @@ def _print_growth(growth: Growth, plan: Plan) -> None:
 
 
 def _print_calibration(calibration: Mapping[str, Any]) -> None:
-    """Print the ratios of measured times to limits, and the errors of times predicted from them."""
+    """Print the ratios of measured times to lower limits, and the errors of predictions.
+
+    Each measured time is compared with a prediction from the other measured times.
+    """
     low, high = calibration["ratios"]
     what = f"{calibration['file']}: {calibration['passes']} passes in {calibration['precision']}"
     click.echo(f"Calibration by {what}, {low:.2f} to {high:.2f} times their limits")
@@ -438,14 +461,16 @@ def _passshown(time: PassTime) -> str:
 
 
 def _three(value: float | None) -> str:
-    """Format a number with three significant digits. Numbers over 100 are rounded to integers."""
+    """Format a number with three significant digits. Numbers from 100 on are rounded to
+    integers.
+    """
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _by_value(named: Mapping[str, str]) -> dict[str, list[str]]:
-    """Maps each value of ``named`` to all names that have this value."""
+    """Map each value of ``named`` to all names with this value."""
     out: dict[str, list[str]] = {}
     for name, value in named.items():
         out.setdefault(value, []).append(name)

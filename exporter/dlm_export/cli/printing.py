@@ -18,11 +18,11 @@ from dlm_export.bundle.default_loop import FEWEST_SAMPLES
 if TYPE_CHECKING:
     from dlm_runtime import Generation
 
-# The longest word (such as a path) and the longest line (such as an error of TensorRT), in
+# The maximum lengths of a word (such as a path) and of a line (such as an error of TensorRT), in
 # characters. Longer words and lines are shortened.
 WORD_LIMIT, LINE_LIMIT = 400, 5000
 
-LINE_EVERY_S = 10.0  # seconds between two lines of progress, if stderr is not a terminal
+LINE_EVERY_S = 10.0  # seconds between two lines of progress, used if stderr is not a terminal
 
 
 def one_line(text: object) -> str:
@@ -51,7 +51,7 @@ def for_terminal(text: str) -> str:
 def how_it_went(done: Generation, *beside: str) -> str:
     """Summarise a generation in one line.
 
-    The line has the number of passes, the time, and the texts in ``beside``. If the generation
+    The line shows the number of passes, the time, and the texts in ``beside``. If the generation
     ended early, the line also says why.
     """
     passes = f"{done.nfe} pass{'es' if done.nfe != 1 else ''}"
@@ -101,9 +101,9 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         is_number = i > 0 and all(row[i][:1].isdigit() or row[i] == "-" for row in rows)
         table.add_column(column, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
-        # Wrap each cell in Text, so that rich does not interpret it as markup.
+        # Wrap each cell in Text, so that rich does not interpret the cell as markup.
         table.add_row(*(Text(one_line(cell)) for cell in row))
-    # If the output is piped, do not wrap it at the default width of a terminal.
+    # If the output is piped, do not wrap the output at the default width of a terminal.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
@@ -113,18 +113,20 @@ def shown(value: float | None, form: str) -> str:
 
 
 def block_left_out(layer: str) -> str:
-    """Replace the block number in the path of a layer by N, as in ``blocks.N.mlp.up``."""
+    """Replace the block index in the path of a layer by N, as in ``blocks.N.mlp.up``."""
     return re.sub(r"^blocks\.\d+\.", "blocks.N.", layer)
 
 
 def print_caches(what: str, sizes: Mapping[str, int]) -> None:
-    """Print how much memory the keys and values of one token take in each cache type."""
+    """Print the memory for the keys and values of one token, for each type of the cache."""
     told = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
     click.echo(f"{what} a token on a CPU, by --cache-dtype: {told}")
 
 
 def print_kernels(kernels: Mapping[str, Any]) -> None:
-    """Print which native kernels a CPU graph calls, and why other layers use slower operators."""
+    """Print which native kernels a CPU graph calls, and the reasons why other layers use slower
+    operators.
+    """
     calls = ", ".join(f"{count} {name}" for name, count in kernels["calls"].items())
     click.echo(f"Native kernels: {calls or 'none'}")
     plain = Counter((block_left_out(layer), reason) for layer, reason in kernels["plain"].items())
@@ -139,13 +141,13 @@ def warn(text: str) -> None:
 def told_progress(stage: str, done: int, total: int, seconds: float) -> str:
     """Describe the progress of a stage in one line.
 
-    The line has the finished share, the rate, the estimated remaining time, and the memory of the
+    The line shows the finished share, the rate, the estimated remaining time, and the memory of the
     process. If ``total`` is 2**20 or more, the units are bytes.
     """
     from dlm_export.memory import resident_bytes
 
     is_bytes = total >= 1 << 20
-    told = [stage]  # if the stage has a single unit, only its name is shown
+    told = [stage]  # if the stage consists of one unit, only the name of the stage is shown
     if total > 1:
         told[0] += f" {done / total:.0%}"
         told.append(
@@ -165,7 +167,8 @@ def told_progress(stage: str, done: int, total: int, seconds: float) -> str:
 class Bars:
     """Shows the progress of a command on stderr.
 
-    On a terminal, each stage has a bar. Otherwise, a line is printed every ``LINE_EVERY_S`` seconds.
+    On a terminal, a bar shows each stage. Otherwise, a line is printed every ``LINE_EVERY_S``
+    seconds.
     """
 
     def __init__(self) -> None:
@@ -228,7 +231,9 @@ def _rich_bars() -> Any:
 
 
 def print_effort(effort: Mapping[str, Any]) -> None:
-    """Print the effort levels of a bundle, with the quality and the passes that were measured."""
+    """Print the effort levels of a bundle. For each level, print the measured quality and
+    passes.
+    """
     title = f"Effort, loops of {effort['preset']}, by generations of {effort['samples']} samples"
     kind = "right answers" if effort["quality"] == "task" else "agreement with one token a pass"
     rows = [

@@ -61,12 +61,16 @@ from dlm_export.signals import cancelling
     group(
         "Other input",
         *conversation_options,
-        text("--tokens", "Token ids, with commas; mask tokens among them are filled.", "LIST"),
-        text("--infill", "Text with holes, written <mask>; it is the answer to a prompt.", "TEXT"),
-        text("--hole-tokens", "Tokens per hole; several are all tried.  [default: 16]", "LIST"),
+        text("--tokens", "Token IDs, separated by commas; the mask tokens are filled.", "LIST"),
+        text("--infill", "Answer to a prompt, with holes that are written <mask>.", "TEXT"),
+        text(
+            "--hole-tokens",
+            "Tokens per hole; several numbers are all tried.  [default: 16]",
+            "LIST",
+        ),
         text(
             "--prefix",
-            "Start of the answer; a constraint includes it.",
+            "Start of the answer; a constraint includes this text.",
             "TEXT",
             default="",
             show_default=False,
@@ -84,20 +88,20 @@ from dlm_export.signals import cancelling
             metavar="TEXT",
             help="Stop generating before this text; repeatable.",
         ),
-        number("--max-steps", "Stop after this many passes; 0: no limit.", 0, default=0),
-        real("--deadline-ms", "Stop after this many milliseconds; 0: no limit.", default=0.0),
+        number("--max-steps", "Stop after this many passes; 0 means no limit.", 0, default=0),
+        real("--deadline-ms", "Stop after this many milliseconds; 0 means no limit.", default=0.0),
     ),
     group(
         "Decoding loop",
-        number("--steps", "Passes for the whole text; 0: the preset's plan.", 0, default=0),
-        number("--block-length", "Tokens per block; 0: one block.", 0),
-        real("--threshold", "Score from which a token commits, 0 to 1.", 1),
+        number("--steps", "Passes for the whole text; 0 uses the preset's plan.", 0, default=0),
+        number("--block-length", "Tokens per block; 0 means one block.", 0),
+        real("--threshold", "Lowest score at which a token commits, 0 to 1.", 1),
         text("--score", "confidence, margin, entropy, random."),
         text("--commit", "static, threshold, dynamic, factor, timestep, ..."),
         text("--cache", "none, prefix, dual, block, block-dual."),
         real("--temperature", "Sampling temperature; 0 takes the most likely token."),
-        real("--top-p", "Sample from the best tokens with this probability, 0 to 1.", 1),
-        number("--top-k", "Sample from this many tokens; 0: all.", 0),
+        real("--top-p", "Sample from the best tokens with this total probability, 0 to 1.", 1),
+        number("--top-k", "Sample from this many of the best tokens; 0 means all.", 0),
         number("--seed", "Seed of sampling and of --score random.", 0),
         set_option,
     ),
@@ -199,8 +203,8 @@ def run(
 @options(
     group(
         "Common options",
-        file("--data", "JSONL of prompts or messages: report p50, p95 and p99."),
-        number("--samples", "Most prompts of --data.", default=64),
+        file("--data", "JSONL of prompts or messages, to report p50, p95 and p99."),
+        number("--samples", "Most prompts to use from --data.", default=64),
         preset_option,
         set_option,
         text("--batch", "Requests that share passes, such as 1,4,8.  [default: 1]", "LIST"),
@@ -210,13 +214,15 @@ def run(
         "What to measure",
         number("--prompt-tokens", "Random tokens before the answer.  [default: 128]", 0),
         number("--new-tokens", "Mask tokens to fill.  [default: 128]"),
-        text("--passes", "tokens,cached,rows of passes, with semicolons.", "LIST"),
-        number("--rounds", "Rounds per pass; a fifth as many generations.", 3, 1000, default=15),
+        text("--passes", "tokens,cached,rows of each pass; separate passes by semicolons.", "LIST"),
+        number(
+            "--rounds", "Runs of each pass; generations run a fifth as often.", 3, 1000, default=15
+        ),
         option(
             "--peer-token-ms",
             type=click.FloatRange(0, min_open=True),
             metavar="X",
-            help="Milliseconds per token of an autoregressive model, to compare.",
+            help="Milliseconds per token of an autoregressive model to compare with.",
         ),
         flag("--cost", help="Fit the cost of a pass, a token and a row, for schedulers."),
     ),
@@ -232,8 +238,9 @@ def bench(
 ) -> None:
     """Measure the speed and memory of BUNDLE on this machine.
 
-    Single passes and whole generations from random prompts are measured. With --data, the prompts
-    of a file are measured too, one at a time. These generations end at their end tokens.
+    The command measures single passes and whole generations from random prompts. With --data, it
+    also measures generations from the prompts in a file, one at a time. These generations end at
+    their end tokens.
 
     Example: dlm-export bench build/demo --data examples/demo-denoiser/calibration.jsonl
     """
@@ -254,7 +261,9 @@ def bench(
 
 
 def _loop_of(made: Mapping[str, Any]) -> str:
-    """Describe the decoding loop of a measured generation: its preset, and changes to it."""
+    """Describe the decoding loop of a measured generation: the preset, and the changes to the
+    preset.
+    """
     return ", ".join(
         [
             f"preset {made['preset']}",

@@ -52,16 +52,21 @@ def _named(bundles: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]
 @options(
     group(
         "Server",
-        text("--host", "Address to listen on; 0.0.0.0: all.", "HOST", default="127.0.0.1"),
-        number("--port", "TCP port; 0: a free one.", 0, 65535, default=8000),
+        text(
+            "--host",
+            "Address to listen on; 0.0.0.0 means all addresses.",
+            "HOST",
+            default="127.0.0.1",
+        ),
+        number("--port", "TCP port; 0 chooses a free port.", 0, 65535, default=8000),
         option(
             "--name",
             "names",
             multiple=True,
             metavar="NAME=BUNDLE",
-            help="Serve a bundle under another name than its folder's.",
+            help="Serve BUNDLE as the model NAME; repeatable.",
         ),
-        file("--api-key-file", "Keys that clients must send, one a line.  [default: no key]"),
+        file("--api-key-file", "File with one API key per line.  [default: no key]"),
         file("--tls-certificate", "Certificate chain in PEM, for HTTPS."),
         file("--tls-key", "Private key of the certificate, in PEM."),
         flag(
@@ -70,27 +75,33 @@ def _named(bundles: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]
     ),
     group(
         "Limits",
-        number("--max-running", "Requests of a model that share passes.", 1, 4096, default=16),
+        number("--max-running", "Most requests that share a model's passes.", 1, 4096, default=16),
         number(
-            "--max-waiting", "Requests of a model that wait; more get 429.", 1, 1 << 20, default=256
+            "--max-waiting",
+            "Most requests that wait for a model; more get 429.",
+            1,
+            1 << 20,
+            default=256,
         ),
-        number("--max-body", "Size of a request's body in KiB.", 1, 1 << 20, default=1024),
+        number("--max-body", "Largest request body in KiB.", 1, 1 << 20, default=1024),
         number(
             "--max-connections",
-            "Connections at once; more close the oldest idle one.",
+            "Most connections; a new one closes the oldest idle one.",
             1,
             1 << 20,
             default=512,
         ),
-        number("--shutdown", "Seconds for running requests after SIGTERM.", 1, 86400, default=60),
+        number(
+            "--shutdown", "Seconds that running requests get after SIGTERM.", 1, 86400, default=60
+        ),
     ),
     opening_group,
 )
 def serve(bundles: tuple[Path, ...], names: tuple[str, ...], **values: Any) -> None:
     """Serve bundles over HTTP, with OpenAI's API and Mercury's additions.
 
-    Each bundle is a model with the name of its folder. On SIGTERM, the server finishes running
-    requests and exits. On SIGHUP, it opens all bundles again.
+    Each bundle becomes a model with the name of the bundle's folder. On SIGTERM, the server
+    finishes running requests and exits. On SIGHUP, the server opens all bundles again.
 
     Example: dlm-export serve build/demo --port 8000
     """

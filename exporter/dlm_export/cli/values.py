@@ -1,6 +1,6 @@
 """Turns the values of shared options into option dataclasses, and rejects wrong combinations.
 
-Some commands run without torch. So functions import torch and other large packages themselves.
+Some commands run without torch. So large packages such as torch are imported only inside functions.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ _Options = TypeVar("_Options")
 
 
 def taken(kind: type[_Options], values: dict[str, Any]) -> _Options:
-    """Create a dataclass from those of ``values`` that are fields of the dataclass."""
+    """Create a dataclass. Its fields are taken from ``values``, and other ``values`` are
+    ignored.
+    """
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: values[name] for name in names if name in values})
 
 
 def opening(values: dict[str, Any]) -> Opening:
-    """Remove the options for opening a bundle from ``values``, and return an ``Opening``."""
+    """Remove the options for opening a bundle from ``values``, and return these options as an
+    ``Opening``.
+    """
     from dlm_export.opening import Opening
 
     return Opening(
@@ -62,9 +66,9 @@ def split(text: str) -> list[str]:
 
 
 def refuse(values: dict[str, Any], names: tuple[str, ...], why: str) -> None:
-    """Raises UsageError if the user gave one of the options ``names``.
+    """Raise UsageError if the user gave one of the options ``names``.
 
-    The message is the name of the option, followed by ``why``.
+    The error message is the name of the option, followed by ``why``.
     """
     for name in names:
         if values.get(name) is not None:
@@ -72,7 +76,7 @@ def refuse(values: dict[str, Any], names: tuple[str, ...], why: str) -> None:
 
 
 def read_json_file(path: Path) -> Any:
-    """Read a JSON file that the user named. Raises RequestError."""
+    """Read the JSON file at ``path``. Raises RequestError."""
     from dlm_runtime.errors import RequestError
     from dlm_runtime.files import parse_json, read_text
 
@@ -85,7 +89,7 @@ def read_json_file(path: Path) -> Any:
 
 
 def read_text_file(path: Path) -> str:
-    """Read a text file that the user named. Raises RequestError."""
+    """Read the text file at ``path``. Raises RequestError."""
     from dlm_runtime.errors import RequestError
     from dlm_runtime.files import read_text
 
@@ -108,13 +112,13 @@ def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
             fields[name] = json.loads(value)
         except ValueError:
             fields[name] = value
-    # Raises an error if a name is not a field of the policy.
+    # This call raises an error if the policy does not have a field with one of these names.
     Policy().with_fields(fields)
     return fields
 
 
 def check_build_options(values: dict[str, Any]) -> None:
-    """Reject wrong options of a build. This does not need torch, whose import takes seconds.
+    """Reject wrong options of a build, without importing torch, because the import takes seconds.
 
     Raises UsageError, TargetError or RecipeError.
     """
@@ -176,7 +180,7 @@ def build_options(values: dict[str, Any]) -> BuildOptions:
 def overrides(values: dict[str, Any]) -> Overrides:
     """Turn the options that override values of a checkpoint into ``Overrides``.
 
-    A command may have all or some of these options.
+    A command may support only some of these options.
     """
     from dlm_export.families.base import Overrides
 
@@ -198,8 +202,8 @@ def budgets(values: dict[str, Any]) -> Budgets:
 def effort(values: dict[str, Any], seconds: float = 0.0) -> Effort:
     """Turn ``--judge``, ``--judged`` and ``--free-runs`` into an ``Effort``.
 
-    ``seconds`` is the time limit of the effort "default". Raises UsageError for an option that would
-    have no effect.
+    ``seconds`` is the time limit of the effort "default". Raises UsageError if an option would have
+    no effect.
     """
     from dlm_export.judging.accuracy.rounds import Effort
 

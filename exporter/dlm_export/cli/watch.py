@@ -21,8 +21,8 @@ LEGEND = (
     ("░ masked", MASKED),
     ("∎ end", COMMITTED),
 )
-# An invisible style that marks the active part of the drawing. Wrapping moves text to other lines,
-# and the style moves with it.
+# An invisible style, which marks the active part of the drawing. Wrapping moves text to other
+# lines, and this style moves together with the text.
 ACTIVE = Style(meta={"active": True})
 
 
@@ -66,8 +66,8 @@ def denoise(
 class View:
     """A drawing of a canvas.
 
-    If the drawing does not fit on the screen, the part around the ``ACTIVE`` text is shown. With
-    ``is_whole``, all of it is shown.
+    If the drawing does not fit on the screen, the part around the ``ACTIVE`` text is shown. If
+    ``is_whole`` is true, the whole drawing is shown.
     """
 
     canvas: Text
@@ -96,8 +96,8 @@ class View:
 
 
 def _is_active(line: Text) -> bool:
-    # If a line is wrapped before the active text, the line may still end with a space in the active
-    # style. This space alone does not make the line active.
+    # If a line is wrapped before the active text, the line may end with a space in the active
+    # style. Such a space alone does not make the line active.
     return any(
         span.style == ACTIVE and line.plain[span.start : span.end].strip() for span in line.spans
     )
@@ -106,8 +106,8 @@ def _is_active(line: Text) -> bool:
 def view(bundle: Bundle, event: Event, before: list[int] | None, shown_from: int = 0) -> View:
     """Draw the canvas of ``event``, starting at position ``shown_from``.
 
-    ``before`` is the canvas of the previous event, to show which tokens are new. The current block
-    is marked as active, from its first undecided position on.
+    ``before`` is the canvas of the previous event, and determines which tokens are new. The current
+    block is marked as active from its first undecided position on.
     """
     canvas, starts = Text(), []
     for position, token in enumerate(event.canvas):
@@ -140,7 +140,8 @@ def _text(bundle: Bundle, token: int) -> str:
         return "∎"
     if bundle.tokenizer is None:
         return f"{token} "
-    # Do not print control characters in tokens, because a terminal would execute them.
+    # Do not print the control characters in tokens, because a terminal would execute these
+    # characters.
     return "".join(
         c if c.isprintable() else "⏎" if c == "\n" else "�"
         for c in bundle.tokenizer.token_text(token)

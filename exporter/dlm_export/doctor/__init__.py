@@ -1,6 +1,7 @@
 """Implements ``dlm-export doctor``, which checks whether this machine has everything it needs.
 
-The command can also check whether a given bundle or target runs on this machine. The modules:
+The command can also check whether a given bundle or target runs on this machine. The package
+consists of these modules:
 
 - ``system`` runs programs, reads files and loads libraries.
 - ``machine`` uses ``system`` to collect facts about the machine.

@@ -1,14 +1,14 @@
-"""Loads a third-party library and asks it for facts. ``system`` runs this file as a process.
+"""Loads a third-party library and collects facts about it. ``system`` runs this file as a process.
 
     python _ask_library.py KIND LIBRARY...
 
-Prints one JSON object. If the library does not load, the only key is ``failure``, and its value says
-why. KIND selects the facts:
+The process prints one JSON object. If the library does not load, the only key is ``failure``, and
+the value of this key is the reason. KIND selects the facts:
 
 - ``cuda``: the newest CUDA version that the driver supports, and the GPUs.
 - ``tensorrt`` and ``onnxruntime``: the version of the library.
 - ``providers``: the execution providers of the installed ONNX Runtime.
-- ``loads``: maps each library to the reason why it does not load, or to null if it loads.
+- ``loads``: maps each library that does not load to the reason. Maps each other library to null.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-COMPUTE_CAPABILITY = (75, 76)  # CUdevice_attribute of the major and the minor number
+COMPUTE_CAPABILITY = (75, 76)  # CUdevice_attribute of the major number, and of the minor number
 MOST_GPUS = 64
 
 
 def cuda(name: str) -> dict[str, Any]:
-    """Ask the driver which CUDA version it supports, and for the name, SM and memory of each GPU.
+    """Ask the driver for the newest CUDA version that it supports, and for its GPUs.
 
-    The CUDA version is an integer: 13000 means 13.0.
+    The CUDA version is an integer: 13000 means 13.0. For each GPU, the result contains the name,
+    the SM and the memory.
     """
     driver = ctypes.CDLL(name)
     version, count = ctypes.c_int(), ctypes.c_int()
@@ -66,7 +67,7 @@ def tensorrt(name: str) -> dict[str, Any]:
 
 def onnxruntime(name: str) -> dict[str, Any]:
     base = ctypes.CDLL(name).OrtGetApiBase
-    # OrtApiBase has two function pointers: GetApi and GetVersionString.
+    # OrtApiBase contains two function pointers: GetApi and GetVersionString.
     base.restype = ctypes.POINTER(ctypes.c_void_p)
     version = ctypes.CFUNCTYPE(ctypes.c_char_p)(base()[1])()
     return {"version": version.decode("utf-8", "replace")}
@@ -99,7 +100,7 @@ KINDS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main() -> None:
-    sys.path.pop(0)  # modules in this file's folder must not hide installed packages
+    sys.path.pop(0)  # so that modules in this file's folder cannot hide installed packages
     told = os.dup(1)
     os.dup2(2, 1)  # anything that the library prints goes to stderr
     try:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from dlm_export.doctor.system import System
 
-# On a board, the first path is a link to the second. In a container, only one of the paths may
+# On a board, the first path is a link to the second path. In a container, only one of the paths may
 # exist. The text in the file ends with a NUL character.
 MODEL_FILES = ("/proc/device-tree/model", "/sys/firmware/devicetree/base/model")
-NAME_LIMIT = 100  # longest name in characters; longer names are cut off
+NAME_LIMIT = 100  # maximum length of a name in characters; longer names are cut off
 SM_BY_MODEL = {"Thor": 110, "Orin": 87}
 JETPACK_BY_RELEASE = {35: "5", 36: "6", 38: "7", 39: "7"}
 
@@ -23,10 +23,10 @@ JETPACK_BY_RELEASE = {35: "5", 36: "6", 38: "7", 39: "7"}
 class Board:
     """Facts about a Jetson board. ``None`` means unknown.
 
-    - ``sm``: SM of the GPU, derived from ``model``.
-    - ``linux``: release of Jetson Linux, such as 36.4.3.
-    - ``jetpack``: version of the package nvidia-jetpack. If that package is not installed, this is
-      the major version of JetPack that belongs to the release of Jetson Linux.
+    - ``sm``: the SM of the GPU, derived from ``model``.
+    - ``linux``: the release of Jetson Linux, such as 36.4.3.
+    - ``jetpack``: the version of the package nvidia-jetpack. If that package is not installed, this
+      is the major version of JetPack that belongs to the release of Jetson Linux.
     - ``power_mode``: the power mode that nvpmodel reports, such as MAXN.
     """
 
@@ -64,7 +64,9 @@ def _name(text: str) -> str:
 
 
 def _jetpack(system: System) -> str | None:
-    """Return the version of the package nvidia-jetpack, or ``None`` if it is not installed."""
+    """Return the version of the package nvidia-jetpack. Return ``None`` if the package is not
+    installed.
+    """
     found = re.match(
         r"[\d.]{1,20}", system.program("dpkg-query", "-W", "-f=${Version}", "nvidia-jetpack") or ""
     )

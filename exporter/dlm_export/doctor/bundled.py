@@ -1,4 +1,4 @@
-"""Checks whether a machine can run a bundle, or the bundles for a target."""
+"""Checks whether a machine can run a given bundle, or bundles for a given target."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from dlm_export.tensorrt.estimate import EngineOptions, Estimate, estimate, limi
 
 ON_CPU = "or run its graph on the CPU: --engine onnxruntime"
 NAMES = {name: builder.title for name, builder in ENGINE_BUILDERS.items()}
-SHARED_SM = (87, 110, 101, 121)  # SMs of GPUs that use the CPU's memory
+SHARED_SM = (87, 110, 101, 121)  # SMs of GPUs that share the CPU's memory
 
 
 def examine_target(machine: Machine, target: Target) -> Iterator[Finding]:
-    """Check whether ``machine`` can run bundles for ``target``, and whether it can build engines
-    for it.
+    """Check whether ``machine`` can run bundles for ``target``, and whether ``machine`` can build
+    engines for ``target``.
     """
     part = f"target {target.name}"
     if target.sm is None:
@@ -52,7 +52,7 @@ def examine_bundle(
 ) -> Iterator[Finding]:
     """Check whether ``machine`` can run the bundle in ``folder``.
 
-    ``manifest`` is the manifest of that bundle. It must be valid.
+    ``manifest`` is the manifest of the bundle, and must be valid.
     """
     loop, precision, targets = manifest["loop"], manifest["precision"]["name"], manifest["targets"]
     part = "bundle"
@@ -82,7 +82,9 @@ def examine_bundle(
 
 
 def _kernels(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Finding]:
-    """Say which kernels run the bundle, if it is for the CPU. Otherwise, yield no finding."""
+    """If the bundle is for the CPU, say which kernels run the bundle. Otherwise, yield no
+    finding.
+    """
     calls = manifest.get("kernels", {}).get("calls", {})
     is_for_gpu = "device_file" in manifest["loop"]["graph"]
     if not calls or is_for_gpu or m.native.failure is not None:
@@ -99,7 +101,7 @@ def _kernels(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Fin
 
 
 def _lacking_on_cpu(m: Machine) -> Lacking:
-    """List what the machine lacks to run any bundle on the CPU.
+    """List the missing parts that every bundle needs on the CPU.
 
     The remedy is always "see above", because earlier lines of the report give the details.
     """
@@ -119,7 +121,7 @@ def _lacking_for_cuda(m: Machine, *, bf16: bool) -> Lacking:
         remedy = (
             f"pip uninstall -y onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]>={least}'"
         )
-        if m.architecture != "x86_64":  # only x86-64 has wheels of onnxruntime-gpu
+        if m.architecture != "x86_64":  # onnxruntime-gpu has wheels for x86-64 only
             remedy = f"an onnxruntime of {least} or later that was built with it"
         lacking.append(("this ONNX Runtime has no CUDA provider", remedy))
     elif numbers(m.onnxruntime.version) < LEAST_FOR_GPU:
@@ -135,9 +137,10 @@ def _lacking_for_cuda(m: Machine, *, bf16: bool) -> Lacking:
 
 
 def _lacking_gpu(m: Machine, sms: Sequence[int] | None, target: str) -> Lacking:
-    """List what the machine lacks if it must have a GPU with one of ``sms``.
+    """If the machine has no GPU with one of ``sms``, return what is missing.
 
-    If ``sms`` is None, any GPU is accepted. ``target`` is the name of the target, for the message.
+    If ``sms`` is None, any GPU is accepted. ``target`` is the name of the target, which the message
+    shows.
     """
     if not m.driver.gpus:
         return [(f"no GPU: {m.driver.failure}", "NVIDIA's driver, and a GPU that it shows")]
@@ -149,10 +152,10 @@ def _lacking_gpu(m: Machine, sms: Sequence[int] | None, target: str) -> Lacking:
 
 
 def _lacking_engine(m: Machine, folder: Path, engines: Mapping[str, Mapping[str, Any]]) -> Lacking:
-    """List what the machine lacks to run an engine of the bundle; empty if it can run one.
+    """List the reasons why the machine cannot run any of the bundle's engines.
 
-    An engine runs only on the SMs that it was built for. It also needs the variant and the exact
-    version of TensorRT that built it.
+    The list is empty if the machine can run an engine. An engine runs only on the SMs for which it
+    was built. It also needs the variant and the exact version of TensorRT that built it.
     """
     kind, gpu = m.native.tensorrt, m.driver.gpus[0]
     assert kind is not None
@@ -176,8 +179,8 @@ def _lacking_engine(m: Machine, folder: Path, engines: Mapping[str, Mapping[str,
 def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
     """Estimate the memory that a bundle needs for its longest canvas.
 
-    The block length is that of the default preset. For a bundle for GPUs, this is the estimate of
-    ``tensorrt.estimate``. For a bundle for CPUs, the field ``device`` is the memory of the process.
+    The block length is taken from the default preset. For a bundle for GPUs, ``tensorrt.estimate``
+    computes the result. For a bundle for CPUs, the field ``device`` is the memory of the process.
     The process holds the weights, the cache, and the intermediate results of a pass in fp32.
     """
     loop, network = manifest["loop"], network_of(manifest)
@@ -190,8 +193,8 @@ def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
     if "device_file" in graph:
         return found
     held = weights
-    # In memory, ONNX Runtime converts simulated layers to fp32. The embedding table keeps the type
-    # in which it is stored.
+    # In memory, ONNX Runtime converts simulated layers to fp32. The embedding table keeps its
+    # stored type.
     if graph["simulated"]:
         table = network.vocab_size * network.hidden_size
         stored = table * (table_bytes_of(manifest) or 1)

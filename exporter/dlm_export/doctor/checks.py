@@ -1,6 +1,7 @@
 """Compares the facts about a machine with what dlm-export needs.
 
-Each comparison yields findings. They say what works, or what is missing and how to get it.
+Each comparison yields findings. A finding says that a part works, or says what is missing and how
+to get it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ PYTHONS = ((3, 10), (3, 13))
 LEAST_ONNXRUNTIME, LEAST_FOR_GPU = (1, 23), (1, 24)
 LITTLE_DISK_BYTES = 2 << 30
 
-# The extras of pyproject.toml, each with its purpose. "dev" is left out; it is for developers.
+# Maps each extra of pyproject.toml to its purpose. The extra "dev" is left out, because it is for
+# developers.
 EXTRAS = {
     "export": "building bundles from checkpoints",
     "report": "figures of reports and plans",
@@ -35,7 +37,7 @@ EXTRAS = {
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """Check everything about the machine. The findings have the order of the report."""
+    """Check everything about the machine. The findings are in the order of the report."""
     needed_first = (_python, _native_library, _onnxruntime, _gpu, _tensorrt)
     parts = (*needed_first, _board, _memory, _building, _extras)
     return [finding for part in parts for finding in part(machine)]
@@ -194,14 +196,14 @@ def _tensorrt(m: Machine) -> Iterator[Finding]:
 
 
 Lacking = list[tuple[str, str]]
-"""A list of what a machine lacks. Each entry has a description and a remedy."""
+"""A list of missing parts. Each entry consists of a description and a remedy."""
 
 
 def lacking_tensorrt(m: Machine) -> Lacking:
-    """List what the machine lacks to run TensorRT engines.
+    """List the missing parts that TensorRT engines need.
 
-    To run engines, it needs a native library that was compiled for TensorRT, and the TensorRT
-    library itself.
+    TensorRT engines need a native library that was compiled for TensorRT, and the TensorRT library
+    itself.
     """
     if m.native.failure is not None:
         return [("the native library does not load", "see above")]
@@ -217,7 +219,7 @@ def lacking_tensorrt(m: Machine) -> Lacking:
 
 
 def builders_of(m: Machine) -> Builders:
-    """Return the facts that decide which engines the machine can build."""
+    """Return the facts that determine which engines the machine can build."""
     has = {kind: version is not None for kind, version in m.builders.items()}
     return Builders(m.onnxruntime.version is not None, has[RTX.name], has[TENSORRT.name], m.sm)
 
@@ -281,7 +283,8 @@ def _extras(m: Machine) -> Iterator[Finding]:
     for extra, purpose in EXTRAS.items():
         packages = m.extras.get(extra)
         if not packages:
-            continue  # The packages are for another processor, or dlm-export is not installed.
+            # The packages are for a different processor, or dlm-export is not installed.
+            continue
         absent = [name for name, version in packages.items() if version is None]
         if not absent:
             yield ok("extras", extra, f"installed: {purpose}")

@@ -13,15 +13,15 @@ OK, NOTE, MISSING = "ok", "note", "missing"
 class Finding:
     """One line of the report.
 
-    ``state`` has one of three values:
+    ``state`` is one of three values:
 
-    - ``ok``: ``part`` works.
-    - ``missing``: ``part`` does not work, because something is missing.
-    - ``note``: information about something that is not required.
+    - ``ok``: the part works.
+    - ``missing``: the part does not work, because something is missing.
+    - ``note``: the line gives information about a part that is not required.
 
-    ``said`` is the message, and ``remedy`` tells the user what to do; ``remedy`` may be empty.
-    ``is_needed`` is true if dlm-export cannot work without the part. It is also true if the user
-    named a bundle or target that cannot work without the part.
+    ``part`` and ``name`` name the part. ``said`` is the message. ``remedy`` tells the user what to
+    do, and may be empty. ``is_needed`` is true if dlm-export cannot work without the part. It is
+    also true if the user named a bundle or target that cannot work without the part.
     """
 
     part: str
@@ -38,7 +38,7 @@ class Report:
 
     @property
     def works(self) -> bool:
-        """True if all parts that are needed work."""
+        """True if all required parts work."""
         return not any(each.is_needed and each.state == MISSING for each in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
@@ -46,20 +46,20 @@ class Report:
 
 
 def ok(part: str, name: str, said: str) -> Finding:
-    """Create a finding that says that a part works."""
+    """Create a finding for a part that works."""
     return Finding(part, name, OK, said)
 
 
 def note(part: str, name: str, said: str, remedy: str = "") -> Finding:
-    """Create a finding about something that is not required."""
+    """Create a finding for a part that is not required."""
     return Finding(part, name, NOTE, said, remedy)
 
 
 def needed(part: str, name: str, lacking: Sequence[tuple[str, str]], said: str) -> Finding:
-    """Create a finding about something that is required.
+    """Create a finding for a part that is required.
 
-    ``lacking`` lists what is missing, each entry with its remedy. If ``lacking`` is empty, the
-    finding has the message ``said``. Otherwise, it reports the first entry.
+    ``lacking`` lists what is missing, and each entry contains a remedy. If ``lacking`` is empty,
+    the message is ``said``. Otherwise, the finding reports the first entry of ``lacking``.
     """
     if not lacking:
         return Finding(part, name, OK, said, is_needed=True)

@@ -16,9 +16,9 @@ from dlm_runtime.errors import DlmError
 from dlm_runtime.providers import cuda_libraries
 
 NVIDIA_VENDOR, DISPLAY_CLASS = "0x10de", "0x03"
-# The ABI has no function that tells how the native library was compiled. So its file is searched
-# for two texts. The first is in a library without TensorRT (no_tensorrt.cc). The second is in a
-# library for TensorRT-RTX (tensorrt_library.cc).
+# No function of the ABI tells how the native library was compiled. So this module searches the
+# library's file for two texts. A library without TensorRT contains the first text (no_tensorrt.cc).
+# A library for TensorRT-RTX contains the second text (tensorrt_library.cc).
 NO_TENSORRT = b"this build of libdlm_runtime has no TensorRT"
 FOR_RTX = b"(pip: tensorrt-rtx-cu13-libs)"
 HEADER_FOLDERS = ("usr/include/{}-linux-gnu", "usr/include", "usr/local/include")
@@ -36,7 +36,7 @@ class Driver:
     """Facts about NVIDIA's driver.
 
     ``cuda`` is the newest CUDA version that the driver supports. If the driver reports no GPU,
-    ``failure`` says why.
+    ``failure`` is the reason.
     """
 
     cuda: str | None = None
@@ -49,9 +49,10 @@ class Native:
     """Facts about libdlm_runtime, the native library.
 
     - ``tensorrt``: the TensorRT variant that the library was compiled for, or ``None``.
-    - ``kernels``: for each kernel set of this architecture, the reason why this processor cannot
-      run it. ``None`` if the processor can run it. The fastest set comes first.
-    - ``failure``: why the library does not load; ``None`` if it loads.
+    - ``kernels``: maps each kernel set of this architecture to the reason why this processor cannot
+      run the kernel set. The reason is ``None`` if the processor can run the kernel set. The
+      fastest kernel set comes first.
+    - ``failure``: the reason why the library does not load, or ``None`` if the library loads.
     """
 
     path: str | None = None
@@ -63,7 +64,7 @@ class Native:
 
 @dataclass(frozen=True)
 class Library:
-    """A library that runs bundles: its path and version, or the reason why none was found."""
+    """A library that runs bundles. ``failure`` is the reason why no library was found."""
 
     path: str | None = None
     version: str | None = None
@@ -74,14 +75,16 @@ class Library:
 class Machine:
     """All facts about a machine.
 
-    - ``packages``: for each required Python package, its version. ``None`` if it is missing.
-    - ``extras``: for each extra, its packages and their versions.
-    - ``cuda_libraries``: for each library of ONNX Runtime's CUDA provider, the reason why it does
-      not load. ``None`` if the library loads. The mapping is empty if loading was not tried.
-    - ``tensorrt``: for each TensorRT variant, the library that runs its engines.
-    - ``builders``: for each TensorRT variant, the version of the Python module that builds its
-      engines. ``None`` if the module is missing.
-    - ``memory_limit_bytes``: how many more bytes the container may use.
+    - ``packages``: maps each required Python package to its version, or to ``None`` if the package
+      is missing.
+    - ``extras``: maps each extra to its packages and their versions.
+    - ``cuda_libraries``: maps each library of ONNX Runtime's CUDA provider to the reason why the
+      library does not load. The reason is ``None`` if the library loads. The mapping is empty if
+      loading was not tried.
+    - ``tensorrt``: maps each TensorRT variant to the library that runs engines of this variant.
+    - ``builders``: maps each TensorRT variant to the version of the Python module that builds
+      engines of this variant. The version is ``None`` if the module is missing.
+    - ``memory_limit_bytes``: the number of further bytes that the container may use.
     - ``has_nvidia_hardware``: true if the PCI bus has an NVIDIA GPU, even if no driver is installed.
     """
 
@@ -112,14 +115,16 @@ class Machine:
 
     @property
     def sm(self) -> int | None:
-        """SM of the first GPU that the driver reports, or ``None`` if it reports no GPU."""
+        """The SM of the first GPU that the driver reports. ``None`` if the driver reports no
+        GPU.
+        """
         return self.driver.gpus[0].sm if self.driver.gpus else None
 
     @property
     def usable_bytes(self) -> int | None:
-        """How many bytes of memory a new program can use.
+        """The number of bytes of memory that a new program can use.
 
-        The result is Linux's estimate, or the rest of the container's limit if that is less.
+        The result is Linux's estimate, or the rest of the container's limit if the rest is less.
         """
         known = (self.available_bytes, self.memory_limit_bytes)
         return min((size for size in known if size is not None), default=None)
@@ -129,7 +134,9 @@ class Machine:
 
 
 def look(system: System, folder: Path) -> Machine:
-    """Collect all facts about a machine. The free disk space is that of the disk of ``folder``."""
+    """Collect all facts about a machine. The free disk space is measured on the disk of
+    ``folder``.
+    """
     memory = _memory(system)
     wheels = {
         name: version
@@ -179,8 +186,8 @@ def look(system: System, folder: Path) -> Machine:
 def _requirements(system: System) -> tuple[dict[str, str | None], dict[str, dict[str, str | None]]]:
     """Find the installed versions of the packages that dlm-export requires.
 
-    Returns the packages of the base install, and then those of each extra. Packages for other
-    processors or other versions of Python are left out.
+    Returns the packages of the base install, and then the packages of each extra. Packages for
+    other processors or other versions of Python are left out.
     """
     base: dict[str, str | None] = {}
     extras: dict[str, dict[str, str | None]] = {}
@@ -196,9 +203,9 @@ def _requirements(system: System) -> tuple[dict[str, str | None], dict[str, dict
 
 
 def _is_for_another(text: str, system: System) -> bool:
-    """True if a requirement is for another processor or another version of Python.
+    """Return True if a requirement is for a different processor or a different version of Python.
 
-    Understands only the two kinds of environment markers that pyproject.toml uses.
+    This function understands only the two kinds of environment markers that pyproject.toml uses.
     """
     machine = re.search(r"platform_machine == ['\"](\w+)['\"]", text)
     older = re.search(r"python_version < ['\"](\d+)\.(\d+)['\"]", text)
@@ -209,10 +216,10 @@ def _is_for_another(text: str, system: System) -> bool:
 
 
 def _native_library() -> Native:
-    """Load the native library and describe it.
+    """Load the native library, and describe this library.
 
-    Third-party libraries are loaded in a separate process. The native library is part of dlm-export,
-    so it is trusted and loaded into this process.
+    Third-party libraries are loaded in a separate process. But the native library is part of
+    dlm-export and therefore trusted, so it is loaded into this process.
     """
     try:
         library = _native.library()
@@ -228,8 +235,9 @@ def _native_library() -> Native:
 def _candidates(system: System, variable: str, packaged: str | None, *names: str) -> list[str]:
     """List the paths where the native library looks for a third-party library, in order.
 
-    If the environment variable named ``variable`` is set, its value is the only path. Otherwise, the
-    library of a Python package (``packaged``) comes first. The names of system libraries follow.
+    If the environment variable named ``variable`` is set, the list contains only the value of the
+    variable. Otherwise, the library of a Python package (``packaged``) comes first. The names of
+    system libraries follow.
     """
     if chosen := system.variables.get(variable):
         return [chosen]
@@ -238,7 +246,7 @@ def _candidates(system: System, variable: str, packaged: str | None, *names: str
 
 
 def _library(system: System, kind: str, candidates: Sequence[str]) -> Library:
-    """Describe the first of ``candidates`` that loads and reports its version."""
+    """Describe the first library in ``candidates`` that loads and reports its version."""
     failure = None
     for path in candidates:
         told = system.library(kind, path)
@@ -254,13 +262,13 @@ def _tensorrt(system: System) -> dict[str, Library]:
     for kind, builder in ENGINE_BUILDERS.items():
         candidates = _candidates(system, "DLM_TENSORRT", packaged.get(kind), *builder.libraries)
         if chosen and ("rtx" in Path(chosen).name) != (builder is RTX):
-            candidates = []  # DLM_TENSORRT names a library of the other variant
+            candidates = []  # DLM_TENSORRT names a library of the wrong variant
         found[kind] = _library(system, "tensorrt", candidates)
     return found
 
 
 def _module_version(system: System, names: Sequence[str]) -> str | None:
-    """Return the version of the first of ``names`` that is installed.
+    """Return the version of the first installed module in ``names``.
 
     Returns ``None`` if no such module is installed, and "?" if the version is unknown.
     """
@@ -297,8 +305,10 @@ def _memory(system: System) -> dict[str, int]:
 
 
 def _container_limit(system: System) -> int | None:
-    """How many more bytes the container may use; ``None`` if no limit is found."""
-    # Inside a container with control groups version 2, these files have the limit and the usage.
+    """Return the number of further bytes that the container may use. Return ``None`` without a
+    limit.
+    """
+    # In a container with control groups version 2, these files contain the limit and the usage.
     limit, used = (
         (system.text(f"/sys/fs/cgroup/{name}") or "").strip()
         for name in ("memory.max", "memory.current")
@@ -307,7 +317,9 @@ def _container_limit(system: System) -> int | None:
 
 
 def _headers(system: System) -> str | None:
-    """Find the system folder with TensorRT's headers; ``None`` if they are not installed."""
+    """Find the system folder with TensorRT's headers. Returns ``None`` if there is no such
+    folder.
+    """
     for folder in HEADER_FOLDERS:
         if system.paths(f"{folder.format(system.architecture)}/NvInferRuntime.h"):
             return f"/{folder.format(system.architecture)}"

@@ -1,4 +1,6 @@
-"""Creates the doctor's report about a machine and, if requested, about a bundle and targets."""
+"""Creates the doctor's report about a machine. If requested, the report includes a bundle and
+targets.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ def examine(system: System, bundle: Path | None = None, targets: Sequence[Target
 
 
 def judge(machine: Machine, bundle: Path | None = None, targets: Sequence[Target] = ()) -> Report:
-    """Like ``examine``, but takes facts that were collected earlier."""
+    """Like ``examine``, but uses facts that were collected earlier."""
     findings: list[Finding] = examine_machine(machine)
     for target in targets:
         findings += examine_target(machine, target)
     if bundle is not None and machine.native.failure is None:
-        # Do not check the hashes of files, which takes a second per gigabyte. The runtime checks
-        # them when it opens the bundle.
+        # Do not check the hashes of files, because this takes a second per gigabyte. The runtime
+        # checks the hashes when it opens the bundle.
         findings += examine_bundle(machine, bundle, read_manifest(bundle, check_hashes=False))
     elif bundle is not None:
         lacking = [("cannot be read without the native library", "see above")]

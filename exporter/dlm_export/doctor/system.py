@@ -1,9 +1,10 @@
 """Lets the doctor read files, run programs and load libraries on a machine that may be broken.
 
-Files are read only up to a size limit. Programs and libraries run in separate processes, with limits
-on their time and output. So if a driver hangs or crashes, the doctor reports this and goes on.
+Files are read only up to a size limit. Programs and libraries run in separate processes, with
+limits on their time and output. So if a driver hangs or crashes, the doctor reports the failure and
+continues.
 
-Tests replace the class ``System`` by a mock.
+Tests replace the class ``System`` with a mock.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 20
 OUTPUT_LIMIT_BYTES = 1 << 16
-# Loading a library may take longer than running a program, because TensorRT has gigabytes of files.
+# Loading a library may take longer than running a program, because the files of TensorRT take
+# gigabytes.
 PROGRAM_SECONDS, LIBRARY_SECONDS = 5.0, 30.0
 _WORKER = Path(__file__).with_name("_ask_library.py")
 
@@ -47,7 +49,7 @@ class System:
         self.executable = sys.executable
 
     def text(self, path: str) -> str | None:
-        """Read a small file as text; invalid UTF-8 is replaced.
+        """Read a small file as text. Invalid UTF-8 is replaced.
 
         Returns ``None`` if the file cannot be read or is larger than ``FILE_LIMIT_BYTES``.
         """
@@ -65,8 +67,8 @@ class System:
     def program(self, *command: str, seconds: float = PROGRAM_SECONDS) -> str | None:
         """Run a program and return its output.
 
-        Returns ``None`` if the program is missing or fails. Also returns ``None`` if it prints more
-        than ``OUTPUT_LIMIT_BYTES`` or runs longer than ``seconds``.
+        Returns ``None`` if the program is missing or fails. Also returns ``None`` if the program
+        prints more than ``OUTPUT_LIMIT_BYTES`` or runs longer than ``seconds``.
         """
         found = shutil.which(command[0], path=self.variables.get("PATH"))
         return (
@@ -74,10 +76,10 @@ class System:
         )
 
     def library(self, kind: str, *names: str) -> dict[str, Any]:
-        """Load libraries in a separate process, and return the facts that it prints.
+        """Load libraries in a separate process, and return the facts that the process prints.
 
-        The script ``_ask_library`` documents ``kind`` and the facts. If the process fails, the
-        result has one key, ``failure``, and its value says why.
+        The script ``_ask_library`` documents ``kind`` and the facts. If the process fails, the only
+        key of the result is ``failure``, and the value of this key is the reason.
         """
         variables = {"ORT_DISABLE_TELEMETRY": "1", **self.variables}
         said = run_bounded(
@@ -92,21 +94,25 @@ class System:
         return answer if isinstance(answer, dict) else {"failure": broke}
 
     def version(self, distribution: str) -> str | None:
-        """Return the version of a Python distribution, or ``None`` if it is not installed."""
+        """Return the version of a Python distribution. Return ``None`` if the distribution is not
+        installed.
+        """
         try:
             return metadata.version(distribution)
         except metadata.PackageNotFoundError:
             return None
 
     def requirements(self) -> list[str]:
-        """Return the requirements of the installed dlm-export; empty if it is not installed."""
+        """Return the requirements of the installed dlm-export. Empty if dlm-export is not
+        installed.
+        """
         try:
             return metadata.requires("dlm-export") or []
         except metadata.PackageNotFoundError:
             return []
 
     def has_module(self, name: str) -> bool:
-        """True if Python can find the module. The module is not imported."""
+        """Return True if Python can find the module. The module is not imported."""
         return find_spec(name) is not None
 
     def free_disk_bytes(self, folder: Path) -> int | None:
@@ -119,8 +125,8 @@ class System:
 def run_bounded(command: list[str], variables: Mapping[str, str], seconds: float) -> str | None:
     """Run a command and return its output.
 
-    Returns ``None`` if the command does not exit with code 0 within ``seconds``, or if it prints
-    more than ``OUTPUT_LIMIT_BYTES``.
+    Returns ``None`` if the command does not exit with code 0 within ``seconds``, or if the command
+    prints more than ``OUTPUT_LIMIT_BYTES``.
     """
     try:
         process = subprocess.Popen(

@@ -1,9 +1,9 @@
 """Compares a bundle with its source: are its results correct, and how accurate are they?
 
-Each of these packages imports only packages that come before it in the list:
+Each package in this list imports only packages that come earlier in the list:
 
 - ``report`` writes HTML pages with the results.
-- ``sides`` gives every denoiser that is compared the same interface.
+- ``sides`` gives all compared denoisers the same interface.
 - ``parity`` checks that a bundle computes the same numbers as torch or the released code.
 - ``accuracy`` measures how much accuracy quantisation costs.
 - ``tuning`` fits commit thresholds and effort levels to a bundle.

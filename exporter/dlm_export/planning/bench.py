@@ -2,14 +2,14 @@
 
 All measurements run in the native runtime, in one process, in this order:
 
-1. Generations of a single request. The peak memory of the process is recorded after them, because a
-   service needs this amount of memory.
+1. Generations of a single request. After these generations, the peak memory of the process is
+   recorded, because a service needs this amount of memory.
 2. Generations of several requests at once.
 3. Single passes of given sizes.
 4. The rates of the machine, from which ``roofline`` computes the shortest possible time of each
-   pass. They are measured last, so that their arrays do not count in the peak memory.
+   pass. These rates are measured last, so that their arrays do not increase the peak memory.
 
-The rates of the machine need onnx. All other measurements need the base install only.
+Measuring the rates of the machine needs onnx. All other measurements need only the base install.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from dlm_runtime import Bundle, Generation, RequestError
 from dlm_runtime.manifest import check_manifest
 
 CANVAS = 256  # default canvas length in tokens
-BLOCKS = (4, 8, 32)  # default numbers of tokens in a pass, at the end of that canvas
+BLOCKS = (4, 8, 32)  # default numbers of tokens in a pass, at the end of the default canvas
 # Default canvas length and default numbers of tokens in a pass, if the cost of passes is fitted.
 TELLING_CANVAS, TELLING_TOKENS = 1024, (8, 32, 128, 512)
-WARM_UP = 3  # untimed passes of each size; engines capture a CUDA graph in the third
-GENERATION_SHARE = 5  # a generation has many passes, so it runs only once per five rounds
+WARM_UP = 3  # untimed passes of each size; engines capture a CUDA graph in the third pass
+GENERATION_SHARE = 5  # run one generation per five rounds, because a generation takes long
 
 
 @dataclass(frozen=True)
 class PassSize:
-    """The size of a pass: tokens that it computes, tokens in the cache, and rows of logits."""
+    """The size of a pass: computed tokens, cached tokens, and computed rows of logits."""
 
     tokens: int
     cached: int
@@ -61,10 +61,11 @@ class PassSize:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure. ``None`` means the default.
+    """Options that say what to measure. ``None`` means the default.
 
-    By default, the canvas has 256 tokens. Passes over its last 4, 8 and 32 tokens are measured, and
-    a pass over all 256. A generation has 128 prompt tokens and 128 new tokens.
+    By default, the canvas has 256 tokens. The benchmark measures passes over its last 4, 8 and 32
+    tokens, and a pass over the whole canvas. By default, a generation has 128 prompt tokens and 128
+    new tokens.
     """
 
     opening: Opening = field(default_factory=Opening)
@@ -75,20 +76,21 @@ class BenchOptions:
     # Changes to fields of the preset. The field ``stop`` cannot be changed.
     policy: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 15
-    # How many requests run together. Several numbers may be given. 1 is always measured too.
+    # Each number is a count of requests that run together. The count 1 is always measured too.
     batches: tuple[int, ...] = (1,)
-    cost: bool = False  # fit the cost of passes; this changes the default of ``passes``
-    # File of prompts in the format of calibration data. Each prompt is measured as one request.
+    cost: bool = False  # if true, fit the cost of passes, and use other default ``passes``
+    # A file of prompts in the format of calibration data. Each prompt is measured as one request.
     data: Path | None = None
     samples: int = 64  # use at most this many prompts of ``data``
-    # Time per token of an autoregressive model on this machine, to compare the bundle with.
+    # The time per token of an autoregressive model on this machine. The bundle is compared with
+    # this model.
     peer_token_ms: float | None = None
 
 
 def parse_passes(text: str) -> tuple[PassSize, ...]:
     """Parse sizes of passes such as ``32,224,32;256,0,256``.
 
-    Raises RequestError, whose message explains the syntax.
+    Raises RequestError, which explains the syntax.
     """
     sizes = []
     for part in filter(None, (part.strip() for part in text.split(";"))):
@@ -105,9 +107,9 @@ def parse_passes(text: str) -> tuple[PassSize, ...]:
 
 
 def parse_batches(text: str) -> tuple[int, ...]:
-    """Parse numbers of requests such as ``1,4,8``.
+    """Parse counts of requests such as ``1,4,8``.
 
-    Raises RequestError, whose message explains the syntax.
+    Raises RequestError, which explains the syntax.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[1-9]\d{0,3}", part) for part in parts):
@@ -123,21 +125,21 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
     - ``passes``: for each size of a pass, the median time ``ms`` and its quartiles. ``limit_ms`` is
       the shortest possible time by the roofline model, and ``ratio`` is ``ms / limit_ms``.
       ``break_even_tokens`` is the number of tokens that the autoregressive model makes in ``ms``.
-    - ``generation``: one generation of a single request. It ran several times, and this is the run
-      of median duration. The times in ``parts`` add up to ``seconds``.
+    - ``generation``: one generation of a single request. The request ran several times, and this
+      entry describes the run of median duration. The times in ``parts`` add up to ``seconds``.
     - ``batches``: generations of several requests of equal length at once. ``speedup`` is the
-      ratio of their tokens/s to those of a single request.
-    - ``cost``: a ``PassCost`` with the errors of its fit.
+      tokens/s of these requests, divided by the tokens/s of a single request.
+    - ``cost``: the fields of a ``PassCost``, and the errors of the fit.
     - ``requests``: results for the prompts of ``data``. The prompts run one at a time, and each
-      generation ends at its end token. Latencies are those of whole requests.
+      generation ends at its end token. Each latency is the time of a whole request.
     - ``peer``: the result of ``compare_with_peer``.
 
-    Sizes are in bytes. Measurements that ``options`` does not request are ``None``.
+    Memory sizes are in bytes. If ``options`` does not request a measurement, its entry is ``None``.
 
     Args:
         path: The bundle's folder.
-        options: What to measure.
-        progress: Is notified when a stage starts or advances.
+        options: Options that say what to measure.
+        progress: An object that is notified when a stage starts or advances.
 
     Raises:
         CalibrationError: ``data`` cannot be read.
@@ -158,8 +160,8 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
             _telling_passes(bundle) if options.cost else _fitting_passes(bundle)
         )
         made = list(product(sizes, batches))
-        # Request 0 passes of each size. This raises an error if a size is impossible, before the
-        # long measurement starts.
+        # Request 0 passes of each size. If a size is impossible, this call raises an error before
+        # the long measurement starts.
         for size, batch in made:
             bundle.time_passes(size.tokens, size.cached, size.rows, 0, batch)
         if options.cost:
@@ -228,7 +230,8 @@ def _fitting_passes(bundle: Bundle) -> tuple[PassSize, ...]:
 def _telling_passes(bundle: Bundle) -> tuple[PassSize, ...]:
     """Choose sizes of passes from which the cost of a pass can be fitted.
 
-    They differ in the number of tokens, of cached tokens, and of rows of logits.
+    The sizes differ in the number of tokens, the number of cached tokens, and the number of rows of
+    logits.
     """
     canvas = min(TELLING_CANVAS, bundle.max_canvas_length)
     sizes = []
@@ -247,7 +250,9 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def _seconds(results: Sequence[Generation]) -> float:
-    """Total time of requests that ran together. Each result records its share of that time."""
+    """Return the total time of requests that ran together. Each result records a share of that
+    time.
+    """
     return sum(result.timings["total"] for result in results)
 
 
@@ -281,7 +286,7 @@ class _Generation:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Values for ``bench --json``, if the generation had a single request."""
+        """Return the values for ``bench --json``. The generation must have a single request."""
         (result,) = self.results
         timings = result.timings
         parts = {
@@ -315,9 +320,9 @@ def _generate(
 
 
 def _request(bundle: Bundle, options: BenchOptions, preset: str, batch: int) -> dict[str, Any]:
-    """Arguments of ``generate_batch`` for ``batch`` random prompts.
+    """Return the arguments of ``generate_batch`` for ``batch`` random prompts.
 
-    The requests ignore end tokens, so they all generate ``max_new_tokens`` tokens.
+    The requests ignore end tokens, so that all requests generate ``max_new_tokens`` tokens.
     """
     half = max(1, min(CANVAS, bundle.max_canvas_length) // 2)
     given = half if options.prompt_tokens is None else options.prompt_tokens
@@ -340,7 +345,7 @@ def _request(bundle: Bundle, options: BenchOptions, preset: str, batch: int) -> 
 
 
 def _read_prompts(bundle: Bundle, data: Path, count: int) -> list[list[int]]:
-    """Read the token ids of prompts from a file of calibration data.
+    """Read the token IDs of prompts from a file of calibration data.
 
     The prompts need no completions. Raises CalibrationError or RequestError.
     """
@@ -367,7 +372,7 @@ def _time_requests(
     prompts: Sequence[Sequence[int]],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Run each prompt as a request, one at a time, and return latencies in ms and rates.
+    """Run each prompt as a request, one at a time. Returns latencies in ms, and the rates.
 
     The first prompt also runs once before, for warm-up. That run is not counted.
     """
@@ -414,9 +419,9 @@ def side_by_side(
 ) -> list[dict[str, Any]]:
     """Measure how fast several bundles of one denoiser generate text.
 
-    The bundles take turns, so that other load on the machine affects all of them alike. All bundles
-    are open at the same time. They all run the default preset of the first bundle, unless
-    ``options`` names a preset.
+    The bundles take turns, so that other load on the machine affects all bundles equally. All
+    bundles are open at the same time. All bundles run the default preset of the first bundle,
+    unless ``options`` names a preset.
 
     Returns, for each bundle, the values that ``bench`` returns as ``generation``, together with
     ``ms_per_pass`` and its quartiles. Raises the errors of ``bench``.
@@ -453,7 +458,7 @@ def side_by_side(
 
 
 def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) -> dict[str, Any]:
-    """Compare the peak memory of the process with the size of weights and cache.
+    """Compare the peak memory of the process with the total size of weights and cache.
 
     On a GPU, the ratio is ``None``, because the weights and the cache are in the GPU's memory.
     """
@@ -473,17 +478,17 @@ def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) 
 
 
 def peak_rss_bytes() -> int:
-    """The peak of the process's resident memory in bytes, including memory-mapped files."""
+    """Return the peak of the process's resident memory in bytes, including memory-mapped files."""
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.is_file() else []:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    # This number is less exact. It may include the memory of the parent process.
+    # This value is less exact, because it may include the memory of the parent process.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _machine(threads: int, is_on_cpu: bool) -> tuple[roofline.Machine | None, str | None]:
-    """Measure the rates of the machine. If that is impossible, return the reason instead."""
+    """Measure the rates of the machine. If this is impossible, return the reason instead."""
     if not is_on_cpu:
         return (
             None,
@@ -503,13 +508,13 @@ def _machine(threads: int, is_on_cpu: bool) -> tuple[roofline.Machine | None, st
 def _work(manifest: dict[str, Any], size: PassSize, batch: int = 1) -> roofline.Work:
     """Count the work of a pass on a CPU.
 
-    If a CPU has no arithmetic for a format, its layers are counted in full precision.
+    If a CPU cannot compute in a format, layers of this format are counted in full precision.
     """
     layers = manifest["precision"].get("layers", {})
     real = {layer: name for layer, name in layers.items() if not FORMATS[name].is_simulated_on_cpu}
     cache_dtype, network = manifest["loop"]["graph"]["cache_dtype"], network_of(manifest)
-    # In quantised bundles for CPUs, the parts that are not quantised are in fp32. In bundles for
-    # GPUs, they have the same type as the cache.
+    # In quantised bundles for CPUs, the unquantised parts are in fp32. In bundles for GPUs, the
+    # unquantised parts have the same type as the cache.
     is_for_cpu = manifest["targets"] == ["cpu"]
     element_bytes = (
         PRECISIONS.get(manifest["precision"]["name"], 4)

@@ -1,8 +1,8 @@
 """Fits a linear model of the time of a pass to the measurements of ``bench``.
 
 The scheduler uses the model to decide when to admit a request. The model has four coefficients,
-which are not negative. They minimise the relative error over the measured passes, and have no other
-meaning. The errors that remain are reported too.
+which are not negative. The coefficients minimise the relative error of the measured passes, and
+have no other meaning. The remaining errors are reported too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from dlm_runtime import PassCost, RequestError
 def loads(passes: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """Return the four inputs of the model for each of N measured passes, fp64 ``[N, 4]``.
 
-    They are the number 1, the number of tokens, the number of rows of logits, and the number of
-    attention scores (pairs of a token and a token that it sees).
+    The inputs are the constant 1, the number of tokens, the number of rows of logits, and the
+    number of attention scores. Each attention score belongs to a pair of tokens, where the first
+    token sees the second token.
     """
     sizes = [[one[name] for name in ("batch", "tokens", "cached", "rows")] for one in passes]
     batch, tokens, cached, rows = np.array(sizes, np.float64).T
@@ -33,7 +34,7 @@ def loads(passes: Sequence[Mapping[str, Any]]) -> np.ndarray:
 
 
 def check_telling(passes: Sequence[Mapping[str, Any]]) -> None:
-    """Raises RequestError if the passes are too similar to determine the four coefficients."""
+    """Raise RequestError if the passes are too similar to determine the four coefficients."""
     computed = loads(passes)
     if np.linalg.matrix_rank(computed / computed.max(0)) < len(fields(PassCost)):
         raise RequestError(
@@ -50,8 +51,8 @@ def fit_cost(passes: Sequence[Mapping[str, Any]]) -> tuple[PassCost, list[float]
     """
     wanted = loads(passes) / np.array([one["ms"] for one in passes])[:, None]
     best, least = np.zeros(len(fields(PassCost))), np.inf
-    # The coefficients must not be negative. So fit every subset of them, with all others set to 0.
-    # Use the best of those fits that have no negative coefficient.
+    # The coefficients must not be negative. So fit every subset of the coefficients, with all
+    # others set to 0. Then choose the best fit without a negative coefficient.
     for count in range(1, len(best) + 1):
         for chosen in map(list, combinations(range(len(best)), count)):
             found = np.linalg.lstsq(wanted[:, chosen], np.ones(len(passes)), rcond=None)[0]

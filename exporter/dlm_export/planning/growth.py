@@ -20,7 +20,7 @@ GROWTH_CANVASES = tuple(1 << power for power in range(8, 16))
 
 @dataclass(frozen=True)
 class Point:
-    """The time and cost per token in one precision."""
+    """The time and cost per token, and the precision in which they were computed."""
 
     precision: str
     ms_per_token: float
@@ -29,11 +29,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Growth:
-    """How the time and cost per token depend on one variable.
+    """The time and cost per token as a function of one variable.
 
-    ``axis`` is the variable: "canvas", "batch" or "size". For each target, ``lines`` has one point
-    per element of ``values``. A point is ``None`` if no precision fits into the target's memory, or
-    if its time is unknown.
+    ``axis`` is the variable: "canvas", "batch" or "size". For each target, ``lines`` contains one
+    point per element of ``values``. A point is ``None`` if no precision fits into the target's
+    memory, or if the time is unknown.
     """
 
     axis: str
@@ -49,15 +49,15 @@ def growth_of(
     names: Sequence[str] | None,
     measured: Measured | None,
 ) -> list[Growth]:
-    """Compute how the time per token grows with the canvas length and the batch size.
+    """Compute how the time per token grows with the canvas length, batch size and parameter count.
 
-    This is computed for the denoiser ``shape``. The growth with the number of parameters is computed
-    for denoisers with the proportions of LLaDA. Only the first of ``block_lengths`` and the first of
-    ``tokens_per_pass`` are used.
+    The growth with the canvas length and the batch size is computed for the denoiser ``shape``. The
+    growth with the parameter count is computed for denoisers with the proportions of LLaDA. Only
+    the first element of ``block_lengths`` and the first element of ``tokens_per_pass`` are used.
 
-    Each point has the fastest precision that fits into memory. If some precisions are corrected by
-    measurements, all others are ignored. Their times are theoretical limits, and would always be
-    shorter.
+    Each point describes the fastest precision that fits into memory. If measurements correct the
+    times of some precisions, all other precisions are ignored. The times of the other precisions
+    are theoretical limits, which would always be shorter.
     """
     request = replace(request, tokens_per_pass=request.tokens_per_pass[:1])
     longest = shape.max_canvas_length or GROWTH_CANVASES[-1]

@@ -1,4 +1,4 @@
-"""Reads the results of ``dlm-export bench``, and uses them to correct predictions."""
+"""Reads the results of ``dlm-export bench``, and uses these results to correct predictions."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ class MeasuredPass:
 
 
 def interpolated_ratio(passes: Sequence[MeasuredPass], asked: PassSize) -> float:
-    """Return by which factor a pass takes longer than its shortest possible time.
+    """Return the ratio of the real time of a pass to its shortest possible time.
 
-    If a pass of this size was not measured, the factor is interpolated from the measured passes. The
-    logarithms of their factors are averaged, with weights that decrease with the squared distance
-    (Shepard 1968). The distance is that between the logarithms of T, S + T and R + 1, for T tokens,
-    S cached tokens and R rows of logits. So the result is always between two measured factors.
+    If no pass of this size was measured, the ratio is interpolated from the measured passes. The
+    logarithms of their ratios are averaged with weights that decrease with the squared distance
+    (Shepard 1968). For T tokens, S cached tokens and R rows of logits, the distance is measured
+    between the logarithms of T, S + T and R + 1. The result always lies between two measured
+    ratios.
     """
 
     def place(made: PassSize) -> tuple[float, ...]:
@@ -63,7 +64,7 @@ def interpolated_ratio(passes: Sequence[MeasuredPass], asked: PassSize) -> float
 
 @dataclass(frozen=True)
 class MeasuredGeneration:
-    """A whole request that was measured. ``changes`` has the changed fields of the preset."""
+    """The measurement of a whole request. ``changes`` contains the changed fields of the preset."""
 
     preset: str
     changes: dict[str, Any]
@@ -77,7 +78,7 @@ class MeasuredGeneration:
 class Measured:
     """The results of ``dlm-export bench`` for one bundle.
 
-    ``parameters`` is the number of parameters of the denoiser.
+    ``parameters`` is the parameter count of the denoiser.
     """
 
     file: str
@@ -105,7 +106,7 @@ class Measured:
 def read_measured(path: Path) -> Measured:
     """Read a file that ``dlm-export bench --json`` has written.
 
-    Raises MeasuredError, whose message names the value that is missing.
+    Raises MeasuredError, which names the missing value.
     """
     value = read_object(
         path, _MOST_BYTES, MeasuredError, " Write it with `dlm-export bench BUNDLE --json`."

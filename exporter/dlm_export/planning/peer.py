@@ -1,9 +1,9 @@
-"""Compares the speed of a bundle with that of an autoregressive model on the same device.
+"""Compares the speed of a bundle with the speed of an autoregressive model on the same device.
 
-An autoregressive model makes one token per pass. A pass of a denoiser takes longer, but it commits
-several tokens. The denoiser is faster if it commits more tokens in a pass than the autoregressive
-model makes in the same time. The time of the denoiser includes reading the prompt. The time of the
-autoregressive model does not.
+An autoregressive model makes one token per pass. A pass of a denoiser takes longer, but the pass
+commits several tokens. The denoiser is faster if it commits more tokens in a pass than the
+autoregressive model makes in the same time. The time of the denoiser includes reading the prompt.
+The time of the autoregressive model does not include reading the prompt.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ def compare_with_peer(
     """Compare a bundle with an autoregressive model that takes ``token_ms`` per token.
 
     ``generation`` and ``requests`` are results of ``bench``. If there are ``requests``, the time of
-    a pass and the number of tokens per pass are taken from them.
+    a pass and the number of tokens per pass are taken from ``requests``.
 
-    Otherwise, the time of a pass is taken from ``generation``. Its prompts are random, so it does
-    not show how many tokens a pass commits. ``tokens_per_pass`` and ``speedup`` are then ``None``.
+    Otherwise, the time of a pass is taken from ``generation``. The prompts of ``generation`` are
+    random, so the generation does not show how many tokens a pass commits. ``tokens_per_pass`` and
+    ``speedup`` are then ``None``.
     """
     measured = generation if requests is None else requests
     break_even = measured["ms_per_pass"] / token_ms
@@ -37,7 +38,7 @@ def compare_with_peer(
 
 
 def verdict(peer: Mapping[str, Any]) -> str:
-    """Describe the result of ``compare_with_peer`` in a sentence."""
+    """Describe the result of ``compare_with_peer`` in one sentence."""
     condition = (
         f"faster than an autoregressive model of {peer['token_ms']:.4g} ms a token from "
         f"{peer['break_even_tokens_per_pass']:.2f} tokens a pass on"

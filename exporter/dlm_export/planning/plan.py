@@ -40,7 +40,7 @@ class Plan:
 
     - ``cache_bytes_per_token``: for each denoiser, maps the cache types of CPUs to the bytes that
       the keys and values of one token take.
-    - ``left_out``: for each target, maps the precisions that it cannot run to the reason.
+    - ``left_out``: for each target, maps each precision that the target cannot run to the reason.
     - ``growth``: how the time per token of the first denoiser grows.
     - ``calibration``: the result of ``calibrate``, or ``None`` without measurements.
     """
@@ -60,11 +60,12 @@ class Plan:
 def calibrate(
     measured: Measured, shapes: Sequence[Shape], predictions: Sequence[Prediction]
 ) -> dict[str, Any]:
-    """Summarise measurements, and how well they predict other times.
+    """Summarise measurements, and compute how well these measurements predict other times.
 
-    ``leave_one_out_errors`` has the relative error for each pass if its time is predicted from all
-    other passes. If one of ``shapes`` is the measured denoiser, ``generation`` has the measured and
-    the predicted tokens/s of the measured request.
+    For each pass, the function predicts the time from all other passes. ``leave_one_out_errors``
+    contains the relative errors of these predictions. If one of ``shapes`` is the measured
+    denoiser, ``generation`` contains the measured and the predicted tokens/s of the measured
+    request.
     """
     ratios = [each.ratio for each in measured.passes]
     asked = measured.generation
@@ -87,9 +88,10 @@ def calibrate(
 
 
 def _predict_generation(measured: Measured, shape: Shape) -> float | None:
-    """Predict the tokens/s of the request that was measured.
+    """Predict the tokens/s of the measured request.
 
-    Returns ``None`` if ``shape`` is another denoiser, or if it lacks the preset or the precision.
+    Returns ``None`` if ``shape`` is a different denoiser, or if ``shape`` lacks the preset or the
+    precision.
     """
     asked = measured.generation
     preset = None if asked.changes else shape.presets.get(asked.preset)
@@ -129,7 +131,7 @@ def _predict_generation(measured: Measured, shape: Shape) -> float | None:
         for made, count in passes.items()
     ]
     # In the real generation, some blocks take more passes than others. So predict the average time
-    # of a pass, and multiply it by the real number of passes.
+    # of a pass, and multiply the average by the real number of passes.
     mean_ms = math.fsum(count * (ms or 0.0) for ms, count in times) / passes.total()
     return 1e3 * asked.new_tokens / (mean_ms * asked.nfe)
 
@@ -160,9 +162,9 @@ def make_plan(
 ) -> Plan:
     """Predict every denoiser on every target, with all block lengths and in several precisions.
 
-    ``names`` has the names of the precisions. ``None`` means all precisions that a target supports.
-    Raises PlanError if the canvas is longer than a denoiser allows, or if no target supports a
-    precision. Raises RecipeError if there is no such recipe.
+    ``names`` contains the names of the precisions. ``None`` means all precisions that a target
+    supports. Raises PlanError if the canvas is longer than a denoiser allows, or if no target
+    supports a precision. Raises RecipeError if a precision names a recipe that does not exist.
     """
     for shape in shapes:
         if shape.max_canvas_length is not None and request.canvas > shape.max_canvas_length:

@@ -1,4 +1,4 @@
-"""Plots the time or cost per token over canvas length, batch size and number of parameters."""
+"""Plots the time or cost per token against canvas length, batch size and parameter count."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ PLOT_SUFFIXES = (".png", ".svg")
 
 
 def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, title: str) -> None:
-    """Plot ``growth`` to a PNG or SVG file. Each of its variables has one panel.
+    """Plot ``growth`` to a PNG or SVG file. Each variable of ``growth`` gets one panel.
 
-    ``growth`` has values of ``Growth`` as dictionaries. ``quantity`` is the field of each point to
-    draw. Each target has one line. Missing points and targets without any point are skipped.
+    Each element of ``growth`` is a ``Growth`` as a dictionary. ``quantity`` is the plotted field of
+    each point. Each target gets one line. Missing points are skipped, and so are targets without
+    any point.
     """
     import matplotlib.style
     from matplotlib import colormaps
     from matplotlib.figure import Figure as Canvas
 
-    # A plot has no style sheet, so replace the placeholder colours by shades of grey.
+    # A plot has no style sheet. So replace the placeholder colours with shades of grey.
     greys = {INK: "#222222", MUTED: "#666666", RULE: "#dddddd"}
     style = {
         key: greys.get(value, value) if isinstance(value, str) else value
@@ -68,7 +69,7 @@ def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, 
 
 
 def claimed_plot(path: Path, *, force: bool) -> AbstractContextManager[Path]:
-    """Prepare to write a plot to ``path``; see ``outputs.claimed``.
+    """Prepare to write a plot to ``path``. See ``outputs.claimed`` for the details.
 
     Raises PlanError if ``path`` does not end with one of ``PLOT_SUFFIXES``.
     """
@@ -81,7 +82,8 @@ def save_plot(path: Path, plan: Plan) -> None:
     """Plot the growth of a plan to a path that ``claimed_plot`` returned.
 
     If every target has a price, the plot shows the cost per million tokens. Otherwise, it shows
-    milliseconds per token. Raises PlanError if there is no point to draw, and OSError.
+    milliseconds per token. Raises PlanError if there is no point to plot. Raises OSError if the
+    file cannot be written.
     """
     growth = [asdict(each) for each in plan.growth if each.values]
     if not any(any(points) for each in growth for points in each["lines"].values()):

@@ -1,13 +1,14 @@
 """Predicts the speed, memory and cost of one denoiser on one target.
 
 All times are lower limits by the roofline model (Williams, Waterman and Patterson, CACM 52(4),
-2009). One limit is the time to read all weights and the cache at the memory bandwidth. Another limit
-is the time of all multiply-adds at the rates of their number formats. The larger limit is used. Real
-times are longer.
+2009). The first limit is the time to read all weights and the cache at the memory bandwidth. The
+second limit is the time of all multiply-adds at the rates of their number formats. The larger limit
+is used. Real times are longer.
 
-``roofline`` counts the bytes and the multiply-adds. ``targets`` has the bandwidth and the rates of
-devices. If no source gives a figure, the times that need it are unknown. For the CPU, ``dlm-export
-bench`` measures these figures. It also measures how much longer real passes take than the limit.
+``roofline`` counts the bytes and the multiply-adds. ``targets`` lists the bandwidth and the rates
+of devices. If a figure is not published, the times that need this figure are unknown. For the CPU,
+``dlm-export bench`` measures the figures. ``dlm-export bench`` also measures how much longer real
+passes take than the limit.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ def generation_passes(
     has_cache: bool = True,
     visible_block: int | None = None,
 ) -> Counter[PassSize]:
-    """Count the passes of a generation by size, if each pass commits ``tokens_per_pass`` tokens.
+    """Count the passes of each size in a generation whose passes commit ``tokens_per_pass`` tokens.
 
     ``tokens_per_pass`` must be at least 1. Logits are computed only for the masked positions of a
     block. There are three cases:
 
-    - With the dual cache, the first pass of each block computes the whole canvas, and it also
-      commits. Further passes compute only the block, and the other positions are cached.
+    - With the dual cache, the first pass of each block computes the whole canvas, and this pass
+      also commits. Further passes compute only the block, and the other positions are cached.
     - Without a cache, every pass computes the whole canvas.
     - In a block-causal network (``visible_block``) with a cache, one pass stores the blocks that
       the prompt fills. Passes over a block read the earlier blocks from the cache. After each block
@@ -83,7 +84,7 @@ def generation_passes(
 
 @dataclass(frozen=True)
 class Request:
-    """The request to plan for. ``prices`` maps targets to prices per hour, in any currency."""
+    """The request to plan for. ``prices`` maps each target to a price per hour, in any currency."""
 
     prompt_tokens: int = 128
     new_tokens: int = 128
@@ -103,7 +104,8 @@ class PassTime:
 
     - ``bytes_ms``: the time to read all bytes.
     - ``arithmetic_ms``: the time of all multiply-adds.
-    - ``ratio``: the real time divided by the larger of these two. It is 1 without measurements.
+    - ``ratio``: the real time divided by the larger of these two times. Without measurements, the
+      ratio is 1.
 
     A time is ``None`` if the bandwidth or a rate of the target is unknown.
     """
@@ -121,7 +123,7 @@ class PassTime:
 
     @property
     def bound(self) -> str | None:
-        """The longer of the two times: "bytes" or "arithmetic"."""
+        """The name of the longer time: "bytes" or "arithmetic"."""
         if self.bytes_ms is None or self.arithmetic_ms is None:
             return None
         return "bytes" if self.bytes_ms >= self.arithmetic_ms else "arithmetic"
@@ -140,7 +142,7 @@ class PassTime:
 class Speed:
     """The predicted speed of a generation whose passes commit ``tokens_per_pass`` tokens each.
 
-    ``cost_per_million_tokens`` is ``None`` if the target has no price.
+    ``cost_per_million_tokens`` is ``None`` if the price of the target is not given.
     """
 
     tokens_per_pass: float
@@ -155,8 +157,10 @@ class Prediction:
     """The prediction for one denoiser on one target, in one precision and with one block length.
 
     - ``file_bytes``: size of the weights on disk.
-    - ``fits``: true if the target has enough memory; ``None`` if its memory is unknown.
-    - ``missing``: names of the target's unknown figures. If there are any, times are unknown.
+    - ``fits``: true if the target has enough memory, or ``None`` if the size of its memory is
+      unknown.
+    - ``missing``: names of the target's unknown figures. If a figure is unknown, the times are
+      unknown too.
     - ``full_pass``: a pass over the whole canvas.
     - ``block_pass``: a pass over one block that computes the logits of all its positions.
     - ``speeds``: empty if times are unknown, or if ``fits`` is false.
@@ -186,14 +190,14 @@ NUMBERS = {FULL: "fp16", **{name: name for name in NUMBER_FORMATS}}
 
 
 def rates_of(target: Target, measured: Measured | None = None) -> Rates:
-    """Return the memory bandwidth and the rates of multiply-adds of a target, per second.
+    """Return the memory bandwidth of a target, and its rates of multiply-adds, per second.
 
-    Unknown rates are missing in the result. An unknown bandwidth is NaN. For the CPU, the measured
-    rates are returned.
+    Unknown rates are missing in the result. An unknown bandwidth is NaN. If the target is the CPU,
+    the measured rates are returned.
 
-    On GPUs, tensor cores do all multiplications. Everything that is not quantised, including
-    attention, has the rate of fp16. NVIDIA gives the same rate for bf16. Vendors count a
-    multiply-add as two operations.
+    On GPUs, tensor cores do all multiplications. All unquantised parts, including attention, run at
+    the rate of fp16. NVIDIA publishes the same rate for bf16. Vendors count a multiply-add as two
+    operations.
     """
     if target.sm is None:
         return Rates(math.nan, {}) if measured is None else measured.rates
@@ -206,7 +210,7 @@ def rates_of(target: Target, measured: Measured | None = None) -> Rates:
 
 
 def missing_figures(target: Target, rates: Rates, work: Work) -> tuple[str, ...]:
-    """List the unknown figures of a target that are needed to predict the time of ``work``."""
+    """List the target's unknown figures that are needed to predict the time of ``work``."""
     lacking = [
         NUMBERS[arithmetic] for arithmetic in work.by_arithmetic() if arithmetic not in rates.macs
     ]
@@ -227,12 +231,14 @@ def _kinds(shape: Shape, precision: Precision) -> tuple[MatrixKind, ...]:
 
 
 def _table_bytes(shape: Shape, precision: Precision) -> int:
-    """How many bytes each element of an unquantised embedding table takes."""
+    """Return the number of bytes that each element of an unquantised embedding table takes."""
     return min(precision.element_bytes, shape.table_bytes)
 
 
 def stored_bytes(shape: Shape, precision: Precision) -> int:
-    """Size of all weights in bytes. If head and embedding share a table, it is counted once."""
+    """Return the size of all weights in bytes. A table that head and embedding share counts
+    once.
+    """
     return weights_bytes(
         shape.network,
         _kinds(shape, precision),
@@ -276,14 +282,14 @@ def memory_bytes(
 ) -> int:
     """Estimate how many bytes of memory a denoiser needs on a target.
 
-    This is the size of the weights and, for each canvas of the batch, of a cache and of the
-    intermediate results of a pass. The formula is that of ``estimate``, which assumes elements of 2
-    bytes. With elements of 4 bytes, the cache and the intermediate results are twice as large. On a
-    GPU, the CUDA context and the kernels are added.
+    The result is the size of the weights, plus the size of a cache and of the intermediate results
+    of a pass for each canvas. The function ``estimate`` contains the formula, which assumes
+    elements of 2 bytes. With elements of 4 bytes, the cache and the intermediate results are twice
+    as large. If the target is a GPU, the size of the CUDA context and the kernels is added.
     """
     weights = stored_bytes(shape, precision)
     found = estimate(shape.network, weights, Limits(canvas, block_length))
-    # The size of logits does not depend on ``element_bytes``, because they are always in fp32.
+    # The size of logits does not depend on ``element_bytes``, because logits are always in fp32.
     logits = estimate(shape.network, weights, Limits(0, block_length)).passes
     rows = batch * (precision.element_bytes // 2 * (found.cache + found.passes - logits) + logits)
     total: int = weights + rows
@@ -300,8 +306,8 @@ def predict(
 ) -> Prediction:
     """Predict the speed, memory and cost of one denoiser on one target.
 
-    ``measured`` is used for the CPU only. Its rates apply to all precisions. Its ratios of real
-    times to limits apply only to the precision that was measured.
+    ``measured`` is used for the CPU only. The measured rates apply to all precisions. The measured
+    ratios of real times to limits apply only to the measured precision.
     """
     measured = measured if target.sm is None else None
     rates = rates_of(target, measured)

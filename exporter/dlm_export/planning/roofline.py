@@ -1,17 +1,18 @@
 """Counts the work of a pass, and computes the shortest time in which a machine can do it.
 
-This is the roofline model (doi:10.1145/1498765.1498785). It counts the work that every
+This is the roofline model (doi:10.1145/1498765.1498785). The model counts the work that every
 implementation has to do:
 
 - read every weight once,
-- read the cached keys and values of every token once, and write those of every new token,
+- read the cached keys and values of every token once, and write the keys and values of every new
+  token,
 - compute the multiply-adds of all matrix products.
 
 Activations are not counted, because they may stay in a processor's cache. Norms, rotations, softmax
 and the choice of tokens are not counted either. So real times are always longer than ``limit_s``.
 
 ``measure`` measures the rates of a CPU with ONNX Runtime. No bundle computes matrix products faster
-than ONNX Runtime, and both use the same threads.
+than ONNX Runtime. The measurement uses as many threads as the bundle.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_export.graph import CACHE_DTYPES
 from dlm_export.network.spec import CACHE_ROWS, HEAD, NetworkSpec
 
-FULL = "full"  # arithmetic of everything that is not quantised: fp32, fp16 or bf16
+FULL = "full"  # arithmetic of all unquantised parts: fp32, fp16 or bf16
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Work:
 
     - ``weight_bytes``: bytes of the weights to read.
     - ``cache_bytes``: bytes of the keys and values to read and to write.
-    - ``macs``: numbers of multiply-adds. A key such as ``head.int8`` has two parts. The first is
-      ``layers``, ``attention`` or ``head``. The second is the format of the operands: ``full``,
-      ``int8``, ``fp8`` or ``nvfp4``.
+    - ``macs``: counts of multiply-adds. A key such as ``head.int8`` has two parts. The first part
+      is ``layers``, ``attention`` or ``head``. The second part is the format of the operands:
+      ``full``, ``int8``, ``fp8`` or ``nvfp4``.
     """
 
     weight_bytes: int
@@ -46,7 +47,7 @@ class Work:
     macs: Mapping[str, int]
 
     def by_arithmetic(self) -> dict[str, int]:
-        """Maps each format of operands to its number of multiply-adds."""
+        """Map each format of operands to its count of multiply-adds."""
         out: Counter[str] = Counter()
         for kind, count in self.macs.items():
             out[kind.rpartition(".")[2]] += count
@@ -57,7 +58,8 @@ class Work:
 class Rates:
     """The rates of a machine per second: bytes read from memory, and multiply-adds.
 
-    ``macs`` has a rate for each format of operands. Vendors count a multiply-add as two operations.
+    ``macs`` contains a rate for each format of operands. Vendors count a multiply-add as two
+    operations.
     """
 
     read_bytes: float
@@ -78,8 +80,8 @@ def work_of(
 ) -> Work:
     """Count the work of a pass over ``batch`` canvases.
 
-    Scales are counted as fp32. A pass does not read all experts. The average number of experts that
-    the tokens reach is counted, assuming that all experts are equally likely.
+    Scales are counted as fp32. A pass does not read all experts. So the average number of experts
+    that the tokens reach is counted, assuming that all experts are equally likely.
 
     Args:
         network: The denoiser's description.
@@ -89,8 +91,8 @@ def work_of(
         cached: Tokens whose keys and values are in the cache, per canvas.
         rows: Rows of logits that the pass computes, per canvas.
         batch: Number of canvases.
-        element_bytes: Bytes of each element that is not quantised, 4 or 2. This is also the default
-            for the embedding table and the cache.
+        element_bytes: Bytes of each element that is not quantised, 4 or 2. This number is also the
+            default for the embedding table and the cache.
         table_bytes: Bytes of each element of the embedding table.
         cache_dtype: Type of the cache, as the manifest names it.
     """
@@ -109,7 +111,7 @@ def work_of(
 
 
 def cache_bytes_by_type(network: NetworkSpec) -> dict[str, int]:
-    """Maps each cache type to the bytes that the keys and values of one token take."""
+    """Map each cache type to the number of bytes that the keys and values of one token take."""
     return {
         name: network.cache_bytes(*CACHE_ROWS[CACHE_DTYPES[name]])
         for name in ("fp32", "fp16", "int8")
@@ -120,9 +122,10 @@ def cache_bytes_by_type(network: NetworkSpec) -> dict[str, int]:
 class MatrixKind:
     """A group of ``number`` matrices with the same cost.
 
-    Each matrix has a part for each of ``experts`` experts. A layer without experts counts as one
-    expert. The part of an expert has ``expert_bytes`` bytes and ``expert_macs`` elements. It is
-    multiplied with a share of all tokens (``share``).
+    Each matrix consists of ``experts`` equal parts, one for each expert. A layer without experts
+    counts as one expert. The part of an expert takes ``expert_bytes`` bytes, and has
+    ``expert_macs`` elements. ``share`` is the share of all tokens that each part is multiplied
+    with.
     """
 
     number: int
@@ -142,7 +145,7 @@ def kinds_of(
 ) -> tuple[MatrixKind, ...]:
     """Group the matrices of a network by their cost in the formats of ``layers``.
 
-    If the head shares an unquantised embedding table, each of its elements has ``table_bytes``
+    If the head shares an unquantised embedding table, each element of the table has ``table_bytes``
     bytes.
     """
     table_bytes = table_bytes or element_bytes
@@ -175,7 +178,7 @@ def count_work(
     table_bytes: int | None = None,
     cache_dtype: str | None = None,
 ) -> Work:
-    """Like ``work_of``, but takes matrices that ``kinds_of`` has grouped."""
+    """Like ``work_of``, but takes matrices that ``kinds_of`` has already grouped."""
     rows_looked_up = batch * tokens * _table_bytes(network, kinds, table_bytes or element_bytes)
     weight_bytes = element_bytes * network.vector_elements + rows_looked_up // network.vocab_size
     macs: Counter[str] = Counter()
@@ -188,8 +191,8 @@ def count_work(
         macs[f"{kind.part}.{kind.arithmetic}"] += (
             kind.number * round(scored * kind.experts * kind.share) * kind.expert_macs
         )
-    # Attention has two products: of queries and keys, and of attention weights and values. Every
-    # token sees all cached tokens and all tokens of the pass.
+    # Attention computes two products: of queries and keys, and of attention weights and values.
+    # Every token sees all cached tokens and all tokens of the pass.
     features = sum(layer.attention.heads * layer.attention.head_size for layer in network.layers)
     macs[f"attention.{FULL}"] = batch * 2 * features * tokens * (cached + tokens)
     row = (element_bytes, 0) if cache_dtype is None else CACHE_ROWS[cache_dtype]
@@ -205,7 +208,7 @@ def _matrix_bytes(chosen: LayerFormat, inputs: int, outputs: int, element_bytes:
 
 
 def _table_bytes(network: NetworkSpec, kinds: tuple[MatrixKind, ...], element_bytes: int) -> int:
-    """Size of the embedding table in bytes. A tied head uses the table as its matrix."""
+    """Return the size of the embedding table in bytes. A tied head uses the table as its matrix."""
     if network.tied_head:
         return sum(kind.expert_bytes for kind in kinds if kind.part == HEAD)
     return element_bytes * network.vocab_size * network.hidden_size
@@ -217,10 +220,10 @@ def weights_bytes(
     element_bytes: int,
     table_bytes: int | None = None,
 ) -> int:
-    """Size of all weights in bytes, including the embedding table and scales.
+    """Return the size of all weights in bytes, including the embedding table and scales.
 
-    ``kinds`` is the result of ``kinds_of``. If head and embedding share a table, it is counted once,
-    in the format of the head.
+    ``kinds`` is the result of ``kinds_of``. If head and embedding share a table, the table is
+    counted once, in the format of the head.
     """
     matrices = sum(kind.number * kind.experts * kind.expert_bytes for kind in kinds)
     table = _table_bytes(network, kinds, table_bytes or element_bytes)
@@ -228,9 +231,9 @@ def weights_bytes(
 
 
 def file_bytes(network: NetworkSpec, weights: int, element_bytes: int) -> int:
-    """Size of a bundle's weight file in bytes, without padding.
+    """Return the size of a bundle's weight file in bytes, without padding.
 
-    The file has the weights, the rotary tables, and a bias for each token of the vocabulary.
+    The file contains the weights, the rotary tables, and a bias for each token of the vocabulary.
     """
     rotary = network.max_canvas_length * sum(table.size for table in network.rotary_tables())
     return weights + element_bytes * rotary + 4 * network.vocab_size
@@ -254,9 +257,9 @@ def limit_s(work: Work, rates: Rates) -> float:
 
 # ---- This machine ----
 
-_READ_BYTES = 256 << 20  # bytes of the smallest array for measuring the memory bandwidth
-# Matrix products [rows, 2048] x [2048, 2048] are measured. They are large enough for full speed,
-# and small enough for a processor's cache.
+_READ_BYTES = 256 << 20  # minimum size in bytes of the array for measuring the memory bandwidth
+# The measured matrix products are [rows, 2048] x [2048, 2048]. These matrices are large enough for
+# full speed, and small enough for a processor's cache.
 _ROWS, _SQUARE = 512, 2048
 _FEW_ROWS = 32  # number of rows in a pass over one block
 
@@ -265,7 +268,7 @@ _FEW_ROWS = 32  # number of rows in a pass over one block
 class Machine:
     """The measured rates of this machine.
 
-    They were measured with matrices of 512 rows, except ``int8_macs_per_s_32_rows``.
+    The rates were measured with matrices of 512 rows, except ``int8_macs_per_s_32_rows``.
     """
 
     read_bytes_per_s: float
@@ -274,9 +277,10 @@ class Machine:
     fp32_macs_per_s: float
 
     def rates(self) -> Rates:
-        """Convert to the form that ``limit_s`` takes. The faster of the two int8 rates is used.
+        """Convert the rates to the form that ``limit_s`` takes. The faster of the two int8 rates is
+        used.
 
-        Everything that is not quantised has the rate of fp32. This includes fp16, because ONNX
+        All unquantised parts get the rate of fp32. Parts in fp16 get this rate too, because ONNX
         Runtime converts fp16 to fp32 on processors that cannot multiply fp16.
         """
         int8 = max(self.int8_macs_per_s, self.int8_macs_per_s_32_rows)
@@ -286,15 +290,15 @@ class Machine:
 def measure(threads: int, rounds: int = 9) -> Machine:
     """Measure the rates of this machine with ONNX Runtime on ``threads`` threads.
 
-    0 threads means all cores. Each rate is the median of ``rounds`` runs. The measurements of
+    ``threads=0`` means all cores. Each rate is the median of ``rounds`` runs. The measurements of
     different rates take turns. Raises ModuleNotFoundError if onnx is not installed.
 
     The memory bandwidth is measured with the operator ReduceSum, which reads a large array once.
-    The array has at least 256 MiB, and at least four times the size of the last-level cache. So the
-    speed is limited by memory.
+    The array has at least 256 MiB, and at least four times the size of the last-level cache. So
+    memory limits the speed.
 
-    The int8 rate is measured with MatMulInteger of uint8 and int8. In all matrix products, the right
-    operand is a constant, like a weight. So ONNX Runtime packs it only once.
+    The int8 rate is measured with MatMulInteger of uint8 and int8. In all matrix products, the
+    right operand is a constant, like a weight. So ONNX Runtime packs the right operand only once.
     """
     import numpy as np
     import onnxruntime
@@ -349,8 +353,8 @@ def measure(threads: int, rounds: int = 9) -> Machine:
     seconds: dict[str, list[float]] = {name: [] for name in probes}
     for number in range(rounds + 1):
         for name, (run, _) in probes.items():
-            # Run once without timing. The previous measurement has removed the operands of this one
-            # from the processor's cache.
+            # Run the operator once without timing, because the previous measurement has removed the
+            # operands from the processor's cache.
             run()
             began = time.perf_counter()
             run()
@@ -361,9 +365,10 @@ def measure(threads: int, rounds: int = 9) -> Machine:
 
 
 def _read_bytes() -> int:
-    """Size in bytes of the array with which the memory bandwidth is measured.
+    """Return the size in bytes of the array for measuring the memory bandwidth.
 
-    It is four times the size of the last-level caches, but at most a quarter of the free memory.
+    The array is four times as large as the last-level caches, but not smaller than 256 MiB. The
+    array takes at most a quarter of the free memory.
     """
     from dlm_export.memory import available_memory_bytes
 
@@ -373,8 +378,10 @@ def _read_bytes() -> int:
 
 
 def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Total size in bytes of all caches of the highest level; 0 if Linux does not report it."""
-    found: dict[tuple[int, str], int] = {}  # (cache level, cores that share the cache) -> bytes
+    """Return the total size in bytes of all last-level caches. Returns 0 if Linux does not report
+    the size.
+    """
+    found: dict[tuple[int, str], int] = {}  # (level, cores that share the cache) -> bytes
     for index in folder.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
             level, shared, size = (

@@ -36,13 +36,13 @@ class ShapeError(DlmError):
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """A denoiser to plan for.
+    """A denoiser whose speed and memory are planned.
 
     - ``max_canvas_length``: ``None`` means that the canvas may have any length.
     - ``presets``: maps each preset to the fields of its ``Policy``.
-    - ``precision``: the precision of a bundle. ``None`` for a checkpoint.
-    - ``layers``: maps each layer of a quantised bundle to its format. ``None`` for checkpoints and
-      unquantised bundles.
+    - ``precision``: the precision of a bundle. It is ``None`` for a checkpoint.
+    - ``layers``: maps each layer of a quantised bundle to its format. It is ``None`` for
+      checkpoints and unquantised bundles.
     - ``table_bytes``: bytes of each element of the embedding table in the checkpoint. fp32 graphs
       store the table in the same type.
     """
@@ -57,12 +57,12 @@ class Shape:
 
 
 def scaled_shape(size: str) -> Shape:
-    """Scale LLaDA-8B to another number of parameters, such as 8B, 0.5B or 134M.
+    """Scale LLaDA-8B to a given number of parameters, such as 8B, 0.5B or 134M.
 
-    The result has n layers, and n heads of 128 features in each of them; LLaDA-8B has n = 32. The
-    hidden size is d = 128 n. The MLP has 3 d features. The vocabulary stays at 126464 tokens. So the
-    layers have 13 n d**2 parameters, and the embedding and the head have 2 * 126464 d. The function
-    chooses n so that the total is as near as possible to ``size``. Raises ShapeError.
+    The result has n layers. Each layer has n heads of 128 features. For LLaDA-8B, n is 32. The
+    hidden size is d = 128 n. The MLP has 3 d features. The vocabulary stays at 126464 tokens. So
+    the layers have 13 n d**2 parameters, and the embedding and the head have 2 * 126464 d. The
+    function chooses n so that the total is as near as possible to ``size``. Raises ShapeError.
     """
     unit = {"M": 1e6, "B": 1e9}.get(size[-1:].upper())
     try:
@@ -113,8 +113,8 @@ def _published(network: NetworkSpec) -> dict[str, dict[str, Any]]:
 def read_shape(path: Path, read_checkpoint: Callable[[Path], tuple[NetworkSpec, int]]) -> Shape:
     """Read the size of the denoiser in a bundle or a checkpoint. Raises DlmError.
 
-    For a checkpoint, ``read_checkpoint`` is called, which needs torch. It must return the network
-    and ``Shape.table_bytes``.
+    For a checkpoint, the function calls ``read_checkpoint``, which needs torch. ``read_checkpoint``
+    must return the network and the value of ``Shape.table_bytes``.
     """
     if not (path / "manifest.json").is_file():
         network, table_bytes = read_checkpoint(path)
@@ -143,9 +143,9 @@ def read_shape(path: Path, read_checkpoint: Callable[[Path], tuple[NetworkSpec, 
 class Precision:
     """A precision in which a target can run a denoiser.
 
-    ``layers`` has pairs of a quantised layer's path and its format. ``element_bytes`` is the number
-    of bytes of each element of everything else, including the cache. ``same_as`` has the names of
-    other precisions that give this denoiser the same formats.
+    ``layers`` contains a pair for each quantised layer: the layer's path and its format.
+    ``element_bytes`` is the number of bytes per element of all unquantised data, including the
+    cache. ``same_as`` lists the names of other precisions that give this denoiser the same formats.
     """
 
     name: str
@@ -155,7 +155,7 @@ class Precision:
 
 
 def _held_table(name: str, target: Target) -> str:
-    """The format that a shared embedding table gets if the format ``name`` is requested.
+    """Return the format that a shared embedding table gets if the format ``name`` is requested.
 
     On a GPU, the table is never quantised.
     """
@@ -169,9 +169,9 @@ def precisions_of(
 ) -> tuple[list[Precision], dict[str, str]]:
     """Find the precisions in which a target can run a denoiser.
 
-    ``names`` has the names of precisions to consider. ``None`` means all precisions, including that
-    of a quantised bundle. Returns the precisions that the target supports. Also returns a mapping
-    from the names of all others to the reason why it does not support them.
+    ``names`` lists the precisions to consider. ``None`` means all precisions, including the
+    precision of a quantised bundle. Returns the precisions that the target supports. Also returns a
+    mapping from the name of each unsupported precision to the reason.
     """
     found: dict[tuple[Any, ...], Precision] = {}
     left_out: dict[str, str] = {}

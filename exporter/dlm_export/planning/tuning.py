@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     import onnxruntime
 
 ROUNDS = 7
-# A measurement multiplies several copies of a weight in turn. Their total size is between these two
-# numbers of bytes. It exceeds the processor's cache, so weights are read from memory, as in a pass.
+# A measurement multiplies several copies of a weight in turn. The total size of all copies is
+# between these two numbers of bytes. The copies exceed the processor's cache, so weights are read
+# from memory, as in a real pass.
 _LEAST_BYTES = 64 << 20
 _MOST_BYTES = 512 << 20
 Shape = tuple[int, int]
@@ -36,10 +37,11 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Tuning:
-    """How long layers take on ``processor`` in a pass of ``rows`` tokens.
+    """The measured times of layers on ``processor`` in a pass of ``rows`` tokens.
 
-    ``seconds`` has the time of one matrix product, by the matrix's shape ``(inputs, outputs)`` and
-    its format. ``shapes`` has the number of products of each shape in a pass.
+    ``shapes`` maps the shape ``(inputs, outputs)`` of a matrix to the number of matrix products
+    with this shape in a pass. ``seconds`` maps the shape and a format to the time of one matrix
+    product.
     """
 
     rows: int
@@ -48,16 +50,16 @@ class Tuning:
     seconds: Mapping[Shape, Mapping[str, float]]
 
     def cost(self, layer: LinearSpec, format: str) -> float:
-        """How many seconds a layer takes in one pass.
+        """Return the number of seconds that a layer takes in one pass.
 
-        For a layer with experts, only those that the pass reaches are counted.
+        In a layer with experts, only the experts that the pass reaches are counted.
         """
         return _reached(layer, self.rows) * self.seconds[layer.inputs, layer.outputs][format]
 
     def totals(self) -> dict[str, float]:
-        """Maps each format to the time of all layers in one pass, in seconds.
+        """Map each format to the time of all layers in one pass, in seconds.
 
-        If a layer's shape does not suit the format, its time in full precision is added.
+        If a layer's shape does not suit the format, the layer's time in full precision is added.
         """
         names = dict.fromkeys(name for each in self.seconds.values() for name in each)
         return {
@@ -84,7 +86,7 @@ class Tuning:
 
 
 def _reached(layer: LinearSpec, rows: int) -> float:
-    """How many matrices of a layer are multiplied on average in a pass of ``rows`` tokens.
+    """Return the average number of multiplied matrices of a layer in a pass of ``rows`` tokens.
 
     All experts are assumed to be equally likely. A layer without experts has one matrix.
     """
@@ -92,7 +94,7 @@ def _reached(layer: LinearSpec, rows: int) -> float:
 
 
 def shapes_of(layers: Iterable[LinearSpec], rows: int) -> dict[Shape, int]:
-    """Maps each shape of a layer's matrix to the number of its products in a pass.
+    """Map each shape of a layer's matrix to the number of products with this shape in a pass.
 
     The pass has ``rows`` tokens.
     """
@@ -112,12 +114,12 @@ def measure(
 ) -> Tuning:
     """Time a matrix product of ``rows`` rows for each shape of ``layers``, in each format.
 
-    Full precision is measured too. The measurements of different formats take turns. They use all
-    cores, and the same settings of ONNX Runtime as the native runtime. ``$DLM_KERNELS`` selects the
-    kernels.
+    Full precision is measured too. The measurements of different formats take turns. Each
+    measurement uses all cores, and the same settings of ONNX Runtime as the native runtime.
+    ``$DLM_KERNELS`` selects the kernels.
 
-    ``table`` is the type of an unquantised embedding table that the head shares. ``on_done`` is
-    called after each shape. Raises RequestError if a format has no kernels.
+    If the head shares an unquantised embedding table, ``table`` is the type of the table.
+    ``on_done`` is called after each shape. Raises RequestError if a format has no kernels.
     """
     formats, layers = list(formats), list(layers)
     for name in formats:
@@ -140,8 +142,8 @@ def _time(
 ) -> dict[str, float]:
     """Return the median time of one matrix product in seconds, for each format.
 
-    ``table`` is the type of the embedding table if the layer is a head that shares it. Otherwise,
-    it is ``None``.
+    If the layer is a head that shares the embedding table, ``table`` is the type of the table.
+    Otherwise, ``table`` is ``None``.
     """
     x = np.random.default_rng(0).standard_normal((rows, shape[0]), np.float32)
     runs = {}
@@ -163,7 +165,7 @@ def _time(
 def _session(
     shape: Shape, format: str, copies: int, table: ir.DataType | None = None
 ) -> onnxruntime.InferenceSession:
-    """Create a graph with ``copies`` products of the same input, each with another weight."""
+    """Create a graph that multiplies one input by ``copies`` distinct weights."""
     chosen, (inputs, outputs) = FORMATS[format], shape
     rng = np.random.default_rng(1)
     x = ir.Value(name="x", shape=ir.Shape(["rows", inputs]), type=ir.TensorType(ir.DataType.FLOAT))
@@ -201,7 +203,7 @@ def _session(
 def _weight(
     rng: np.random.Generator, format: str, shape: Shape, table: ir.DataType | None
 ) -> list[tuple[str, np.ndarray]]:
-    """Create a random weight in the form in which a graph stores it for this format."""
+    """Create a random weight in the form that a graph stores for this format."""
     (inputs, outputs), group_size = shape, FORMATS[format].group_size
     if format == HIGH and table is not None:
         rows = rng.standard_normal((outputs, inputs), np.float32)

@@ -1,6 +1,10 @@
-"""The HTTP server of ``dlm-export serve``: OpenAI's API, with the additions of Mercury's.
+"""Implements the HTTP server of ``dlm-export serve``, which follows the APIs of OpenAI and Mercury.
 
-``app`` has the routes. ``hosting`` holds the open bundles. ``fields`` checks the bodies of requests,
-``conversation`` and ``completing`` turn them into requests of the runtime, and ``replies`` and
-``streams`` write the answers. Needs the extra ``serve``.
+- ``app`` defines the routes.
+- ``hosting`` holds the open bundles.
+- ``fields`` checks the bodies of requests.
+- ``conversation`` turns these bodies into requests for the runtime.
+- ``replies`` and ``streams`` write the responses.
+
+The server needs the optional dependencies of the extra ``serve``.
 """

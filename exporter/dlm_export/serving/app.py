@@ -1,4 +1,4 @@
-"""The routes of the server, and what surrounds every request: keys, limits, metrics and the log."""
+"""Defines the routes of the server, and applies keys, limits, metrics and the log to requests."""
 
 from __future__ import annotations
 
@@ -37,19 +37,20 @@ from dlm_runtime import DlmError, Generation, Job
 from dlm_runtime.generation.deciding import Deciding
 
 OPEN_PATHS = ("/health", "/ready", *page_routes.PATHS)
-"""Paths that need no key."""
+"""Requests to these paths need no key."""
 MOST_ID = 128
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one request.
+    """The limits of one request.
 
     Args:
-        body_bytes: The largest body.
-        body_s: Seconds in which the whole body must arrive.
-        bodies_bytes: The most bytes of all bodies that are arriving.
-        compile_threads: Requests whose schemas are compiled at once. Others with new schemas wait.
+        body_bytes: The maximum size of a body.
+        body_s: The number of seconds in which the whole body must arrive.
+        bodies_bytes: The maximum total size of all bodies that are arriving.
+        compile_threads: The maximum number of requests whose schemas are compiled at the same time.
+            Further requests with new schemas wait.
     """
 
     body_bytes: int = 1 << 20
@@ -60,11 +61,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a response.
+    """Creates the response in the format of one path.
 
     Args:
-        whole: Makes the body of the response.
-        writer: Makes the writer of a stream. None: the response is never a stream.
+        whole: Creates the body of the response.
+        writer: Creates the writer of a stream. If None, the response is never a stream.
     """
 
     whole: Callable[[Ask, Model, Sequence[Answer]], dict[str, Any]]
@@ -72,13 +73,14 @@ class Form:
 
 
 class Server:
-    """The application of some models. ``app`` is what an ASGI server runs.
+    """The server application for several models. ``app`` is the ASGI application.
 
     Args:
-        models: The models. They are closed when the application ends.
-        keys: The keys of which each request must carry one. Empty: no key is needed.
-        limits: Limits of one request.
-        has_log: If True, each request writes a line of JSON to stderr, without its texts.
+        models: The models. The application closes the models when it ends.
+        keys: Each request must contain one of these keys. If empty, no key is needed.
+        limits: The limits of one request.
+        has_log: If True, a line of JSON is written to stderr for each request. The line does not
+            contain the texts of the request.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Server:
         self._limits, self._has_log = limits or Limits(), has_log
         self._metrics = Metrics(models)
         self._compiling = asyncio.Semaphore(self._limits.compile_threads)
-        self._arriving = 0  # bytes of bodies
+        self._arriving = 0  # total size of the arriving bodies
         self.is_ready = True
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/v1/chat/completions": self._chat,
@@ -140,11 +142,12 @@ class Server:
     # ---- Around every request ----
 
     def _allows(self, path: str, authorization: bytes) -> bool:
-        """True if a request carries one of the keys, or needs none."""
+        """Return True if the request contains a valid key, or if the path needs no key."""
         if not self._keys or path in OPEN_PATHS:
             return True
         scheme, _, key = authorization.partition(b" ")
-        # All keys are compared, even after a match, so the time does not show which one matches.
+        # Compare all keys, even after a match. Otherwise, the response time would show which key
+        # matches.
         matches = [hmac.compare_digest(key.strip(), each) for each in self._keys]
         return scheme.lower() == b"bearer" and any(matches)
 
@@ -164,10 +167,10 @@ class Server:
             print(json.dumps(line), file=sys.stderr, flush=True)
 
     async def _body(self, request: Request) -> bytes:
-        """The body of a request. Raises ApiError if it is too large or too slow."""
+        """Return the body of a request. Raises ApiError if the body is too large or too slow."""
         found = bytearray()
         size = request.headers.get("content-length", "")
-        self._check_size(int(size) if size.isdecimal() else 0)  # before the body is read
+        self._check_size(int(size) if size.isdecimal() else 0)  # check before reading the body
         try:
             with anyio.fail_after(self._limits.body_s):
                 async for piece in request.stream():
@@ -182,7 +185,7 @@ class Server:
         return bytes(found)
 
     def _check_size(self, size: int) -> None:
-        """Check the size of a body, and of all bodies that are arriving. Raises ApiError."""
+        """Check the size of a body, and the total size of all arriving bodies. Raises ApiError."""
         if size > self._limits.body_bytes:
             said = f"the body has more than {self._limits.body_bytes} bytes"
             raise ApiError(413, said, code="body_too_large")
@@ -221,7 +224,7 @@ class Server:
     async def _complete(
         self, request: Request, body: Any, read: Callable[[Any, Model], Ask], form: Form
     ) -> Response:
-        """Run a request for text, at once or as a stream."""
+        """Generate text for a request, and return a whole response or a stream."""
         model = self._models.named(body.model)
         request.state.about = {"model": model.name}
         model.acquire()
@@ -244,8 +247,10 @@ class Server:
     async def _start(
         self, read: Callable[[Any, Model], Ask], body: Any, model: Model
     ) -> tuple[Ask, list[Job]]:
-        """Read and submit a request on a thread. Few requests compile new schemas at once, because
-        that may take seconds. Raises ApiError.
+        """Read and submit a request on a thread. Raises ApiError.
+
+        Compiling a new schema may take seconds. So only a few requests may compile new schemas at
+        the same time.
         """
         key = conversation.constraint_key(body)
         if key is None or key in model.compiled:
@@ -258,7 +263,7 @@ class Server:
     async def _streamed(
         self, request: Request, writer: Writer, jobs: Sequence[Job], ask: Ask
     ) -> AsyncIterator[bytes]:
-        """The events of a stream."""
+        """Yield the events of a stream."""
         async with aclosing(writer.chunks(jobs)) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -341,7 +346,9 @@ class Server:
 
 
 class _Around:
-    """Checks the key of each request, gives it an id, and notes how it ended."""
+    """Checks the key of each request, gives the request an ID, and records the status and
+    duration.
+    """
 
     def __init__(
         self,
@@ -359,9 +366,9 @@ class _Around:
         given = headers.get(b"x-request-id", b"")[:MOST_ID].decode("latin-1")
         made = given if given and given.isascii() and given.isprintable() else ""
         request_id = made or f"req_{secrets.token_hex(12)}"
-        # The lifespan's state is shared by all requests; this one's is its own.
+        # All requests share the lifespan's state. So give this request its own state.
         scope["state"] = {**scope.get("state", {}), "id": request_id, "about": {}}
-        status, began = 499, time.perf_counter()  # nginx's number for a client that left
+        status, began = 499, time.perf_counter()  # nginx uses 499 if the client has left
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -406,7 +413,10 @@ def _defect(_: Request, err: Exception) -> JSONResponse:
 
 
 def _started(read: Callable[[Any, Model], Ask], body: Any, model: Model) -> tuple[Ask, list[Job]]:
-    """Read a body, and submit all of its requests, or none. Raises ApiError."""
+    """Read a body, and submit all of its requests. If one request fails, cancel the others.
+
+    Raises ApiError.
+    """
     ask = read(body, model)
     jobs: list[Job] = []
     try:
@@ -430,13 +440,13 @@ def _submitted(deciding: Deciding, model: Model) -> Job:
 def _answered(
     form: Form, ask: Ask, model: Model, made: Sequence[Generation]
 ) -> tuple[list[Answer], dict[str, Any]]:
-    """The answers of results, and the body of the response."""
+    """Return the answers, and the body of the response."""
     answers = [answer(ask, model, each) for each in made]
     return answers, form.whole(ask, model, answers)
 
 
 def _choices(body: fields.Sampling, choices: Choices) -> Form:
-    """The form of a response with ``choices``."""
+    """Return the form of a response that contains ``choices``."""
     has_usage = body.stream_options is not None and body.stream_options.include_usage
 
     def writer(ask: Ask, model: Model) -> Writer:
@@ -456,7 +466,10 @@ async def _results(jobs: Sequence[Job]) -> list[Any]:
 
 
 async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """The result of ``work``, which is cancelled if the client leaves. Raises ClientDisconnect."""
+    """Return the result of ``work``. If the client leaves, cancel ``work``.
+
+    Raises ClientDisconnect if the client has left.
+    """
     running = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request))
     try:
@@ -485,7 +498,7 @@ def _tokenizer(model: Model) -> Any:
 
 
 def _tokens(body: fields.TokenizeBody, model: Model) -> list[int]:
-    """Token ids of a text or a chat. Raises ApiError."""
+    """Return the token IDs of a text or of a chat. Raises ApiError."""
     tokenizer = _tokenizer(model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give one of prompt and messages", "prompt")

@@ -1,7 +1,8 @@
-"""Connections that are slow on purpose: limits on their number and on the time that they may take.
+"""Limits the number of connections, and the time that a slow client may take.
 
-uvicorn limits neither the time in which the headers of a request must arrive, nor the number of
-connections. It also reads the rest of a body that the application has refused.
+Some clients are slow on purpose. uvicorn limits neither the number of connections nor the time in
+which the headers of a request must arrive. If the application rejects a body, uvicorn still reads
+the rest of the body.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dlm_export.serving.errors import ApiError
 
 LINGER_S = 1.0
-"""How long the rest of a refused body is read. A client that still sends gets the response then."""
+"""The number of seconds for which the server reads the rest of a rejected body. Without this time,
+a client that is still sending would not receive the response.
+"""
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of connections.
+    """The limits of connections.
 
     Args:
-        connections: The most connections at once.
-        head_s: Seconds in which the headers of a request must arrive.
-        write_s: Seconds in which a client must read what waits for it, if that is more than the
-            buffers of the connection hold.
+        connections: The maximum number of open connections.
+        head_s: The number of seconds in which the headers of a request must arrive.
+        write_s: The number of seconds that a client may take to read data after the buffers of its
+            connection are full.
     """
 
     connections: int = 512
@@ -37,7 +40,9 @@ class ConnectionLimits:
 
 
 def protocol(limits: ConnectionLimits) -> Callable[..., asyncio.Protocol]:
-    """What uvicorn creates for each connection. All of them share ``limits``."""
+    """Return the function that creates connections for uvicorn. All connections share
+    ``limits``.
+    """
     idle: dict[Connection, None] = {}
     return lambda **given: Connection(limits, idle, **given)
 
@@ -46,10 +51,10 @@ class Connection(H11Protocol):
     """A connection that is closed if no request arrives in time.
 
     Args:
-        limits: Limits that all connections share.
+        limits: The limits that all connections share.
         idle: The connections without a request, the oldest first. If there are too many
-            connections, the oldest of these is closed. So a client that opens connections and sends
-            nothing cannot keep others out.
+            connections, the oldest idle connection is closed. So clients that open connections and
+            send nothing cannot keep other clients out.
         given: The arguments of uvicorn's protocol.
     """
 
@@ -116,7 +121,7 @@ class Connection(H11Protocol):
         self._answer(503, "Service Unavailable", error)
 
     def _answer(self, status: int, reason: str, error: ApiError) -> None:
-        """Write a response without a request, and close."""
+        """Write an error response to a client without a request. Then close the connection."""
         self._stop_waiting()
         body = json.dumps(error.body).encode()
         headers = {"content-type": "application/json", "content-length": len(body)}

@@ -1,4 +1,4 @@
-"""Turns the bodies of requests into arguments of the runtime."""
+"""Turns the bodies of HTTP requests into arguments of the runtime."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ COMPILE_LIMITS = CompileLimits(seconds=5)
 
 @dataclass
 class Ask:
-    """What a request of the API asks of the runtime.
+    """The requests to the runtime that follow from one HTTP request.
 
     Args:
-        given: The prompt, tokens or chat of each request of the runtime.
-        options: Their options.
-        choices: How many answers each gets. They differ in their seeds.
-        tools: The functions that may be called, or None.
-        hole: The text before and after a hole that each request fills, and its canvas. None: the
-            text follows the prompt.
-        stops: Stop strings of a hole.
+        given: The prompt, tokens or chat of each request to the runtime.
+        options: The options of all these requests.
+        choices: The number of answers per request. Each answer uses a different seed.
+        tools: The functions that the denoiser may call, or None.
+        hole: The texts before and after the hole that is filled, and the canvas that contains the
+            hole. If None, the generated text follows the prompt.
+        stops: The stop strings for the text of the hole.
     """
 
     given: list[dict[str, Any]]
@@ -53,7 +53,7 @@ class Ask:
     stops: list[str] = field(default_factory=list)
 
     def requests(self) -> list[dict[str, Any]]:
-        """The arguments of ``Scheduler.submit``, one dict per answer."""
+        """Return the arguments of ``Scheduler.submit``, with one dict per answer."""
         first = self.options.get("seed", 0)
         return [
             given | self.options | {"seed": first + number}
@@ -63,7 +63,10 @@ class Ask:
 
 
 def chat(body: ChatBody, model: Model) -> Ask:
-    """Read a chat. Compiles its constraint, so this may take long. Raises ApiError."""
+    """Read a chat. Raises ApiError.
+
+    This may take long, because it compiles the chat's constraint.
+    """
     if not model.has_chat:
         raise ApiError(400, "this model has no chat template: use /v1/completions", "model")
     if body.top_logprobs and not body.logprobs:
@@ -101,21 +104,21 @@ def completion(body: CompletionBody, model: Model) -> Ask:
 
 
 def fim(body: FimBody, model: Model) -> Ask:
-    """Read a request for the text between two others. Raises ApiError."""
+    """Read a request that asks for the text between a prompt and a suffix. Raises ApiError."""
     return hole(body, model, body.prompt, body.suffix, body.max_tokens)
 
 
 def hole(body: Sampling, model: Model, before: str, after: str, length: int | None) -> Ask:
-    """A canvas with one hole. An end token inside it pads the rest.
+    """Create a canvas with one hole. If the hole contains an end token, padding follows the token.
 
     Args:
-        body: The request.
-        model: Its model.
-        before, after: The texts around the hole.
-        length: The number of tokens of the hole. None: the bundle's default.
+        body: The body of the HTTP request.
+        model: The model that fills the hole.
+        before, after: The texts before and after the hole.
+        length: The number of tokens in the hole. If None, the bundle's default is used.
 
     Raises:
-        ApiError: The model cannot fill a hole, or an option does not fit one.
+        ApiError: The model cannot fill holes, or an option cannot be used with holes.
     """
     options = _options(body, model, None)
     length = length or model.bundle.max_new_tokens
@@ -140,7 +143,7 @@ def hole(body: Sampling, model: Model, before: str, after: str, length: int | No
 
 
 def message(given: Message, where: str) -> dict[str, Any]:
-    """A message for chat templates. Raises ApiError naming ``where``."""
+    """Convert a message for the chat template. Raises ApiError, whose text contains ``where``."""
     found: dict[str, Any] = {"role": "system" if given.role == "developer" else given.role}
     content = given.content
     if isinstance(content, list):
@@ -165,16 +168,16 @@ def message(given: Message, where: str) -> dict[str, Any]:
 
 
 def _called(call: Call) -> dict[str, Any]:
-    """An earlier call. Chat templates expect an object of arguments where OpenAI has its JSON."""
+    """Convert an earlier call, whose arguments are JSON text. Chat templates need an object."""
     arguments: Any = call.function.arguments
-    with suppress(ValueError, RecursionError):  # a model wrote it: it may be no JSON
+    with suppress(ValueError, RecursionError):  # may be invalid JSON
         arguments = json.loads(arguments)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 
 def functions(tools: list[Tool]) -> list[dict[str, Any]]:
-    """Tools for the runtime and for chat templates."""
+    """Convert tools for the runtime and for chat templates."""
     return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
 
 
@@ -210,9 +213,9 @@ CONSTRAINT_FIELDS = {
 
 
 def constraint_key(body: Any) -> bytes | None:
-    """A hash of the fields from which a constraint is compiled. None: there are none of them."""
+    """Return a hash of the fields that define a constraint. Return None if no such field is set."""
     own = body.dlm
-    of_text = getattr(body, "text", None)  # a body of /v1/responses has its format there
+    of_text = getattr(body, "text", None)  # a body of /v1/responses has its format in ``text``
     found = [own.regex, own.grammar, own.enum, of_text and of_text.format]
     found += [getattr(body, name, None) for name in ("response_format", "tools")]
     if not any(found):
@@ -221,7 +224,7 @@ def constraint_key(body: Any) -> bytes | None:
 
 
 def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[str, Any]:
-    """Arguments of the runtime for the fields that all completions share."""
+    """Convert the fields that all completions share to arguments of the runtime."""
     own = body.dlm
     found: dict[str, Any] = dict(own.policy)
     for name in ("steps", "max_steps", "deadline_ms", "prefix", "special_tokens"):
@@ -249,7 +252,7 @@ def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[s
     if body.top_p is not None:
         found["top_p"] = body.top_p
     if body.top_k is not None:
-        found["top_k"] = max(0, body.top_k)  # -1: all tokens
+        found["top_k"] = max(0, body.top_k)  # -1 allows all tokens
     is_random = found.get("temperature", model.bundle.policy(own.preset).temperature) > 0
     if body.seed is not None:
         found["seed"] = body.seed
@@ -271,7 +274,9 @@ def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[s
 
 
 def _format(body: ChatBody) -> dict[str, Any]:
-    """The argument of ``Bundle.constraint`` for a response format; empty for text."""
+    """Return the arguments of ``Bundle.constraint`` for a response format. Plain text needs no
+    arguments.
+    """
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return {}
@@ -287,7 +292,7 @@ def _format(body: ChatBody) -> dict[str, Any]:
 def _constrain(
     model: Model, options: dict[str, Any], constraint: dict[str, Any], param: str
 ) -> None:
-    """Compile a constraint, and put it among the options. Raises ApiError."""
+    """Compile a constraint, and add the constraint to ``options``. Raises ApiError."""
     if "constraint" in options:
         raise unsupported(param, "give one of response_format, dlm.regex, dlm.grammar and dlm.enum")
     try:
@@ -299,7 +304,7 @@ def _constrain(
 
 
 def _prompts(prompt: Prompt) -> list[dict[str, Any]]:
-    """The prompts of a completion: a text or token ids, or a list of either."""
+    """Return the prompts of a completion: one prompt or a list of prompts, as text or token IDs."""
     if isinstance(prompt, str):
         return [{"prompt": prompt}]
     if not prompt:

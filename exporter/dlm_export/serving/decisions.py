@@ -1,4 +1,4 @@
-"""The path ``/v1/decisions``: questions about a state, as Mercury's API asks and answers them."""
+"""Implements Mercury's path ``/v1/decisions``, which answers questions about a state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dlm_runtime.generation.deciding import MOST_OPTIONS, Deciding, Question
 MOST_QUESTIONS = 256
 
 Text = str | dict[str, Any] | list[Any]
-"""A text, or JSON, which the model reads as text."""
+"""Text or JSON. The model reads JSON as text."""
 
 
 class NoulCriteria(Body):
@@ -26,7 +26,7 @@ class NoulCriteria(Body):
 
 
 class NoulQuestion(Body):
-    """A question whose answer is the probability that it is true."""
+    """A question whose answer is the probability that a statement is true."""
 
     type: Literal["noul"]
     instructions: Text | None = None
@@ -34,7 +34,7 @@ class NoulQuestion(Body):
 
 
 class ChoiceQuestion(Body):
-    """A question whose answer is one of the keys of ``criteria``. The values describe them."""
+    """A question whose answer is a key of ``criteria``. Each value describes its key."""
 
     type: Literal["choice"]
     instructions: Text | None = None
@@ -42,7 +42,9 @@ class ChoiceQuestion(Body):
 
 
 class ScoreQuestion(Body):
-    """A question whose answer is a level, from 0. ``criteria`` describes the levels in order."""
+    """A question whose answer is a level. The first level is 0. ``criteria`` describes the levels
+    in order.
+    """
 
     type: Literal["score"]
     instructions: Text | None = None
@@ -53,7 +55,7 @@ AnyQuestion = Annotated[NoulQuestion | ChoiceQuestion | ScoreQuestion, Field(dis
 
 
 class OwnOptions(Body):
-    """Options of this server that Mercury's API does not have. ``Bundle.decide`` describes them."""
+    """Options that Mercury's API does not contain. ``Bundle.decide`` describes these options."""
 
     passes: Annotated[int, Field(ge=1, le=MOST_QUESTIONS)] = 1
     answer: str | None = None
@@ -86,7 +88,7 @@ def read(body: DecisionBody, model: Model) -> Deciding:
 
 
 def reply(body: DecisionBody, model: Model, made: Decision, counts: dict[str, int]) -> Any:
-    """The body of the response."""
+    """Return the body of the response."""
     answers: dict[str, Any] = {}
     for name, answer in made.answers.items():
         question = body.questions[name]
@@ -112,7 +114,9 @@ def reply(body: DecisionBody, model: Model, made: Decision, counts: dict[str, in
 
 
 def counted(made: Decision) -> dict[str, int]:
-    """The tokens and passes of a decision. A prompt that several requests read counts once."""
+    """Count the tokens and passes of a decision. The prompt counts once, even for several
+    requests.
+    """
     last = made.generations[-1]
     return {
         "prompt_tokens": last.prompt_tokens,
@@ -141,14 +145,14 @@ def _text_or_none(value: Text | None) -> str | None:
 
 
 def _texts(body: DecisionBody) -> Iterator[tuple[str, Any]]:
-    """The parts of a body that may be JSON, each with its path."""
+    """Yield the values in a body that may be JSON, each with its path."""
     yield "state", body.state
     for name, question in body.questions.items():
         yield f"questions.{name}.instructions", question.instructions
 
 
 def _refuse_images(where: str, value: Any) -> None:
-    """Raise ApiError if there is an image in a state or in instructions."""
+    """Raise ApiError if a state or an instruction contains an image."""
     open_values = [value]
     while open_values:
         each = open_values.pop()
@@ -161,7 +165,7 @@ def _refuse_images(where: str, value: Any) -> None:
 
 
 def _field_of(body: DecisionBody, said: str) -> str:
-    """The field that an error of the runtime names."""
+    """Return the name of the field that an error message of the runtime mentions."""
     for name in body.questions:
         if said.startswith(f"questions[{name!r}]"):
             return f"questions.{name}"

@@ -1,9 +1,10 @@
-"""``/v1/edit/completions``: Mercury's message with a region to edit becomes an infill of the region.
+"""Implements ``/v1/edit/completions``, which rewrites a region of a file, as in Mercury's API.
 
-The message has the sections of Mercury's API: snippets that the user viewed, the content of a file
-with the region and the cursor, and the user's last edits as diffs. On the canvas the file comes
-last, with mask tokens in place of the region. All other sections come before it, then the region as
-it is now. So the denoiser sees the old text of the region, and the text around its new one.
+The user's message has three sections: snippets that the user viewed, the current file, and the
+user's last edits as diffs. The file contains the cursor and marks the region to edit. This module
+turns the message into an infill of the region. On the canvas, the file comes last, and mask tokens
+replace the region. The other sections and the old region come before the file. So the denoiser sees
+both the old region and the text around the new region.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from dlm_export.serving.replies import Answer, Head, usage
 
 CURSOR = "<|cursor|>"
 FENCE = "```"
-"""Encloses the region in an answer, as in Mercury's."""
+"""The fence before and after the region in an answer, as in Mercury's API."""
 SPARE_TOKENS = 16
-"""Tokens by which a new region may always be longer than the old one."""
+"""A new region may always be this many tokens longer than the old region."""
 WHERE = "messages[0].content"
 
 
@@ -52,7 +53,9 @@ def edit(body: EditBody, model: Model) -> Ask:
 
 
 def _read(content: str) -> tuple[str, str, str]:
-    """The text of the canvas before the region, the region, and the text after it."""
+    """Return the canvas text before the region, the old region, and the canvas text after the
+    region.
+    """
     head, file, tail = _split(content, "current_file_content")
     above, given, below = _split(file, "code_to_edit")
     if given.count(CURSOR) != 1:
@@ -61,13 +64,14 @@ def _read(content: str) -> tuple[str, str, str]:
     before = (
         f"{others}\n\n<|code_to_edit|>{given}<|/code_to_edit|>\n\n<|current_file_content|>{above}"
     )
-    # The line breaks beside the tags belong to the tags' lines, not to the region.
+    # The line breaks next to the tags belong to the lines of the tags. They are not part of the
+    # region.
     region = re.sub(r"\A\r?\n|\r?\n\Z", "", given.replace(CURSOR, ""))
     return before, region, f"{below}<|/current_file_content|>"
 
 
 def _split(text: str, name: str) -> tuple[str, str, str]:
-    """The text before a section, in it, and after it. Raises ApiError."""
+    """Return the text before a section, in the section, and after the section. Raises ApiError."""
     found = re.split(re.escape(f"<|{name}|>") + "|" + re.escape(f"<|/{name}|>"), text)
     is_whole = len(found) == 3 and text.startswith(f"<|{name}|>", len(found[0]))
     if not is_whole or not text.endswith(f"<|/{name}|>{found[2]}"):
@@ -80,13 +84,13 @@ def _wrong(said: str) -> ApiError:
 
 
 class Edits:
-    """The form of answers: messages with the new text of the region between two fences."""
+    """Creates responses whose messages contain the new region between two fences."""
 
     def __init__(self, body: EditBody) -> None:
         self._head = Head("editcmpl", "edit.completion", body.model)
 
     def whole(self, ask: Ask, _: Model, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The body of the response."""
+        """Return the body of the response."""
         choices = [
             {
                 "index": index,

@@ -1,4 +1,4 @@
-"""Errors of the API, as OpenAI's clients read them."""
+"""Defines the errors of the API, in the format that OpenAI's clients expect."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ RETRY_AFTER_S = 1
 
 
 class ApiError(Exception):
-    """An error that ends a request with a status and OpenAI's error object.
+    """An error that ends an HTTP request. The response contains OpenAI's error object.
 
     Args:
-        status: HTTP status.
-        message: What is wrong and what to do.
-        param: The field of the body that is wrong, such as "messages[0].content". None: no field.
-        code: A word for programs, such as "model_not_found".
+        status: The HTTP status.
+        message: Says what is wrong, and what to do.
+        param: The wrong field of the body, such as "messages[0].content". None if no single field
+            is wrong.
+        code: A fixed code for programs, such as "model_not_found".
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """The ``type`` of OpenAI's error object."""
+        """The ``type`` in OpenAI's error object."""
         names = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         if self.status >= 500:
             return "server_error"
@@ -46,17 +47,17 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response."""
+        """The additional headers of the response."""
         return {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
 
 def unsupported(param: str, why: str) -> ApiError:
-    """The error for a field whose value this server cannot follow."""
+    """Return the error for a field whose value this server does not support."""
     return ApiError(400, f"{param}: {why}", param, "unsupported_value")
 
 
 def of_runtime(err: DlmError, param: str | None = None) -> ApiError:
-    """The error for one that the runtime raised."""
+    """Convert an error of the runtime to an error of the API."""
     said = str(err)
     if isinstance(err, BusyError):
         return ApiError(429, said, code="server_busy")

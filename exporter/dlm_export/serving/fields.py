@@ -1,8 +1,9 @@
-"""The bodies of requests. An unknown field is an error, so a misspelled one is never ignored.
+"""Defines the bodies of requests. Unknown fields are rejected, so misspelled fields are not
+ignored.
 
-The names and types are those of OpenAI's API and of Mercury's, which adds ``diffusing``,
-``realtime``, ``reasoning_summary`` and fill-in-the-middle. Options that exist only here are in the
-object ``dlm``.
+OpenAI's API defines the names and types of most fields. Mercury's API adds ``diffusing``,
+``realtime``, ``reasoning_summary`` and fill-in-the-middle. The object ``dlm`` contains the options
+that only this server has.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ MOST_PROMPTS = 64
 
 _Item = TypeVar("_Item")
 Items = Annotated[list[_Item], Field(fail_fast=True)]
-"""A list that is read up to its first wrong item. Without it, a body of a million wrong items takes
-seconds."""
+"""A list whose check stops at the first wrong item. Otherwise, checking a million wrong items would
+take seconds."""
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
 Effort = Literal["instant", "low", "medium", "high"]
 
 
 class Body(BaseModel):
-    """A part of a body that rejects unknown fields."""
+    """A body, or a part of a body. Unknown fields are rejected."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class Own(Body):
-    """Options of this server that OpenAI's API does not have.
+    """Options that OpenAI's API does not contain.
 
-    ``policy`` holds fields of the runtime's ``Policy``, such as ``{"threshold": 0.8}``.
+    ``policy`` contains fields of the runtime's ``Policy``, such as ``{"threshold": 0.8}``.
     """
 
     preset: str | None = None
@@ -54,7 +55,7 @@ class Own(Body):
 
 class StreamOptions(Body):
     include_usage: bool = False
-    include_obfuscation: bool = False  # a hint
+    include_obfuscation: bool = False  # a hint, which has no effect
 
 
 class Part(Body):
@@ -117,7 +118,7 @@ class NamedTool(Body):
 
 
 class Sampling(Body):
-    """Fields that all completions share."""
+    """The fields that all completions share."""
 
     model: str
     max_tokens: Count | None = None
@@ -131,13 +132,13 @@ class Sampling(Body):
     stream_options: StreamOptions | None = None
     reasoning_effort: Effort | None = None
     diffusing: bool | None = None
-    # This server has no penalties: only the values that switch them off are accepted.
+    # This server has no penalties. So it accepts only the values that switch penalties off.
     frequency_penalty: Literal[0] | None = None
     presence_penalty: Literal[0] | None = None
     repetition_penalty: Literal[1] | None = None
     logit_bias: dict[str, float] | None = None
     dlm: Own = Field(default_factory=Own)
-    # Hints, which have no effect here.
+    # These fields are hints, which have no effect on this server.
     user: str | None = None
     realtime: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -158,7 +159,7 @@ class ChatBody(Sampling):
     tools: Annotated[Items[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["auto", "required", "none"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    # Hints of Mercury's API: this server has no text of reasoning to sum up.
+    # These hints of Mercury's API have no effect, because this server generates no reasoning text.
     reasoning_summary: bool | None = None
     reasoning_summary_wait: bool | None = None
 
@@ -184,7 +185,7 @@ class FimBody(Sampling):
 
 
 class TokenizeBody(Body):
-    """The body of ``/tokenize``: a text, or the messages of a chat."""
+    """The body of ``/tokenize``, which contains either a text or the messages of a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -200,7 +201,7 @@ class DetokenizeBody(Body):
 
 
 def read(kind: type[Body], content: bytes) -> Any:
-    """Read a body. Raises ApiError with the field that is wrong."""
+    """Read a body. Raises ApiError, which names the wrong field."""
     try:
         return kind.model_validate_json(content)
     except ValidationError as err:
@@ -208,7 +209,7 @@ def read(kind: type[Body], content: bytes) -> Any:
 
 
 def _invalid(errors: list[ErrorDetails]) -> ApiError:
-    """The error for the first problem of a body."""
+    """Convert the first problem of a body to an error of the API."""
     unknown = [each for each in errors if each["type"] == "extra_forbidden"]
     first = _most_specific(unknown or errors)
     path = _path(first)
@@ -228,9 +229,11 @@ def _invalid(errors: list[ErrorDetails]) -> ApiError:
 
 
 def _most_specific(errors: list[ErrorDetails]) -> ErrorDetails:
-    """The first problem. If its field has alternatives, each has a problem: take the deepest one.
+    """Return the most specific problem of the first wrong field.
 
-    A problem other than a wrong type goes before a wrong type, which means another alternative.
+    If a field allows several types, pydantic reports a problem for each type. This function chooses
+    the problem with the deepest path. If paths are equally deep, other problems come before a wrong
+    type, because the value may belong to another allowed type.
     """
     path = _path(errors[0])
     same = [each for each in errors if _path(each)[: len(path)] == path]
@@ -238,7 +241,7 @@ def _most_specific(errors: list[ErrorDetails]) -> ErrorDetails:
 
 
 def _path(error: ErrorDetails) -> list[int | str]:
-    """The field of a problem. Names of alternatives are left out."""
+    """Return the path of the wrong field, without the names of allowed types."""
     place = error["loc"]
     return [part for at, part in enumerate(place) if not _is_variant(place, at)]
 
@@ -247,9 +250,9 @@ VARIANTS = ("str", "NamedTool", "NamedFunction", "MessageItem", "CallItem", "Out
 
 
 def _is_variant(place: tuple[int | str, ...], at: int) -> bool:
-    """True for a part of pydantic's path that names the alternative of a union, not a field."""
+    """Return True if this part of pydantic's path names an allowed type, not a field."""
     part = place[at]
-    if place[0] == "questions" and at in (1, 2):  # the name of a question, then its type
+    if place[0] == "questions" and at in (1, 2):  # the path has a question's name, then its type
         return at == 2
     return isinstance(part, str) and (
         part in VARIANTS or part.startswith(("list[", "dict[", "literal["))

@@ -1,4 +1,4 @@
-"""The bundles that the server has open, each with its scheduler."""
+"""Holds the bundles that the server has opened. Each bundle has one scheduler."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import dlm_runtime
 from dlm_export.serving.errors import ApiError
 
 MOST_COMPILED = 64
-"""A bundle keeps as many compiled constraints."""
+"""The maximum number of compiled constraints that a bundle keeps."""
 
 
 class Model:
-    """A bundle that requests name by ``name``, and its scheduler."""
+    """A bundle and its scheduler. HTTP requests choose the model by ``name``."""
 
     def __init__(
         self, name: str, bundle: dlm_runtime.Bundle, max_running: int, max_waiting: int
@@ -27,13 +27,15 @@ class Model:
         self.scheduler = bundle.scheduler(max_running=max_running, max_waiting=max_waiting)
         self.takes_conversations = self.has_chat and _takes_conversations(bundle)
         self.compiled: dict[bytes, None] = {}
-        """The keys of the last constraints that were compiled, which need no time any more."""
+        """The keys of the constraints that were compiled last. Requests with one of these keys
+        start quickly.
+        """
         self._users = 0
         self._is_retired = False
 
     @property
     def can_infill(self) -> bool:
-        """True if a hole sees the text after it."""
+        """True if the tokens of a hole can attend to the text after the hole."""
         return self.bundle.tokenizer is not None and self.bundle.visible_block is None
 
     @property
@@ -42,7 +44,7 @@ class Model:
 
     @property
     def has_failed(self) -> bool:
-        """True if the scheduler takes no more requests."""
+        """True if the scheduler accepts no more requests."""
         return self.scheduler.has_ended
 
     @property
@@ -51,7 +53,7 @@ class Model:
         return list(self.bundle.manifest["loop"].get("effort", {}).get("levels", {}))
 
     def note_compiled(self, key: bytes) -> None:
-        """Add a key to ``compiled``, and drop the oldest if there are too many."""
+        """Add a key to ``compiled``. If ``compiled`` has too many keys, remove the oldest key."""
         self.compiled[key] = None
         if len(self.compiled) > MOST_COMPILED:
             self.compiled.pop(next(iter(self.compiled)))
@@ -64,7 +66,7 @@ class Model:
         self._close_if_unused()
 
     def retire(self) -> None:
-        """Close the bundle once its last request has ended."""
+        """Close the bundle after its last request has ended."""
         self._is_retired = True
         self._close_if_unused()
 
@@ -75,13 +77,13 @@ class Model:
 
 
 class Models:
-    """The models by name. Only the event loop's thread may use it.
+    """Holds all models by name. Must only be used by the thread of the event loop.
 
     Args:
-        paths: The folder of each bundle, by name.
-        opener: Opens a folder.
-        max_running: The most requests of a model in one pass.
-        max_waiting: The most requests of a model that wait.
+        paths: Maps the name of each model to its bundle's folder.
+        opener: Opens the bundle in a folder.
+        max_running: The maximum number of requests that share a pass of one model.
+        max_waiting: The maximum number of requests that wait for one model.
     """
 
     def __init__(
@@ -102,7 +104,10 @@ class Models:
         return iter(self._models.values())
 
     def named(self, name: str | None) -> Model:
-        """The model of a name; None is the only one. Raises ApiError."""
+        """Return the model with this name. Raises ApiError.
+
+        If ``name`` is None and there is only one model, return that model.
+        """
         if name is None and len(self._models) == 1:
             return next(iter(self._models.values()))
         found = None if name is None else self._models.get(name)
@@ -118,7 +123,7 @@ class Models:
 
     @contextmanager
     def using(self, name: str | None) -> Iterator[Model]:
-        """A model that stays open until the block ends. Raises ApiError."""
+        """Yield a model that stays open until the ``with`` block ends. Raises ApiError."""
         model = self.named(name)
         model.acquire()
         try:
@@ -127,9 +132,9 @@ class Models:
             model.release()
 
     async def reload(self) -> None:
-        """Open all bundles again. Requests that run finish with the old ones.
+        """Open all bundles again. Running requests finish with the old bundles.
 
-        Raises DlmError if a bundle cannot be opened; the models that were open then stay.
+        Raises DlmError if a bundle cannot be opened. The server then keeps the old bundles.
         """
         opened: dict[str, Model] = {}
         try:
@@ -149,7 +154,7 @@ class Models:
 
 
 def _takes_conversations(bundle: dlm_runtime.Bundle) -> bool:
-    """True if the chat template accepts earlier messages."""
+    """Return True if the chat template accepts earlier messages."""
     assert bundle.tokenizer is not None
     roles = ("user", "assistant", "user")
     try:
@@ -160,7 +165,7 @@ def _takes_conversations(bundle: dlm_runtime.Bundle) -> bool:
 
 
 def describe(model: Model) -> dict[str, Any]:
-    """A model as ``/v1/models`` lists it, with the fields of OpenAI's API and of Mercury's."""
+    """Describe a model for ``/v1/models``, with the fields of OpenAI's and Mercury's APIs."""
     endpoints = ["completions"]
     if model.has_chat:
         endpoints = ["chat.completions", "responses", *endpoints]

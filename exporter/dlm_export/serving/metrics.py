@@ -1,4 +1,4 @@
-"""Prometheus metrics of the server. ``/metrics`` shows them."""
+"""Defines the Prometheus metrics of the server. The path ``/metrics`` returns the metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ PATHS = (
     "/tokenize",
     "/detokenize",
 )
-"""Paths that have their own series. All others share one, so that clients cannot add series."""
+"""Each of these paths has its own time series. All other paths share one series, so that clients
+cannot create new series.
+"""
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -67,7 +69,7 @@ class Metrics:
 
 
 class _Schedulers(Collector):
-    """What the schedulers count themselves."""
+    """Collects the counts that the schedulers keep."""
 
     def __init__(self, models: Iterable[Model]) -> None:
         self._models = models

@@ -1,4 +1,4 @@
-"""The OpenAPI description of the server, and a page that shows it."""
+"""Creates the OpenAPI description of the server, and a page that lists the paths."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GETS = {
 
 
 def document() -> dict[str, Any]:
-    """The description, in OpenAPI 3.1."""
+    """Return the description in the format of OpenAPI 3.1."""
     kinds = {kind for kind, _ in POSTS.values()}
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
     references, definitions = models_json_schema(
@@ -66,7 +66,9 @@ def document() -> dict[str, Any]:
 
 
 def _page() -> str:
-    """A page of all paths, without scripts and without requests to other hosts."""
+    """Return a page that lists all paths. The page has no scripts, and loads no files from other
+    hosts.
+    """
     rows = [("POST", path, said) for path, (_, said) in POSTS.items()]
     rows += [("GET", path, said) for path, said in GETS.items()]
     table = "".join(

@@ -1,4 +1,4 @@
-"""The page at ``/``: static files of the folder ``page``, served with a strict content policy."""
+"""Serves the page at ``/``, whose static files are in the folder ``page``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ MEDIA_TYPES = {
 }
 SOURCES = ("connect-src", "img-src", "script-src", "style-src")
 HEADERS = {
-    # Only files and addresses of this server, no inline code, and no way to parse text as HTML.
+    # The page may load files and data only from this server. Inline code is forbidden, and scripts
+    # cannot parse text as HTML.
     "content-security-policy": "; ".join(
         [
             "default-src 'none'",
@@ -36,18 +37,18 @@ HEADERS = {
 
 
 def _files() -> dict[str, str]:
-    """The name of each file of the page, by its path on the server."""
+    """Map each path on the server to the name of a file in the folder ``page``."""
     names = sorted(each.name for each in (files("dlm_export.serving") / "page").iterdir())
     return {"/" if name == "index.html" else f"/page/{name}": name for name in names}
 
 
 FILES = _files()
 PATHS = tuple(FILES)
-"""Paths of the page. They need no key, because the page asks the reader for it."""
+"""The paths of the page. These paths need no key, because the page asks the user for the key."""
 
 
 def routes() -> list[Route]:
-    """The routes of the page. Its files are read once."""
+    """Return the routes of the page. Each file is read only once."""
     return [_route(path, name) for path, name in FILES.items()]
 
 

@@ -1,4 +1,4 @@
-"""The answers of the API, from results of the runtime."""
+"""Converts results of the runtime to answers of the API."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from dlm_runtime import Generation, ToolCall
 from dlm_runtime.generation.infill import read
 
 FINISHES = {"stop": "stop", "constraint": "stop"}
-"""OpenAI's reason for each of the runtime's; all others are "length"."""
+"""Maps the runtime's finish reasons to OpenAI's finish reasons. All other reasons become
+"length".
+"""
 
 
 @dataclass(frozen=True)
 class Head:
-    """The fields with which every answer and every chunk of a request begins."""
+    """The fields at the start of every answer and every chunk of a request."""
 
     prefix: str
     kind: str
@@ -41,9 +43,9 @@ class Head:
 
 @dataclass(frozen=True)
 class Answer:
-    """The text of one result, and why it ended.
+    """The text of one result, and why the text ended.
 
-    ``positions`` are those of its tokens on the canvas, before the first end token.
+    ``positions`` are the canvas positions of the answer's tokens, up to the first end token.
     """
 
     text: str
@@ -58,7 +60,7 @@ class Answer:
 
 
 def answer(ask: Ask, model: Model, made: Generation) -> Answer:
-    """Read a result. The text of a hole ends at its first stop string."""
+    """Convert a result to an answer. The text of a hole ends before its first stop string."""
     if ask.hole is None:
         calls = made.tool_calls
         finish = "tool_calls" if calls else FINISHES.get(made.finish, "length")
@@ -77,7 +79,7 @@ def answer(ask: Ask, model: Model, made: Generation) -> Answer:
 
 
 def usage(answers: Sequence[Answer], ask: Ask) -> dict[str, Any]:
-    """Counts of tokens and passes. The tokens of a prompt count once for all of its answers."""
+    """Count tokens and passes. A prompt with several answers counts once."""
     prompts = answers[:: ask.choices]
     prompt = sum(each.generation.prompt_tokens for each in prompts)
     completion = sum(each.completion_tokens for each in answers)
@@ -92,7 +94,7 @@ def usage(answers: Sequence[Answer], ask: Ask) -> dict[str, Any]:
 
 
 def tool_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """Calls of functions, with their arguments as JSON text."""
+    """Convert function calls. Their arguments become JSON text."""
     return [
         {
             "index": index,
@@ -109,12 +111,12 @@ def tool_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Choices:
-    """Answers as ``choices``: messages of a chat or texts, with or without log probabilities.
+    """Creates responses with ``choices``, which are either messages or texts.
 
     Args:
-        head: The fields with which the body begins.
-        is_chat: If True, the answers are messages of a chat, else texts.
-        has_logprobs: If True, each answer has the log probabilities of its tokens.
+        head: The fields at the start of the body.
+        is_chat: If True, the answers are messages. If False, the answers are texts.
+        has_logprobs: If True, each answer contains the log probabilities of its tokens.
     """
 
     head: Head
@@ -122,7 +124,7 @@ class Choices:
     has_logprobs: bool
 
     def whole(self, ask: Ask, model: Model, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The body of the response."""
+        """Return the body of the response."""
         choices = [self._choice(index, model, each) for index, each in enumerate(answers)]
         return self.head.around(choices=choices, usage=usage(answers, ask))
 
@@ -136,7 +138,9 @@ class Choices:
         return {"index": index, "message": message, **beside}
 
     def logprobs(self, model: Model, found: Answer) -> dict[str, Any] | None:
-        """The log probabilities of an answer's tokens. None if they are not wanted."""
+        """Return the log probabilities of an answer's tokens. Return None if the client did not
+        request log probabilities.
+        """
         if not self.has_logprobs:
             return None
         if not self.is_chat:
@@ -145,11 +149,11 @@ class Choices:
 
 
 Scored = tuple[str, float]
-"""The text of a token, and its ln p."""
+"""The text of a token, and the natural logarithm of its probability."""
 
 
 def _chosen(model: Model, found: Answer) -> list[tuple[Scored, list[Scored]]]:
-    """The text and ln p of each token of an answer, and of its alternatives."""
+    """Return the text and log probability of each token in an answer, and of its alternatives."""
     tokenizer, made = model.bundle.tokenizer, found.generation
     assert tokenizer is not None
     return [
@@ -166,7 +170,9 @@ def _chosen(model: Model, found: Answer) -> list[tuple[Scored, list[Scored]]]:
 
 
 def token_logprobs(model: Model, found: Answer) -> list[dict[str, Any]]:
-    """The probability of each token of an answer, and of its alternatives."""
+    """Return the log probabilities of an answer's tokens and their alternatives, in the format of
+    chats.
+    """
     return [
         _token(*chosen) | {"top_logprobs": [_token(*each) for each in alternatives]}
         for chosen, alternatives in _chosen(model, found)
@@ -178,7 +184,9 @@ def _token(text: str, log_prob: float) -> dict[str, Any]:
 
 
 def _text_logprobs(model: Model, found: Answer) -> dict[str, Any]:
-    """The probability of each token of a completion, and of its alternatives."""
+    """Return the log probabilities of an answer's tokens and alternatives, in the format of
+    completions.
+    """
     tokens = _chosen(model, found)
     texts = [text for (text, _), _ in tokens]
     top = [_by_text([*others, chosen]) for chosen, others in tokens]
@@ -191,7 +199,9 @@ def _text_logprobs(model: Model, found: Answer) -> dict[str, Any]:
 
 
 def _by_text(tokens: Sequence[Scored]) -> dict[str, float]:
-    """The ln p of each text. If two tokens have the same text, the first one counts."""
+    """Map each text to its log probability. If several tokens have the same text, use the first
+    token.
+    """
     found: dict[str, float] = {}
     for text, log_prob in tokens:
         found.setdefault(text, log_prob)

@@ -1,7 +1,8 @@
-"""The body of ``/v1/responses``, and its translation to the body of a chat.
+"""Defines the body of ``/v1/responses``, and translates this body to the body of a chat.
 
-A response is a chat in another form, so everything after this file is shared with
-``/v1/chat/completions``. Errors of the chat are translated back to the names of this body.
+All further work is shared with ``/v1/chat/completions``, because a response is a chat in a
+different format. Error messages about the chat are translated back, so that they name the fields of
+``/v1/responses``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from dlm_export.serving.fields import (
 from dlm_export.serving.hosting import Model
 
 LOGPROBS = "message.output_text.logprobs"
-"""The entry of ``include`` that asks for log probabilities."""
+"""If ``include`` contains this entry, the response contains log probabilities."""
 REFUSED = {
     "previous_response_id": "this server stores no responses: send the earlier items in input",
     "conversation": "this server stores no conversations: send the earlier items in input",
@@ -44,12 +45,16 @@ REFUSED = {
     "store": "this server stores no responses: give false",
     "truncation": "this server does not shorten the input: give disabled",
 }
-"""Fields whose values other than None, false and "disabled" this server cannot follow, and why."""
+"""Maps each unsupported field to the reason. This server accepts only the values None, false and
+"disabled" in these fields.
+"""
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class ItemPart(Part):
-    """A part of a message. Parts of earlier answers have annotations and log probabilities."""
+    """A part of a message. The parts of earlier answers may contain annotations and log
+    probabilities.
+    """
 
     annotations: list[dict[str, Any]] | None = None
     logprobs: list[dict[str, Any]] | None = None
@@ -89,7 +94,7 @@ ITEMS = {
 
 
 def _item(given: Any) -> str | None:
-    """The class of an item; an item without a type is a message."""
+    """Return the class of an item. An item without a type is a message."""
     kind = given.get("type", "message") if isinstance(given, dict) else given
     return ITEMS.get(kind) if isinstance(kind, str) else None
 
@@ -121,7 +126,7 @@ class Text(Body):
 
 class Reasoning(Body):
     effort: Effort | None = None
-    summary: str | None = None  # a hint: this server has no text of reasoning to sum up
+    summary: str | None = None  # a hint without effect: this server generates no reasoning text
 
 
 class FunctionTool(Body):
@@ -138,7 +143,7 @@ class NamedFunction(Body):
 
 
 class ResponseStreamOptions(Body):
-    include_obfuscation: bool | None = None  # a hint
+    include_obfuscation: bool | None = None  # a hint, which has no effect
 
 
 class ResponsesBody(Body):
@@ -163,14 +168,14 @@ class ResponsesBody(Body):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     dlm: Own = Field(default_factory=Own)
-    # Fields that this server cannot follow. REFUSED says why.
+    # This server does not support these fields. REFUSED contains the reasons.
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
     background: bool | None = None
     store: bool | None = None
     truncation: str | None = None
-    # Hints, which have no effect here.
+    # These fields are hints, which have no effect on this server.
     user: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     prompt_cache_key: str | None = None
@@ -182,7 +187,7 @@ class ResponsesBody(Body):
 
 
 def response(body: ResponsesBody, model: Model) -> Ask:
-    """Read a request for a response. Compiles its constraint. Raises ApiError."""
+    """Read a request for a response, and compile its constraint. Raises ApiError."""
     for name, why in REFUSED.items():
         if getattr(body, name) not in (None, False, "disabled"):
             raise unsupported(name, why)
@@ -236,9 +241,10 @@ def _format(wanted: TextFormat | None) -> ResponseFormat | None:
 
 
 def _messages(body: ResponsesBody) -> tuple[list[Message], list[str]]:
-    """The messages of a chat, and the field of this body from which each one comes.
+    """Return the messages of a chat, and for each message the field of ``body`` that it comes from.
 
-    Calls join the message of the assistant before them: together they are one answer.
+    If a call follows a message of the assistant, the call is added to that message, because both
+    are parts of one answer.
     """
     found: list[Message] = []
     places: list[str] = []
@@ -265,7 +271,7 @@ def _messages(body: ResponsesBody) -> tuple[list[Message], list[str]]:
 
 
 def _content(given: str | list[ItemPart]) -> str | list[Part]:
-    """The content of a message. Both kinds of text become the one of a chat."""
+    """Return the content of a message. Input and output texts both get the type that chats use."""
     if isinstance(given, str):
         return given
     return [
@@ -275,7 +281,7 @@ def _content(given: str | list[ItemPart]) -> str | list[Part]:
 
 
 def _translated(err: ApiError, places: list[str]) -> ApiError:
-    """An error of a chat, with the names of the fields of this body."""
+    """Translate an error about a chat, so that the error names the fields of ``/v1/responses``."""
 
     def renamed(found: re.Match[str]) -> str:
         if found[1] is not None:

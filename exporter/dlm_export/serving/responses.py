@@ -1,4 +1,6 @@
-"""The answers of ``/v1/responses``: objects with a list of items, and streams of named events."""
+"""Writes the answers of ``/v1/responses``: objects with a list of items, or streams of named
+events.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ from dlm_runtime import ToolCall
 
 
 class ResponseForm:
-    """The form of one response. It has one answer.
+    """Creates one response, which contains one answer.
 
     Args:
-        body: The body of the request, whose fields the response repeats.
+        body: The body of the request. The response repeats several of its fields.
     """
 
     def __init__(self, body: ResponsesBody) -> None:
@@ -48,7 +50,7 @@ class ResponseForm:
         }
 
     def whole(self, ask: Ask, model: Model, answers: Sequence[Answer]) -> dict[str, Any]:
-        """The response with its answer."""
+        """Return the finished response with its answer."""
         (found,) = answers
         is_whole = found.finish != "length"
         counts = usage(answers, ask)
@@ -67,7 +69,7 @@ class ResponseForm:
         )
 
     def response(self, status: str, **changes: Any) -> dict[str, Any]:
-        """The response in a state, with the fields that differ from those of a new one."""
+        """Return the response with this status. ``changes`` replaces fields of a new response."""
         new: dict[str, Any] = {
             "output": [],
             "error": None,
@@ -85,18 +87,18 @@ class ResponseForm:
         return [self.message(status, [self.part(found.text, logprobs)])]
 
     def message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        """The item of the answer's text."""
+        """Return the item that contains the text of the answer."""
         about = {"id": self.message_id, "type": "message", "status": status}
         return {**about, "role": "assistant", "content": content}
 
     @staticmethod
     def part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        """The content of a message."""
+        """Return the content of the message item."""
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     @staticmethod
     def call(given: dict[str, Any]) -> dict[str, Any]:
-        """The item of a call, which is given in the form of a chat."""
+        """Convert a function call from the format of chats to an item of the response."""
         return {
             "id": f"fc_{given['id']}",
             "type": "function_call",
@@ -107,25 +109,27 @@ class ResponseForm:
 
 
 def _shown(wanted: dict[str, Any] | None) -> dict[str, Any]:
-    """A format as the response repeats it: only a schema has a name."""
+    """Return the format that the response repeats. Only a schema has further fields, such as its
+    name.
+    """
     if wanted is None or wanted["type"] != "json_schema":
         return {"type": "text" if wanted is None else wanted["type"]}
     return wanted
 
 
 class ResponseWriter(Writer):
-    """Writes the events of one response. Log probabilities come with the end of the text.
+    """Writes the events of one response. Log probabilities are sent when the text has ended.
 
     Args:
-        form: The form of the response.
+        form: Creates the response.
         ask, model: See ``Writer``.
     """
 
     def __init__(self, form: ResponseForm, ask: Ask, model: Model) -> None:
         super().__init__(ask, model, is_diffusing=False)
         self._form = form
-        self._number = 0  # of events so far
-        self._is_open = False  # the message has begun
+        self._number = 0  # number of events so far
+        self._is_open = False  # True after the message has begun
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         content = {"type": kind, "sequence_number": self._number, **fields}
@@ -141,7 +145,7 @@ class ResponseWriter(Writer):
         yield self._event("response.output_text.delta", **self._place(), delta=text, logprobs=[])
 
     def _begun(self) -> Iterator[bytes]:
-        """Events that begin the message, before its first text."""
+        """Yield the events that begin the message, if the message has not begun yet."""
         if self._is_open:
             return
         self._is_open = True

@@ -23,11 +23,11 @@ MOST_KEY_FILE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Address:
-    """Where the server listens.
+    """The address at which the server listens.
 
     Args:
-        host, port: Address and TCP port. Port 0 takes a free one.
-        certificate, key: Files of TLS, in PEM. None: plain HTTP.
+        host, port: The IP address or host name, and the TCP port. Port 0 chooses a free port.
+        certificate, key: The PEM files for TLS. If None, the server uses plain HTTP.
     """
 
     host: str = "127.0.0.1"
@@ -37,7 +37,7 @@ class Address:
 
 
 def read_keys(path: Path) -> list[str]:
-    """The keys in a file, one a line. Raises RequestError."""
+    """Return the keys in a file that contains one key per line. Raises RequestError."""
     lines = [
         line.strip() for line in read_text(path, MOST_KEY_FILE_BYTES, RequestError).splitlines()
     ]
@@ -86,25 +86,26 @@ def serve(
     on_start: Callable[[int], None] = lambda port: None,
     warn: Callable[[str], None] = lambda said: None,
 ) -> None:
-    """Serve bundles until SIGTERM or SIGINT. Requests that run then are answered first.
+    """Serve bundles until SIGTERM or SIGINT. Requests that are running at that time are finished.
 
-    SIGHUP opens the bundles again.
+    On SIGHUP, the server opens the bundles again.
 
     Args:
-        paths: The folder of each bundle, by the name of its model.
-        opener: Opens a folder.
-        address: Where to listen.
-        keys: Keys that clients must send. Empty: none is needed.
-        limits: Limits of one request.
-        max_running, max_waiting: The most requests of a model in one pass, and in its queue.
-        connections: Limits of connections.
-        shutdown_s: Seconds that running requests have after a signal.
-        has_log: If True, each request writes a line of JSON to stderr.
-        on_start: Called with the port when the server listens.
-        warn: Called with a sentence when SIGHUP did not work.
+        paths: Maps the name of each model to its bundle's folder.
+        opener: Opens the bundle in a folder.
+        address: The address at which the server listens.
+        keys: Each client must send one of these keys. If empty, no key is needed.
+        limits: The limits of one request.
+        max_running: The maximum number of requests that share a pass of one model.
+        max_waiting: The maximum number of requests that wait for one model.
+        connections: The limits of connections.
+        shutdown_s: The number of seconds that running requests may take after SIGTERM or SIGINT.
+        has_log: If True, a line of JSON is written to stderr for each request.
+        on_start: Called with the port number when the server starts to listen.
+        warn: Called with a message if the bundles cannot be opened again after SIGHUP.
 
     Raises:
-        DlmError: A bundle cannot be opened, or the address cannot be used.
+        DlmError: A bundle cannot be opened, or the server cannot listen at the address.
     """
     models = Models(paths, opener, max_running, max_waiting)
     server = Server(models, keys, limits, has_log)
@@ -145,7 +146,7 @@ def serve(
 
     try:
         asyncio.run(run())
-    except SystemExit as err:  # how uvicorn ends where it cannot listen
+    except SystemExit as err:  # uvicorn raises SystemExit if it cannot listen
         raise DlmError(
             f"the server cannot listen on {address.host}:{address.port}: choose another --port or --host"
         ) from err

@@ -1,4 +1,4 @@
-"""Streams of server-sent events: text as it becomes certain, or a canvas as it denoises."""
+"""Streams server-sent events: text that is already final, or the whole canvas after each pass."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from dlm_export.serving.replies import Answer, Choices, answer, tool_calls, usag
 from dlm_runtime import DlmError, Event, Generation, Job, ToolCall
 
 UNDECIDED = "░"
-"""Stands for an undecided position in a snapshot."""
+"""Represents an undecided position in a snapshot."""
 DONE = b"data: [DONE]\n\n"
 
 
 def sse(content: Any, name: str | None = None) -> bytes:
-    """One server-sent event, with or without a name."""
+    """Encode one server-sent event. ``name`` is optional."""
     begin = b"" if name is None else f"event: {name}\n".encode()
     return begin + b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events.
+    """A response that consists of server-sent events.
 
     Args:
-        chunks: The events.
-        release: Called once when the response has ended, even if its client left before the first
-            event was read from ``chunks``.
+        chunks: The encoded events.
+        release: Called once when the response has ended, even if the client leaves before the first
+            event is read from ``chunks``.
     """
 
     def __init__(self, chunks: AsyncIterator[bytes], release: Callable[[], None]) -> None:
@@ -54,15 +54,15 @@ class EventStream(StreamingResponse):
 
 
 class Writer(ABC):
-    """Follows the jobs of a request and writes what is known of their answers.
+    """Follows the jobs of a request, and writes events for the text of their answers.
 
-    A subclass has the form of the events. ``answers`` has each answer that is finished.
+    Subclasses define the format of the events. ``answers`` contains the finished answers.
 
     Args:
         ask: The request.
-        model: Its model.
-        is_diffusing: If True, each text is the whole canvas and replaces the one before. Otherwise
-            texts only grow.
+        model: The model that answers the request.
+        is_diffusing: If True, each event contains the whole canvas, which replaces the previous
+            text. If False, each event adds text to the answer.
     """
 
     def __init__(self, ask: Ask, model: Model, is_diffusing: bool) -> None:
@@ -71,30 +71,30 @@ class Writer(ABC):
 
     @abstractmethod
     def _opening(self, index: int) -> Iterator[bytes]:
-        """Events before the first text of an answer."""
+        """Yield the events before the first text of an answer."""
 
     @abstractmethod
     def _text(self, index: int, text: str, **beside: Any) -> Iterator[bytes]:
-        """Events for a text, with further fields."""
+        """Yield the events for a text. ``beside`` contains further fields."""
 
     @abstractmethod
     def _calls(self, index: int, calls: Sequence[ToolCall]) -> Iterator[bytes]:
-        """Events for calls of functions."""
+        """Yield the events for function calls."""
 
     @abstractmethod
     def _end(self, index: int, end: Answer) -> Iterator[bytes]:
-        """Events at the end of an answer."""
+        """Yield the events at the end of an answer."""
 
     @abstractmethod
     def _closing(self) -> Iterator[bytes]:
-        """Events after all answers."""
+        """Yield the events after all answers."""
 
     @abstractmethod
     def _failure(self, error: ApiError) -> Iterator[bytes]:
-        """Events that end the stream if a job fails."""
+        """Yield the events that end the stream after a job has failed."""
 
     async def chunks(self, jobs: Sequence[Job]) -> AsyncGenerator[bytes, None]:
-        """All events of the stream. Closing the iterator cancels the jobs."""
+        """Yield all events of the stream. Closing the iterator cancels the jobs."""
         found: asyncio.Queue[bytes | None] = asyncio.Queue()
         tasks = [
             asyncio.create_task(self._follow(index, job, found)) for index, job in enumerate(jobs)
@@ -120,7 +120,7 @@ class Writer(ABC):
                 task.cancel()
 
     async def _follow(self, index: int, job: Job, found: asyncio.Queue[bytes | None]) -> None:
-        """Put the chunks of one answer into the queue, then None."""
+        """Put the events of one answer into the queue, and then put None."""
         try:
             for chunk in self._opening(index):
                 found.put_nowait(chunk)
@@ -131,7 +131,7 @@ class Writer(ABC):
             found.put_nowait(None)
 
     async def _deltas(self, index: int, job: Job) -> AsyncIterator[bytes]:
-        """Texts that only grow. Text that may become a call of a function is held back."""
+        """Yield events that add text. Text is held back while it may become a function call."""
         sent = 0
         async for event in job:
             text = event.text or ""
@@ -151,7 +151,7 @@ class Writer(ABC):
                 sent = len(text)
 
     def in_order(self) -> list[Answer]:
-        """The finished answers, in the order of their jobs."""
+        """Return the finished answers in the order of their jobs."""
         return [self.answers[index] for index in sorted(self.answers)]
 
     async def _answered(self, index: int, made: Generation) -> Answer:
@@ -159,7 +159,7 @@ class Writer(ABC):
         return self.answers[index]
 
     def _may_call(self, text: str) -> bool:
-        """True if the text may still turn out to be a call, or to contain one."""
+        """Return True if the text may become a function call, or may contain a call."""
         tools = self._ask.tools
         if tools is None or tools.choice == "none":
             return False
@@ -170,7 +170,7 @@ class Writer(ABC):
         return not start or start[0] in "{["
 
     async def _snapshots(self, index: int, job: Job) -> AsyncIterator[bytes]:
-        """The whole text after each pass, which replaces the one before."""
+        """Yield the whole text after each pass. Each text replaces the previous text."""
         async for event in job:
             if event.result is None:
                 content, guess, progress = await asyncio.to_thread(self._snapshot, job, event)
@@ -189,15 +189,17 @@ class Writer(ABC):
                     yield chunk
 
     def _snapshot(self, job: Job, event: Event) -> tuple[str, str, float]:
-        """The canvas as text, with marks for undecided positions, and with the denoiser's guesses;
-        and the share of positions that are decided.
+        """Return the canvas as text, the text with the denoiser's guesses, and the share of decided
+        positions.
+
+        In the first text, ``UNDECIDED`` represents each undecided position.
         """
         tokenizer, bundle = self._model.bundle.tokenizer, self._model.bundle
         assert tokenizer is not None
         positions = self._positions(job, event)
         ends = set(bundle.eos_token_ids)
         runs: list[list[int]] = []
-        marks: list[int] = []  # undecided positions before each run
+        marks: list[int] = []  # number of undecided positions before each run
         gap, guessed, decided = 0, [], 0
         is_past_end = False
         for at in positions:
@@ -225,18 +227,18 @@ class Writer(ABC):
         return shown + UNDECIDED * gap, guess, decided / max(1, len(positions))
 
     def _positions(self, job: Job, event: Event) -> range:
-        """The positions of the answer."""
+        """Return the canvas positions of the answer."""
         if self._ask.hole is not None:
             return self._ask.hole[1].holes()[0]
         return range(job.prompt_tokens, len(event.canvas))
 
 
 class ChoicesWriter(Writer):
-    """Writes chunks of ``choices``: deltas of messages, or texts.
+    """Writes events with ``choices``, which contain parts of messages or of texts.
 
     Args:
-        form: The form of the answers. Log probabilities come with the end of an answer.
-        has_usage: If True, a last chunk has the usage.
+        form: The format of the answers. Log probabilities are sent at the end of an answer.
+        has_usage: If True, the last event contains the token counts.
         ask, model, is_diffusing: See ``Writer``.
     """
 

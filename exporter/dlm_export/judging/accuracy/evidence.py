@@ -1,16 +1,18 @@
 """Compares two denoisers sample by sample, so that judging can stop after any sample.
 
-The denoiser to judge is called the candidate, and the other denoiser the reference. Part of the
-comparison needs the canvases of a decoding run. These canvases can come from either denoiser:
+The candidate is the denoiser to judge. The reference is the denoiser that the candidate is compared
+with. Part of the comparison needs the canvases of a decoding run. Either denoiser can provide these
+canvases:
 
-- From the reference: both denoisers generate text for every sample. This is slow, because the
-  reference has to make all passes of its own runs.
-- From the candidate: only the candidate generates text. The reference predicts what it would commit
-  on each canvas of the candidate's run.
+- The reference provides the canvases: both denoisers generate text for every sample. This is slow,
+  because the reference makes all passes of its own runs.
+- The candidate provides the canvases: only the candidate generates text. The reference predicts
+  which tokens it would commit on each canvas of the candidate's run.
 
-In the second case, the reference may be a ``Seer``, which is read layer by layer and needs to know
-all canvases in advance. So it receives the canvases of several samples at once. If it would commit
-the same tokens as the candidate at every pass, then its own run would be equal to the candidate's.
+In the second case, the reference may be a ``Seer``. A ``Seer`` is read layer by layer, so all
+canvases must be known in advance. So the ``Seer`` receives the canvases of several samples at once.
+If the reference would commit the same tokens as the candidate at every pass, then the reference's
+own run would be equal to the candidate's run.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ Side = Literal["reference", "candidate"]
 
 
 class Evidence:
-    """Compares a candidate with a reference. Each call of ``add`` takes more samples of ``pool``.
+    """Compares a candidate with a reference. Each call of ``add`` compares the next samples of
+    ``pool``.
 
     ``states_of`` says which denoiser provides the canvases of decoding runs. ``free`` is the
     reference in a form that can generate text. If ``free`` is ``None``, the reference only predicts
@@ -60,10 +63,10 @@ class Evidence:
     ) -> None:
         """Check that the denoisers can be compared on these samples. Raises JudgeError.
 
-        ``decode`` converts generated ids to text, up to the first end token. It returns ``None`` if
-        there is no tokenizer. ``noise_floor`` is the reference in the precision in which its
-        weights are stored. It is judged like the candidate. ``free`` generates text for at most
-        ``free_runs`` samples; ``None`` means no limit.
+        ``decode`` converts generated ids to text, up to the first end token. ``decode`` returns
+        ``None`` if there is no tokenizer. ``noise_floor`` is the reference in the precision of its
+        stored weights, and is judged like the candidate. ``free`` generates text for at most
+        ``free_runs`` samples. If ``free_runs`` is ``None``, there is no limit.
         """
         if not pool:
             raise JudgeError("no samples to judge with: give held-out data")
@@ -87,8 +90,8 @@ class Evidence:
         self._run_samples: list[Sample] = []
         self._prompts: list[str | None] = []
         self._runs: tuple[list[Run | None], list[Run]] = ([], [])
-        self._nfe: list[float] = []  # passes of the reference for each run, counted or estimated
-        # For each run of the candidate: true if the reference's own run would be equal to it.
+        self._nfe: list[float] = []  # passes of the reference in each run, counted or estimated
+        # For each run of the candidate: true if the reference would make an equal run.
         self._equal: list[bool] = []
         self.judged = self._freely = 0
 
@@ -123,7 +126,8 @@ class Evidence:
             ]
         else:
             # A loop that commits one token per pass needs many passes. So the number of runs is
-            # limited: together, they may have no more passes than there are masked canvases.
+            # limited: all runs together may have at most as many passes as there are masked
+            # canvases.
             least = max(1, (self._free_runs or 0) - self._freely)
             passes = len(canvases)
             runs = meet_within(
@@ -154,7 +158,7 @@ class Evidence:
     def _add_run(self, walk: int, run: Met) -> None:
         """Compare both denoisers on the canvases of ``run``.
 
-        ``walk`` is the index of this run among the runs that the reference has computed.
+        Among the runs that the reference has computed, this run has the index ``walk``.
         """
         reference, policy, sample = self._reference, self._policy, self.pool[run.number]
         for state in run.deciding:
@@ -238,10 +242,10 @@ class Evidence:
         )
 
     def is_decided(self, judgement: Judgement, budgets: Budgets) -> bool:
-        """True if more samples would hardly change which budgets are met.
+        """Return True if more samples would hardly change which budgets are met.
 
-        This is the case if the 95% interval of each figure with a budget does not contain the
-        budget's limit. Always false if there are no budgets.
+        Each figure with a budget has a 95% interval. The result is True if no such interval
+        contains the limit of its budget. The result is False if there are no budgets.
         """
         if self.judged < DECIDING_SAMPLES:
             return False
@@ -269,7 +273,9 @@ class Evidence:
 
 
 def _text_bytes(samples: Sequence[Sample], decode: Decode) -> int:
-    """Return the size in UTF-8 bytes of the text to predict, or 0 if there is no tokenizer."""
+    """Return the number of UTF-8 bytes in the text to predict. Return 0 if there is no
+    tokenizer.
+    """
     texts = [
         decode(sample.tokens.tolist()) if sample.answer is None else sample.answer
         for sample in samples

@@ -1,6 +1,6 @@
-"""Compares what two denoisers would commit at each pass of a decoding run.
+"""Compares which tokens two denoisers would commit at each pass of a decoding run.
 
-The positions that a pass may commit are called the frontier.
+The frontier consists of the positions that a pass may commit.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Scores = Callable[[Turn, np.ndarray, Policy], np.ndarray]
 class FrontierState:
     """The state of a decoding loop before one of its passes.
 
-    ``canvas`` has the token ids, int64 ``[L]``. ``turn`` says which positions the pass may commit.
-    ``mask_ratio`` is the share of undecided positions among those to generate.
+    ``canvas`` contains the token IDs, int64 ``[L]``. ``turn`` says which positions the pass may
+    commit. ``mask_ratio`` is the share of undecided positions among the generated positions.
     """
 
     canvas: np.ndarray
@@ -48,7 +48,7 @@ def frontier_states(
 ) -> Iterator[FrontierState]:
     """Yield the state before each pass of a decoding loop, in order.
 
-    ``canvases`` has the canvas before each of these passes.
+    ``canvases`` contains the canvas before each pass.
     """
     if not canvases:
         return
@@ -79,7 +79,7 @@ def predict_commitment(
 class Met:
     """A decoding run: the prompt, the canvas before each pass, and the finished canvas.
 
-    ``number`` is the index of the sample, and ``room`` the number of tokens to generate.
+    ``number`` is the index of the sample. ``room`` is the number of tokens to generate.
     """
 
     number: int
@@ -100,7 +100,7 @@ class Met:
 
     @property
     def views(self) -> list[View]:
-        """For each pass that can commit: its canvas and the positions that it may commit."""
+        """For each pass that can commit, the canvas and the positions that the pass may commit."""
         return [(state.canvas, state.turn.positions) for state in self.deciding]
 
     @property
@@ -145,10 +145,10 @@ def meet_within(
     passes: int,
     least: int = 1,
 ) -> list[Met]:
-    """Generate text for one sample after another, with at most about ``passes`` passes in total.
+    """Generate text for one sample after another, with about ``passes`` passes in total, or fewer.
 
-    Stops before a run that would probably exceed ``passes``. Makes at least ``least`` runs in any
-    case.
+    The function stops before a run that would probably exceed ``passes``. But it makes at least
+    ``least`` runs.
     """
     runs: list[Met] = []
     for number, sample in samples:
@@ -160,12 +160,12 @@ def meet_within(
 
 @dataclass(frozen=True)
 class Followed:
-    """Tells how the run of one denoiser would differ if another denoiser made it.
+    """The result of comparing one denoiser's run with the choices of a second denoiser.
 
-    ``is_equal`` is true if the other denoiser would have committed the same tokens at every pass. Its
-    own run would then be equal. ``nfe`` is the number of passes that its own run would need. If
-    ``is_equal`` is false, ``nfe`` is an estimate. It follows from the number of positions that the
-    other denoiser would commit in each pass.
+    ``is_equal`` is true if the second denoiser would have committed the same tokens at every pass.
+    The second denoiser would then make an equal run. ``nfe`` is the number of passes that the
+    second denoiser would need. If ``is_equal`` is false, ``nfe`` is an estimate from the number of
+    positions that the second denoiser would commit in each pass.
     """
 
     is_equal: bool
@@ -173,7 +173,7 @@ class Followed:
 
 
 def follow(seer: Seer, walk: int, run: Met, policy: Policy) -> Followed:
-    """Predict what ``seer`` would commit at each pass of another denoiser's run.
+    """Predict what ``seer`` would commit at each pass of a different denoiser's run.
 
     ``seer`` has already computed these passes with its own cache. ``walk`` is the index of the run
     among the runs that were passed to ``seer.see``.

@@ -15,11 +15,11 @@ from dlm_export.judging.sides.side import JudgeError, Scorer, View, finite_logit
 
 @dataclass(frozen=True, eq=False)
 class Masked:
-    """The comparison of two denoisers at masked positions, with one row per position.
+    """The predictions of two denoisers at masked positions, with one row per position.
 
-    ``sample`` and ``ratio`` have the index of each row's sample and of its mask ratio. ``weight``
-    has a factor per row. The sum of all losses times these factors is an upper bound of the text's
-    negative log-likelihood.
+    ``sample`` contains the index of each row's sample. ``ratio`` contains the index of each row's
+    mask ratio. ``weight`` contains a factor per row. The sum of all losses, each multiplied by its
+    factor, is an upper bound of the text's negative log-likelihood.
     """
 
     rows: metrics.Rows
@@ -29,7 +29,7 @@ class Masked:
 
     @classmethod
     def join(cls, parts: Sequence[Masked]) -> Masked:
-        """Join the rows of all ``parts``."""
+        """Join the rows of all comparisons in ``parts``."""
         columns = [
             np.concatenate([getattr(part, name) for part in parts])
             for name in ("sample", "ratio", "weight")
@@ -41,7 +41,8 @@ class Masked:
 class MaskedCanvas:
     """A sample after masking, with the masked positions to predict and their true tokens.
 
-    ``ratio`` is the index of the mask ratio in ``MASK_RATIOS``. ``Masked`` explains ``weight``.
+    ``ratio`` is the index of the mask ratio in ``MASK_RATIOS``. The description of ``Masked``
+    explains ``weight``.
     """
 
     sample: int
@@ -57,11 +58,11 @@ class MaskedCanvas:
 
 
 def scored_span(sample: Sample, shift: int, eos_token_ids: Sequence[int]) -> tuple[int, int]:
-    """Return the range of positions whose predictions are compared, like the arguments of range().
+    """Return the start and end of the range of positions whose predictions are compared.
 
-    If the sample has a prompt, the range begins after the prompt, and includes the completion up to
-    the first end token. A denoiser with ``shift`` 1 cannot predict position 0, so the range then
-    begins at position 1 or later.
+    If the sample contains a prompt, the range begins after the prompt. The range then includes the
+    completion up to its first end token. A denoiser with ``shift`` 1 cannot predict position 0. So
+    the range then begins at position 1 or later.
     """
     start = max(sample.prompt_length, shift)
     if sample.answer is None:
@@ -74,12 +75,12 @@ def masked_canvases(
 ) -> Iterator[MaskedCanvas]:
     """Mask a sample once at each of ``MASK_RATIOS``, on canvases of at most ``limit`` tokens.
 
-    As in training and in decoding, a completion is padded with end tokens to whole blocks. Positions
-    after its first end token are masked too, but their predictions are not compared. A mask ratio is
-    skipped if it masks no position that is compared.
+    As in training and in decoding, a completion is padded with end tokens to whole blocks.
+    Positions after the completion's first end token are masked too, but their predictions are not
+    compared. If a mask ratio masks no compared position, this mask ratio is skipped.
 
-    The same ``number`` of the sample and the same seed give the same masks. Raises JudgeError if
-    nothing can be compared.
+    The index ``number`` of the sample and the seed determine the masks. Raises JudgeError if there
+    is no position to compare.
     """
     start, end = scored_span(sample, side.shift, side.eos_token_ids)
     if start >= end:

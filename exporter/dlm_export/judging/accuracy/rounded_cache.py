@@ -1,13 +1,15 @@
 """Measures how much accuracy is lost if the cache stores rounded keys and values.
 
-Other measurements do not include this loss, because they use full passes, which read no cache. Here,
-a full pass over a canvas first fills a cache. Then the masked positions of the canvas are predicted
-block by block, with one pass per block. The kind of cache says which keys and values such a pass
-reads from the cache. For ``dual``, these are the keys and values of all positions outside the block.
-For ``prefix``, and for ``block`` in block-causal networks, they are those before the block.
+Other measurements do not include this loss, because their full passes read no cache. This module
+first fills a cache with a full pass over a canvas. Then it predicts the masked positions of the
+canvas block by block, with one pass per block. The kind of cache determines which keys and values
+such a pass reads from the cache. For ``dual``, the pass reads the keys and values of all positions
+outside the block. For ``prefix``, and for ``block`` in block-causal networks, the pass reads the
+keys and values of all positions before the block.
 
-Torch predicts every canvas twice, with and without a rounded cache. The two predictions differ only
-because of the rounding. The parity check makes sure that the bundle rounds as torch does.
+Torch predicts every canvas twice: once with a rounded cache, and once with an unrounded cache. So
+only the rounding makes the two predictions differ. The parity check makes sure that the bundle
+rounds in the same way as torch.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ from dlm_runtime import Bundle, Policy
 
 
 class CachedPredictor(SweptPredictor):
-    """A torch denoiser that predicts with a cache, which it fills from the same canvas."""
+    """A torch denoiser that predicts a canvas with a cache. A pass over the same canvas fills the
+    cache.
+    """
 
     def __init__(self, layered: Layered, cache_dtype: str, policy: Policy) -> None:
         """``policy`` determines the kind of cache and the block length."""
@@ -45,7 +49,7 @@ class CachedPredictor(SweptPredictor):
         self._policy = policy
         self._passes: dict[
             tuple[bytes, bytes], tuple[int, int]
-        ] = {}  # canvas and rows -> index of the list of passes, and its length
+        ] = {}  # maps (canvas, rows) to the index of the walk and its number of passes
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
         """Implements ``Seer.see``. ``walks`` must be empty."""
@@ -69,8 +73,8 @@ class CachedPredictor(SweptPredictor):
     def _walk(self, canvas: np.ndarray, rows: np.ndarray) -> Walk:
         """Plan the passes over a canvas.
 
-        The first pass fills the cache. After it, each block that contains some of ``rows`` has one
-        pass.
+        The first pass fills the cache. Then one pass follows for each block that contains some of
+        ``rows``.
         """
         length, size = len(canvas), block_length_of(self._policy, self.visible_block) or len(canvas)
         origin = int(rows[0]) if self.visible_block is None else 0
@@ -100,10 +104,10 @@ def judge_cache(
 ) -> dict[str, Any]:
     """Measure the loss from storing the cache as ``cache_dtype``, for accuracy.json.
 
-    The result has an entry for each kind of cache in ``caches_of``. In an entry, ``masked`` has the
-    loss at randomly masked positions, like ``Judgement.overall``. ``frontier`` has the loss at
-    positions that a decoding run may commit, like ``Judgement.frontier``. ``bundle`` makes these
-    runs.
+    The result contains one entry for each kind of cache in ``caches_of``. In each entry, ``masked``
+    is the loss at randomly masked positions, like ``Judgement.overall``. ``frontier`` is the loss
+    at positions that a decoding run may commit, like ``Judgement.frontier``. ``bundle`` makes these
+    decoding runs.
 
     ``on_done`` is called once per sample and kind of cache. Raises DlmError.
     """

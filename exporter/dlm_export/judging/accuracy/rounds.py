@@ -10,8 +10,8 @@ from typing import Literal
 from dlm_export.judging.accuracy.evidence import Evidence
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 
-MOST_JUDGED = 32  # largest number of samples to judge, unless the user asks for more
-LEAST_SECONDS = 4.0  # shortest time limit in seconds, for builds whose other stages are short
+MOST_JUDGED = 32  # maximum number of samples to judge, unless the user asks for more
+LEAST_SECONDS = 4.0  # minimum time limit in seconds, used if the other stages of a build are short
 PILOT_SAMPLES = 4  # judge this many samples first, to measure how long a sample takes
 LARGE_PILOT = 1  # samples to judge first if the denoiser is large, so that a pass takes seconds
 
@@ -20,15 +20,15 @@ EffortName = Literal["default", "full", "none"]
 
 @dataclass(frozen=True)
 class Effort:
-    """How thoroughly to compare a candidate with its reference. ``name`` is one of:
+    """Says how thoroughly a candidate is compared with its reference. ``name`` is one of:
 
     - ``default``: only the candidate generates text. As many samples as fit into ``seconds`` are
       judged, at most 32. Judging stops earlier if it is clear which budgets are met.
     - ``full``: both denoisers generate text for every sample, without a time limit.
     - ``none``: nothing is judged.
 
-    If ``judged`` is set, exactly this number of samples is judged. ``free_runs`` applies to
-    ``default`` only. It is the number of samples for which the reference generates text too.
+    If ``judged`` is set, exactly this number of samples is judged. ``free_runs`` is the number of
+    samples for which the reference generates text too. ``free_runs`` applies to ``default`` only.
     """
 
     name: EffortName = "default"
@@ -43,7 +43,7 @@ class Effort:
 
     @property
     def most(self) -> int:
-        """The largest number of samples that may be judged."""
+        """The maximum number of samples to judge."""
         return self.judged or MOST_JUDGED
 
     def lasting(self, seconds: float) -> Effort:
@@ -53,7 +53,7 @@ class Effort:
     def beside(self, seconds: float) -> Effort:
         """Return this effort for a build whose other stages took ``seconds``.
 
-        Its time limit is half of that.
+        The time limit of the result is half of ``seconds``.
         """
         return self.lasting(seconds / 2)
 
@@ -67,10 +67,10 @@ def judge_in_rounds(
 ) -> Judgement:
     """Judge as many samples as ``effort`` demands.
 
-    The default effort first judges ``pilot`` samples, to measure how long a sample takes. It then
-    judges as many samples as fit into its time limit. If there are budgets, it does this in rounds.
-    Each round at most doubles the number of judged samples. Judging stops when more samples would
-    hardly change which budgets are met.
+    The default effort first judges ``pilot`` samples, to measure how long a sample takes. Then it
+    judges as many samples as fit into its time limit. If there are budgets, the samples are judged
+    in rounds, where each round at most doubles the number of judged samples. Judging stops when
+    more samples would hardly change which budgets are met.
 
     ``Judgement.effort`` records why judging stopped:
 

@@ -1,7 +1,7 @@
-"""Measures the accuracy of a bundle, compared with its source in torch or with another bundle.
+"""Measures the accuracy of a bundle against its source in torch, or against another bundle.
 
-The comparison of two bundles must work without torch. So the functions that need torch import it
-themselves.
+The comparison of two bundles must work without torch. So only the functions that need torch import
+torch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ VERIFY_SECONDS = 60.0  # time limit of the default effort in seconds, outside of
 
 @dataclass(frozen=True)
 class JudgingOptions:
-    """Options for judging a finished bundle. ``opening`` says how to open the bundle."""
+    """Options for judging a finished bundle. ``opening`` contains the options for opening the
+    bundle.
+    """
 
     data: CalibrationOptions = field(default_factory=CalibrationOptions)
     effort: Effort = field(default_factory=lambda: Effort(seconds=VERIFY_SECONDS))
@@ -61,13 +63,15 @@ def judge_source(
     on_done: Callable[[], None],
     workplace: Workplace | None = None,
 ) -> Judgement:
-    """Compare the accuracy of a bundle with that of its source, which runs in torch in fp32.
+    """Compare the accuracy of a bundle with the accuracy of its source, which runs in fp32 in
+    torch.
 
-    If the source is small, it is judged in bf16 too. The difference to fp32 is the noise floor.
+    If the source is small, it is judged in bf16 too. The difference between bf16 and fp32 is the
+    noise floor.
 
-    With the effort "full", the whole source is loaded into memory, because it generates text. With
-    other efforts, its layers are read one at a time, with the resources of ``workplace``. If
-    ``workplace`` is ``None``, the CPU and all of its memory are used.
+    If the effort is "full", the whole source is loaded into memory, because the source generates
+    text. Otherwise, the layers of the source are read one at a time, with the resources of
+    ``workplace``. If ``workplace`` is ``None``, the CPU and all of its memory are used.
     """
     import torch
 
@@ -137,9 +141,9 @@ def judge_bundle(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
-    """Compare the accuracy of a finished bundle with that of its source.
+    """Compare the accuracy of a finished bundle with the accuracy of its source.
 
-    The data for the comparison is different from the calibration data. Raises DlmError.
+    The comparison does not use the calibration data. Raises DlmError.
     """
     with options.opening.open(folder) as bundle:
         samples = _samples(source.network, source.path, bundle, options, progress, warn)
@@ -158,7 +162,7 @@ def compare_bundles(
 ) -> Judgement:
     """Compare the accuracy of two bundles of the same denoiser.
 
-    Raises JudgeError if their denoisers differ, and other kinds of DlmError.
+    Raises JudgeError if the denoisers differ. Also raises other kinds of DlmError.
     """
     with (
         options.opening.open(reference) as first,
@@ -188,7 +192,7 @@ def _samples(
 ) -> list[Sample]:
     """Load the samples to judge on, and start the stage of ``progress``.
 
-    Calls ``warn`` if the data has weaknesses, for example too few samples.
+    Calls ``warn`` if the data is unsuitable, for example if there are too few samples.
     """
     data = load_data(network, folder, bundle.tokenizer, options.data, is_calibrating=False)
     for doubt in data.doubts(option="--data"):
@@ -205,9 +209,9 @@ def _check_one_source(
     second: Mapping[str, Any],
     warn: Callable[[str], None],
 ) -> None:
-    """Raises JudgeError if two bundles have different networks.
+    """Raise JudgeError if two bundles have different networks.
 
-    Calls ``warn`` if they were built from different config.json files.
+    Calls ``warn`` if the bundles were built from different config.json files.
     """
     found = network_of(second).difference(network_of(first), but=("max_canvas_length",))
     if found is not None:
@@ -227,9 +231,9 @@ def _title(folder: Path, bundle: dlm_runtime.Bundle) -> str:
 
 
 def _known_layers(folder: Path) -> dict[str, Any]:
-    """Return the loss of each layer, as far as the build of the bundle measured it.
+    """Return the loss of each layer, if the build of the bundle measured this loss.
 
-    The result has the fields ``layers`` and ``layers_method`` of a ``Judgement``.
+    The result contains the fields ``layers`` and ``layers_method`` of a ``Judgement``.
     """
     judgement = recorded(folder).get("judgement")
     layers: Any = []
@@ -256,5 +260,5 @@ def _known_layers(folder: Path) -> dict[str, Any]:
 
 
 def judge_units(samples: Sequence[Sample]) -> int:
-    """Return how often ``judge_source`` calls ``on_done`` at most."""
+    """Return the maximum number of times that ``judge_source`` calls ``on_done``."""
     return 2 * len(samples)

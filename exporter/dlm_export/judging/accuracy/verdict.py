@@ -1,4 +1,4 @@
-"""Defines the judgement of a candidate denoiser, and checks it against accuracy budgets.
+"""Defines the judgement of a candidate denoiser, and checks the judgement against accuracy budgets.
 
 A judgement compares the candidate with a reference denoiser in three ways:
 
@@ -52,9 +52,9 @@ class Budgets:
     min_task: float | None = None
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Raises JudgeError if a limit needs answers, but ``samples`` do not have any.
+        """Raise JudgeError if a limit needs answers, but ``samples`` contain no answers.
 
-        Call this before judging.
+        Call this method before judging.
         """
         if self.min_task is not None and all(sample.answer is None for sample in samples):
             raise JudgeError(
@@ -64,15 +64,15 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Judgement:
-    """How much accuracy a candidate loses. The fields are the sections of accuracy.json.
+    """The loss of accuracy of a candidate. The fields are the sections of accuracy.json.
 
     - ``effort``: why judging stopped (see ``rounds``), and which denoiser provided the canvases of
       decoding runs (see ``evidence``).
     - ``layers``: an entry ``{"layer", "format", "kl", "frontier_kl"}`` per quantised layer.
-    - ``layers_method``: how these entries were measured, ``fisher`` or ``exact``.
+    - ``layers_method``: the method that measured these entries, ``fisher`` or ``exact``.
     - ``threshold``: the result of ``Refit.as_dict``.
-    - ``speed``: the result of ``BundlePredictor.speed``. Speed depends on the machine, so this
-      field is shown in the report, but not stored in accuracy.json.
+    - ``speed``: the result of ``BundlePredictor.speed``. Speed depends on the machine. So the
+      report shows this field, but accuracy.json does not contain it.
     """
 
     reference: str
@@ -94,7 +94,7 @@ class Judgement:
     def with_budgets(self, budgets: Budgets) -> Judgement:
         """Compare the figures with ``budgets``, and return a judgement that includes the results.
 
-        Raises JudgeError if a limit needs answers, but the data does not have any.
+        Raises JudgeError if a limit needs answers, but the data contains no answers.
         """
         task = self.free_running["task"]
         if budgets.min_task is not None and task is None:
@@ -111,7 +111,7 @@ class Judgement:
         for name, value in values.items():
             limit = getattr(budgets, name)
             if limit is not None:
-                # If the reference's loss is zero and the candidate's is not, the increase is
+                # If the reference's loss is zero and the candidate's loss is not, the increase is
                 # infinite, and ``value`` is None. Every limit is then exceeded.
                 passed = value is not None and (
                     value <= limit if name.startswith("max") else value >= limit
@@ -126,7 +126,9 @@ class Judgement:
 
     @property
     def misses(self) -> list[str]:
-        """Describe each missed limit, and then the worst mask ratio and the worst layers."""
+        """Describe each missed limit. After the limits, describe the worst mask ratio and the worst
+        layers.
+        """
         words = {
             "max_ce_increase": "masked cross-entropy rises by {value:.2%}, the limit is {limit:.2%}",
             "min_top1": "top-1 agreement is {value:.2%}, the minimum is {limit:.2%}",
@@ -142,8 +144,8 @@ class Judgement:
         ]
         told = [row for row in self.buckets if metrics.is_told_from_zero(row)]
         if missed and told:
-            # Compare differences, not ratios. At a low mask ratio, the loss is close to zero, and
-            # its relative increase is mostly noise.
+            # Compare differences, not ratios. At a low mask ratio, the loss is close to zero, so
+            # the relative increase of the loss is mostly noise.
             worst = max(told, key=lambda row: row["candidate_ce"] - row["reference_ce"])
             rise = worst["candidate_ce"] - worst["reference_ce"]
             found.append(
@@ -171,7 +173,7 @@ class Judgement:
 
 
 def check_budgets(judgement: Judgement, where: str) -> None:
-    """Raises AccuracyError if the candidate misses a budget.
+    """Raise AccuracyError if the candidate misses a budget.
 
     The message also names the worst mask ratio and the worst layers.
     """

@@ -1,4 +1,4 @@
-"""Compares the logits of a bundle with those in a golden file, without torch or the checkpoint."""
+"""Compares the logits of a bundle with a golden file, without torch or the checkpoint."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def check(
     opening: Opening = ON_CPU,
     progress: Progress | None = None,
 ) -> Parity:
-    """Compare the logits of an unquantised bundle with those in a golden file.
+    """Compare the logits of an unquantised bundle with the logits in a golden file.
 
-    ``path`` is the path of the golden file, for error messages.
+    ``path`` is the path of the golden file, which error messages show.
 
     Raises GoldenError if the bundle and the file belong to different checkpoints, or if the bundle
     is quantised.

@@ -1,7 +1,7 @@
-"""Compares the logits and the generated text of a bundle with those of our denoiser in torch.
+"""Compares the logits and the generated text of a bundle with our denoiser in torch.
 
-Torch runs first, and its results are stored. The torch denoiser is then freed, and the bundle is
-opened. So memory never holds both.
+Torch runs first, and its results are stored. Then the torch denoiser is freed, and the bundle is
+opened. So memory never holds both the torch denoiser and the bundle.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Case:
 class Expected:
     """The results of torch.
 
-    ``logits`` has the logits of some rows of each canvas. ``finished`` has the generated canvas of
-    each case.
+    ``logits`` contains the logits of some rows of each canvas. ``finished`` contains the generated
+    canvas of each case.
     """
 
     canvases: list[Canvas]
@@ -74,20 +74,20 @@ def check_parity(
     opening: Opening = ON_CPU,
     progress: Progress | None = None,
 ) -> Parity:
-    """Compare the logits and the generated text of a bundle with those of its source in torch.
+    """Compare the logits and the generated text of a bundle with its source in torch.
 
     Args:
         folder: The bundle.
-        source: The source that the bundle was built from.
-        presets: Maps names to the policies to generate with.
+        source: The source of the bundle.
+        presets: Maps names to the policies that generate text.
         precision: The precision of the bundle, a key of ``TOLERANCES``.
         cache_dtype: Type of cached keys and values, as in the manifest. Torch rounds its cache in
             the same way.
-        prompts: The token ids of each prompt; ``None`` uses random prompts.
-        max_new_tokens: How many tokens to generate after each prompt.
+        prompts: The token IDs of each prompt. If ``None``, random prompts are used.
+        max_new_tokens: The number of tokens to generate after each prompt.
         seed: Seed of random prompts and canvases.
-        opening: How to open the bundle.
-        progress: Advances ``parity_units`` times.
+        opening: The options for opening the bundle.
+        progress: Is advanced ``parity_units`` times.
 
     Raises:
         DlmError: The bundle or its source cannot be run.
@@ -122,9 +122,9 @@ def by_layers(
     """Compare the layers of an unquantised bundle with experts, if its whole passes differ.
 
     The bundle and torch may choose different experts for a token that two experts suit equally
-    well. Whole passes then differ, although both are right. So the layers are compared one by one
-    with ``check_layers``. The result also has the figures of whole passes from ``parity``, for
-    display.
+    well. Whole passes then differ, although both choices are right. So the layers are compared one
+    by one with ``check_layers``. The result also contains the figures of whole passes from
+    ``parity``, for display.
     """
     network, graph = source.network, manifest["loop"]["graph"]
     traced = trace.trace_pass(network, parity.precision, is_plain=manifest["opset"] == PLAIN_OPSET)
@@ -150,7 +150,7 @@ def by_layers(
 def parity_units(
     presets: dict[str, Policy], network: NetworkSpec, prompts: int = PROMPT_COUNT
 ) -> int:
-    """Return by how many units ``check_parity`` advances its progress."""
+    """Return the number of units by which ``check_parity`` advances its progress."""
     return 2 * (
         len(MASK_RATIOS) + len(make_cases(presets, [[0]] * prompts, 1, network.visible_block))
     )
@@ -164,10 +164,10 @@ def make_cases(
 ) -> list[Case]:
     """List the decoding runs to compare: each prompt with each policy.
 
-    The policies are the presets and some variants of them. For block-causal networks, each preset
-    with a cache is also run without it. For other networks, variants of the preset fast-dllm are
-    added, with other kinds of cache and another commit rule. For other networks, the block length is
-    also reduced, so that each run has at least two blocks.
+    The policies are the presets and some variants of the presets. For block-causal networks, each
+    preset with a cache also runs without a cache. For other networks, the preset fast-dllm also
+    runs without a cache, with a prefix cache, and with the commit rule "factor". For other
+    networks, the block length is also reduced, so that each run has at least two blocks.
     """
     policies = dict(bundle_presets)
     if visible_block is not None:
@@ -237,7 +237,7 @@ def compare(
     on_done: Callable[[], None],
     cache_dtype: str = "float32",
 ) -> Parity:
-    """Compute the same results with the bundle, and compare them with ``expected``.
+    """Compute the same results with the bundle, and compare these results with ``expected``.
 
     ``on_done`` is called as often as by ``expect``.
     """

@@ -1,23 +1,23 @@
-"""Compares each layer of a graph with torch, and gives both the same input.
+"""Compares each layer of a graph with the same layer in torch, for the same input.
 
 In a quantised network, whole passes of two correct implementations may differ a lot. The reason is
 rounding: a value near the boundary between two codes may get either code, and all later layers
 amplify the difference.
 
 So the layers are compared one by one. The graph runs part by part, and returns the input and output
-of every quantised layer. Torch computes the same layers. For each layer:
+of every quantised layer. Torch computes the same layers. These steps follow for each layer:
 
-1. The input in torch is compared with the input in the graph. This checks the operators since the
-   previous layer.
-2. Torch replaces its input by that of the graph, and computes the layer.
+1. The layer's input in torch is compared with the layer's input in the graph. This checks the
+   operators since the previous layer.
+2. Torch replaces its input with the graph's input, and computes the layer.
 3. The two outputs are compared. This checks the layer.
-4. Torch replaces its output by that of the graph.
+4. Torch replaces its output with the graph's output.
 
 In this way the whole graph is checked, and differences do not add up. Memory holds one part of the
 graph at a time.
 
 Torch also computes whole passes without replacing any value. The difference of the final logits is
-reported, but no tolerance applies to it.
+reported, but no tolerance applies to this difference.
 """
 
 from __future__ import annotations
@@ -59,19 +59,20 @@ from dlm_export.quantising import calibrate
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
-# An input whose relative distance to the boundary between two codes is smaller than this may get
-# either code. The number is a few times the relative rounding error of fp32.
+# An input near the boundary between two codes may get either code. The input is near if its
+# relative distance to the boundary is smaller than this value, which is a few times the relative
+# rounding error of fp32.
 _BOUNDARY = 2.0**-20
 _STEEPEST_SILU = 1.1
 
 
 def units(network: NetworkSpec) -> int:
-    """Return how often ``check_layers`` calls ``on_done``."""
+    """Return the number of times that ``check_layers`` calls ``on_done``."""
     return len(network.layers) + 2
 
 
 def largest_bytes(network: NetworkSpec) -> int:
-    """Return how many bytes of memory ``check_layers`` needs.
+    """Return the number of bytes of memory that ``check_layers`` needs.
 
     The largest part of the network is in memory twice in fp32, because quantising a part makes a
     copy.
@@ -101,11 +102,11 @@ def check_layers(
     Args:
         folder: The bundle.
         network: The denoiser's description.
-        done: The quantised weights and ranges that the graph was made from.
-        base: The precision of everything that is not quantised.
+        done: The quantised weights and ranges from which the graph was made.
+        base: The precision of all unquantised parts.
         taps: Maps each layer to its input and output in the graph.
-        cache_dtype: The value in the manifest.
-        is_simulated: The value in the manifest.
+        cache_dtype: The value of this name in the manifest.
+        is_simulated: The value of this name in the manifest.
         on_done: Called after each part of the graph, ``units`` times in total.
         seed: Seed of the random canvases.
         workplace: Memory and device to use.
@@ -142,14 +143,15 @@ def check_layers(
 
 
 class _Beside:
-    """Computes the same canvases as a graph in torch, and compares every layer.
+    """Computes the same canvases as a graph, but in torch, and compares every layer.
 
-    Torch makes two passes at the same time. In ``equal``, the graph's values replace those of torch
+    Torch makes two passes at the same time. In ``equal``, the graph's values replace torch's values
     before and after each layer. In ``alone``, no value is replaced.
 
-    ``rows`` has one result per quantised layer, and one for the logits if the head is not
-    quantised. After the last part of the graph, ``found`` has the logits of the graph, and
-    ``expected`` those of ``alone``. Both are ``[R, V]`` per canvas, for R rows and V tokens.
+    ``rows`` contains one result per quantised layer. If the head is not quantised, ``rows`` also
+    contains one result for the logits. After the last part of the graph, ``found`` contains the
+    logits of the graph, and ``expected`` contains the logits of ``alone``. Both have the shape
+    ``[R, V]`` per canvas, for R rows and V tokens.
     """
 
     def __init__(
@@ -175,9 +177,11 @@ class _Beside:
     def run(self, part: Part, shown: Sequence[Values]) -> None:
         """Compute one part of the graph in torch, and compare its layers.
 
-        ``shown`` has the values that the graph computed in this part, one mapping per batch.
+        ``shown`` contains the values that the graph computed in this part, with one mapping per
+        batch.
         """
-        # If one part computes a value and a later part reads it, ``shown`` has the value for both.
+        # If one part computes a value and a later part reads this value, ``shown`` contains the
+        # value for both parts.
         values = [
             {name.removeprefix(SHOWN): value for name, value in each.items()} for each in shown
         ]
@@ -207,8 +211,8 @@ class _Beside:
             module.register_forward_hook(functools.partial(self._after_experts, path, shown))
         for layer in layers:
             if self.done.formats[layer] != HIGH:
-                # ``simulate`` has added a hook that quantises the input. ``prepend`` lets this hook
-                # run first, so that it gets the unquantised input.
+                # ``simulate`` has added a hook that quantises the input. ``prepend`` makes the new
+                # hook run first, so that the new hook gets the unquantised input.
                 modules[layer].register_forward_pre_hook(
                     functools.partial(self._before, layer, shown), prepend=True
                 )
@@ -240,10 +244,11 @@ class _Beside:
     def _before_experts(
         self, path: str, router: Router, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Check that the graph chose experts as good as those that torch would choose.
+        """Check that the experts chosen by the graph are as good as the experts that torch would
+        choose.
 
-        The experts themselves may differ. If two experts suit a token equally well, either choice
-        is correct. So their scores are compared.
+        The chosen experts may differ. If two experts suit a token equally well, either choice is
+        correct. So the function compares the scores of the experts.
         """
         values, routes = self._shown_now(shown), self.taps[f"{path}{ROUTES}"]
         self._note_input(path, inputs[0].cpu().numpy(), values[self.taps[path].input])
@@ -346,7 +351,7 @@ def read_rounded(
 ) -> Tensor:
     """Read a tensor like ``Layered.read``, but with the rounding of a quantised embedding table.
 
-    The rows of the table have the values that the graph computes from the quantised table.
+    The result contains the values that the graph computes from the quantised table.
     """
     if name != EMBEDDING:
         return read(name, dtype, rows)
@@ -359,10 +364,11 @@ def read_rounded(
 def _project(
     done: Quantisation, x: np.ndarray, others: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compute the logits of a quantised head, for two sets of R hidden states ``[R, hidden]``.
+    """Compute the logits of a quantised head for two arrays of hidden states.
 
-    Returns the logits ``[R, V]`` for ``x``, how much each of them may differ (see ``_slack``), and
-    the logits for ``others``. The matrix is processed a few columns at a time, to save memory.
+    Both arrays have the shape ``[R, hidden]``. Returns three arrays ``[R, V]``: the logits for
+    ``x``, the allowed difference of each of these logits (see ``_slack``), and the logits for
+    ``others``. The matrix is processed a few columns at a time, to save memory.
     """
     stored = done.weight("head")
     seen, others_seen = (calibrate.as_seen(done, "head", each) for each in (x, others))
@@ -382,8 +388,8 @@ def _project(
 def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 0.0) -> float:
     """Return the largest difference of two arrays, divided by the range of ``theirs``.
 
-    Each difference is first reduced by ``slack``, the amount that is allowed. Returns infinity if a
-    value is NaN.
+    ``slack`` is the allowed difference, which is first subtracted from each difference. Returns
+    infinity if a value is NaN.
     """
     worst = float(np.maximum(np.abs(ours - theirs) - slack, 0).max())
     return (
@@ -394,9 +400,9 @@ def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 
 
 
 def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Return by how much each output of a layer may differ because of rounding.
+    """Return how much each output of a layer may differ because of rounding.
 
-    Inputs near the boundary between two codes may get either code.
+    The outputs may differ because inputs near the boundary between two codes may get either code.
     """
     apart = _apart(done, layer, x)
     return (
@@ -409,10 +415,10 @@ def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) ->
 def _experts_slack(
     done: Quantisation, path: str, module: RoutedMLPs, x: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """Return by how much each output of a mixture of experts may differ because of rounding.
+    """Return how much each output of a mixture of experts may differ because of rounding.
 
-    In contrast to ``_slack``, two inputs are quantised here: that of gate and up, and that of down.
-    The result has the shape ``[.., hidden]``.
+    Unlike ``_slack``, this function considers two quantised inputs: the input of gate and up, and
+    the input of down. The result has the shape ``[.., hidden]``.
     """
     gate, down, tokens = f"{path}.gate", f"{path}.down", x.flatten(0, -2)
     room = torch.zeros_like(tokens)
@@ -425,7 +431,7 @@ def _experts_slack(
         gated, wide = module.gate(mine, expert), module.up(mine, expert)
         hidden = torch.nn.functional.silu(gated) * wide * share
         apart = _apart(done, gate, mine.cpu().numpy())
-        # A sum in another order can differ by this much.
+        # If the terms of a sum are added in a different order, the sum can differ by this much.
         moved = hidden.abs().amax(-1, keepdim=True) * _BOUNDARY
         if apart is not None:
             by_gate, by_up = (
@@ -448,13 +454,14 @@ def _experts_slack(
 
 
 def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
-    """Find the inputs that may get either of two codes, and return the distance of these codes.
+    """Find the inputs that may get either of two codes, and return the distance between the codes.
 
-    The distance is 0 for all other inputs. Returns ``None`` if there are no such inputs.
+    The distance is 0 for all other inputs. Returns ``None`` if no input may get either of two
+    codes.
 
-    To find these inputs, all inputs are made a little larger and a little smaller, and then
-    quantised. This is done twice. The first time, the largest input of each row is not changed, so
-    that the range of the row stays the same.
+    To find these inputs, the function quantises all inputs after making them a little larger, and
+    again after making them a little smaller. The function does this twice. The first time, the
+    largest input of each row is not changed, so that the range of the row stays the same.
     """
     chosen = FORMATS[done.formats[layer]]
     if chosen.activations is None:
@@ -472,6 +479,7 @@ def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
     apart = np.zeros_like(x)
     for step in (inner, np.full_like(x, _BOUNDARY)):
         apart = np.maximum(apart, np.abs(rounded(x * (1 + step)) - rounded(x * (1 - step))))
-    # If the range differs slightly, all values differ slightly. Do not count that as another code.
+    # If the range differs slightly, all values differ slightly. Such a difference does not mean
+    # that an input got a different code.
     apart[apart <= 4 * _BOUNDARY * np.abs(x)] = 0
     return apart if apart.any() else None

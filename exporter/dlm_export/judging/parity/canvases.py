@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 PROMPT_LENGTH = 12  # number of tokens in a random prompt
 TAIL_LENGTH = 48  # number of random tokens after a prompt
 PROMPTS_LIMIT_BYTES = 16 << 20
-# On each canvas, this many rows of logits are compared. For 126,464 tokens, a row takes 0.5 MB.
+# The number of rows of logits that are compared on each canvas. For 126,464 tokens, a row takes 0.5
+# MB.
 ROWS_PER_CANVAS = 16
 
 
@@ -29,8 +30,8 @@ ROWS_PER_CANVAS = 16
 class Canvas:
     """A canvas to compare.
 
-    ``tokens`` has L token ids, int64 ``[L]``. ``rows`` has the numbers of the rows whose logits are
-    compared.
+    ``tokens`` contains L token IDs, int64 ``[L]``. ``rows`` contains the indices of the rows whose
+    logits are compared.
     """
 
     mask_ratio: float
@@ -41,7 +42,7 @@ class Canvas:
 def random_prompts(network: NetworkSpec, count: int, seed: int) -> list[list[int]]:
     """Create random prompts without special tokens.
 
-    Each prompt has ``PROMPT_LENGTH`` tokens, or fewer if that is more than half of a canvas.
+    Each prompt has ``PROMPT_LENGTH`` tokens, but at most half as many tokens as a canvas.
     """
     c, rng = network, np.random.default_rng(seed)
     length = max(1, min(PROMPT_LENGTH, c.max_canvas_length // 2))
@@ -52,10 +53,10 @@ def random_prompts(network: NetworkSpec, count: int, seed: int) -> list[list[int
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer | None, count: int) -> list[list[int]]:
-    """Read prompts from a text file, one per line, and convert them to token ids.
+    """Read prompts from a text file with one prompt per line, and convert the prompts to token IDs.
 
-    Returns at most ``count`` prompts; empty lines are skipped. Text that looks like a special token
-    becomes that token, as in the released code. Raises RequestError.
+    Returns at most ``count`` prompts. Empty lines are skipped. If a text looks like a special
+    token, it becomes that special token, as in the released code. Raises RequestError.
     """
     if tokenizer is None:
         raise RequestError(f"{path}: there is no tokenizer for text; omit --prompts")
@@ -74,8 +75,8 @@ def make_canvases(
 ) -> list[Canvas]:
     """Create the canvases of a parity check: one per prompt and mask ratio.
 
-    A canvas has a prompt, and random ids after it. A share of these ids, one of ``MASK_RATIOS``, is
-    masked.
+    A canvas consists of a prompt and random IDs. A share of the random IDs is masked.
+    ``MASK_RATIOS`` lists these shares.
     """
     c, rng = network, np.random.default_rng(seed)
     canvases = []

@@ -1,11 +1,12 @@
-"""Records the logits that a checkpoint's released code computes, to compare a bundle with them.
+"""Records the logits of a checkpoint's released code. A bundle can be compared with these logits.
 
-The released code is a Python class in the checkpoint's folder, or a class of this name in the
-package transformers. If there is no such class, another class of transformers with the same layers
-can be used. This class is called the trunk. Its attention mask is replaced by that of dlm-export.
+The released code is a Python class in the checkpoint's folder, or a class with the same name in the
+package transformers. If there is no such class, a different class of transformers with the same
+layers can be used. This class is called the trunk. dlm-export then replaces the attention mask of
+the trunk by its own attention mask.
 
-This is the only module that imports transformers. Released code may need old versions of packages,
-so this module does not import onnx and does not need a bundle.
+This is the only module that imports transformers. Released code may need old versions of packages.
+So this module does not import onnx, and does not need a bundle.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ from dlm_runtime.text.tokenizer import Tokenizer
 # Dream's code needs version 4.46.2. LLaDA's code runs with versions up to 4.57.1.
 PACKAGE, OLDEST = "transformers", (4, 46)
 INSTALL = "pip install 'dlm-export[capture]'"
-# Keys of auto_map that may name the class to run. Classes that return logits come first.
+# The keys of auto_map that may name the class to run. Classes that return logits come first.
 AUTO_CLASSES = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
-# Keys of config.json that must not be passed to the trunk. They name other classes, or the type in
-# which weights are stored.
+# The keys of config.json that must not be passed to the trunk. These keys name other classes, or
+# the type in which weights are stored.
 _NOT_THE_TRUNKS = (
     "architectures",
     "auto_map",
@@ -57,7 +58,7 @@ _NOT_THE_TRUNKS = (
     "dtype",
 )
 _LISTED = 4  # an error message lists at most this many tensors
-CODE_LIMIT_BYTES = 4 << 20  # largest size of a Python file in bytes
+CODE_LIMIT_BYTES = 4 << 20  # maximum size of a Python file in bytes
 
 
 class CaptureError(DlmError):
@@ -77,8 +78,9 @@ class CaptureOptions:
     """Options of a capture.
 
     - ``trust_remote_code``: allows running Python files in the checkpoint's folder.
-    - ``trunk``: runs a transformers class with the same layers instead, with our attention mask.
-    - ``prompts``: text file with one prompt per line. ``None`` uses random token ids.
+    - ``trunk``: runs a transformers class with the same layers instead of the released class, with
+      our attention mask.
+    - ``prompts``: text file with one prompt per line. If ``None``, random token IDs are used.
     - ``count``: number of prompts per mask ratio.
     - ``seed``: seed of random prompts and canvases.
     """
@@ -92,7 +94,7 @@ class CaptureOptions:
 
 @dataclass(frozen=True)
 class Choice:
-    """The class to run. It is defined in the first of ``files``.
+    """The class to run. The first of ``files`` defines the class.
 
     If ``files`` is empty, the class belongs to transformers.
     """
@@ -112,8 +114,8 @@ def capture(
 
     Args:
         path: The checkpoint's folder.
-        options: What to run, and on which prompts.
-        overrides: Values that are missing in config.json.
+        options: Options for the class and the prompts.
+        overrides: Values for keys that are missing in config.json.
         progress: Is notified of the three stages.
 
     Raises:
@@ -135,7 +137,7 @@ def capture(
     choice = choose(checkpoint, family, options)
     canvases = make_canvases(network, _prompts(checkpoint, network, options), options.seed)
     progress.start("load released code", 1)
-    # Standard output is for results. If the released code prints anything, send that to stderr.
+    # Standard output is for results. So if the released code prints text, send the text to stderr.
     with contextlib.redirect_stdout(sys.stderr):
         released = _Released(checkpoint, choice, network)
         progress.start("capture logits", len(canvases))
@@ -148,8 +150,8 @@ def capture(
     provenance = Provenance(
         kind=choice.kind,
         class_name=type(released.model).__name__,
-        # If the class comes from the checkpoint, transformers gives its module a name that is a
-        # hash. Record the name of the Python file instead.
+        # If the class comes from the checkpoint, transformers uses a hash as the name of the
+        # module. Record the name of the Python file instead.
         module=type(released.model).__module__
         if choice.kind != golden.RELEASED
         else choice.files[0],
@@ -180,7 +182,7 @@ def _sight(network: NetworkSpec) -> str:
 
 
 def _printable(name: str) -> str:
-    """Replace unprintable characters in a file name, because golden files must not have any."""
+    """Replace unprintable characters in a file name, because golden files must not contain them."""
     kept = "".join(letter if letter.isprintable() else "?" for letter in name)
     return kept[: golden.TEXT_LIMIT] or "?"
 
@@ -206,14 +208,14 @@ def _versions() -> dict[str, str]:
 
 
 def choose(checkpoint: Checkpoint, family: Family, options: CaptureOptions) -> Choice:
-    """Choose the class to run. The first of these that exists is used:
+    """Choose the class to run. The first existing class in this list is used:
 
     1. The class in the checkpoint's folder.
     2. The class of the same name in transformers.
     3. The class in transformers with the same layers (the trunk).
 
-    With ``options.trunk``, the trunk is always used. Raises CaptureError if there is no such class,
-    or if the class is in the checkpoint's folder and the user does not trust it.
+    If ``options.trunk`` is true, the trunk is always used. Raises CaptureError if there is no such
+    class, or if the class is in the checkpoint's folder and the user does not trust it.
     """
     config = checkpoint.config
     architecture = config.get("architectures")[0]
@@ -247,7 +249,7 @@ def choose(checkpoint: Checkpoint, family: Family, options: CaptureOptions) -> C
 
 
 def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
-    """Find the class that auto_map names for ``architecture``, and all files that it needs.
+    """Find the class that auto_map names for ``architecture``, and all files that the class needs.
 
     Returns ``None`` if auto_map names no class.
     """
@@ -273,9 +275,9 @@ def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
 
 
 def _files_run(folder: Path, module: str) -> tuple[str, ...]:
-    """Return the file of a module, and all files in the folder that it imports.
+    """Return the file of a module, and all files in the folder that the module imports.
 
-    Files that are imported by other files are included.
+    The result also contains the files that these files import.
     """
     names = [f"{module}.py"]
     for name in names:  # the list grows during the loop
@@ -308,7 +310,7 @@ def _version() -> tuple[int, ...]:
 
 
 def _transformers() -> Any:
-    """Import transformers. Raises ReleasedCodeError if it is missing or too old."""
+    """Import transformers. Raises ReleasedCodeError if transformers is missing or too old."""
     try:
         if _version() < OLDEST:
             oldest = ".".join(map(str, OLDEST))
@@ -326,7 +328,9 @@ class _Released:
     """An instance of the chosen class with the checkpoint's weights, ready to compute in fp32."""
 
     def __init__(self, checkpoint: Checkpoint, choice: Choice, network: NetworkSpec) -> None:
-        """Load the class and the weights. Raises ReleasedCodeError if that fails in any way."""
+        """Load the class and the weights. Raises ReleasedCodeError if loading fails for any
+        reason.
+        """
         self.checkpoint, self.choice = checkpoint, choice
         self.vocab_size, self.visible_block = network.vocab_size, network.visible_block
         transformers = _transformers()
@@ -339,8 +343,9 @@ class _Released:
         }
         try:
             if choice.kind == golden.RELEASED:
-                # Do not use the auto classes of transformers. They cache classes, so a second
-                # checkpoint with a similar config would get the class of the first.
+                # Do not use the auto classes of transformers, because these classes cache other
+                # classes. A second checkpoint with a similar config would then get the class of the
+                # first checkpoint.
                 entry = f"{choice.files[0].removesuffix('.py')}.{choice.name}"
                 factory = transformers.dynamic_module_utils.get_class_from_dynamic_module(
                     entry, str(checkpoint.path)
@@ -377,7 +382,7 @@ class _Released:
         )
 
     def _check_weights(self, loading: dict[str, Any]) -> None:
-        """Raises ReleasedCodeError if the class and the checkpoint have different tensors."""
+        """Raise ReleasedCodeError if the class and the checkpoint contain different tensors."""
         kinds = {
             "missing_keys": "expects",
             "unexpected_keys": "does not know",
@@ -431,11 +436,11 @@ class _Released:
     def check_visibility(self, tokens: np.ndarray) -> None:
         """Check that the class lets position 0 see its own block, but no later block.
 
-        The test changes one token of the canvas at a time. A later token in the first block must
-        change the logits of position 0. The first token after the block must not change them.
-        Raises ReleasedCodeError if the test fails.
+        The test changes one token of the canvas at a time. If the token is a later token of the
+        first block, the logits of position 0 must change. If the token is the first token after the
+        block, the logits must not change. Raises ReleasedCodeError if the test fails.
         """
-        # the number of positions in the first block
+        # number of positions in the first block
         seen = min(self.visible_block or len(tokens), len(tokens))
         place = seen - 1 if self.choice.kind == golden.TRUNK else min(1, seen - 1)
         which = f"{self.checkpoint.path}: {self.choice.name}"
@@ -452,7 +457,9 @@ class _Released:
             )
 
     def _is_seen(self, tokens: np.ndarray, place: int) -> bool:
-        """True if the logits of position 0 change when the token at ``place`` changes."""
+        """Return True if changing the token at position ``place`` changes the logits of
+        position 0.
+        """
         changed = tokens.copy()
         changed[place] = (changed[place] + 1) % self.vocab_size
         return not np.array_equal(self.logits(tokens)[0], self.logits(changed)[0])

@@ -1,22 +1,22 @@
 """Reads and writes golden files, which contain the logits of a checkpoint's released code.
 
 ``capture`` creates a golden file by running the released code. ``against_golden`` compares a bundle
-with the file on any machine, without torch and without the checkpoint. A golden file also says
-where its logits come from (``Provenance``).
+with the file on any machine, without torch and without the checkpoint. A golden file also records
+the origin of its logits (``Provenance``).
 
 A golden file may come from an untrusted machine, so it is read without pickle. Its entries must be
 uncompressed, so that no array can be larger than the file.
 
-The file is an .npz with the arrays below. It has N canvases. A canvas has L tokens, and R rows of
-logits for a vocabulary of V tokens.
+The file is an .npz file that contains N canvases in the arrays below. A canvas has L tokens, and R
+rows of logits for a vocabulary of V tokens.
 
 =================  ======================  ====================================================
 ``provenance``     uint8 ``[bytes]``       ``Provenance`` as JSON in UTF-8, with ``FORMAT``
 ``mask_ratios``    float64 ``[N]``         the mask ratio of each canvas
-``tokens``         int64 ``[sum of L]``    the ids of all canvases, one canvas after another
-``lengths``        int64 ``[N]``           the number of ids of each canvas
+``tokens``         int64 ``[sum of L]``    the token IDs of all canvases, one after another
+``lengths``        int64 ``[N]``           the number of token IDs of each canvas
 ``rows``           int64 ``[sum of R]``    the rows of each canvas that have logits, ascending
-``row_counts``     int64 ``[N]``           the number of such rows of each canvas
+``row_counts``     int64 ``[N]``           the number of rows of each canvas that have logits
 ``logits``         fp32 ``[sum of R, V]``  raw logits, as the class returns them
 =================  ======================  ====================================================
 """
@@ -40,9 +40,9 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 SUFFIX = ".npz"
 FORMAT = {"name": "dlm-export golden logits", "version": 1}
-LIMIT_BYTES = 32 << 30  # largest golden file; 1 GB holds 4,000 rows for 65,536 tokens
+LIMIT_BYTES = 32 << 30  # maximum size of a golden file; 1 GB holds 4,000 rows for 65,536 tokens
 PROVENANCE_LIMIT_BYTES = 1 << 20
-TEXT_LIMIT = 300  # largest number of characters of a text in the provenance
+TEXT_LIMIT = 300  # maximum number of characters of a text in the provenance
 RELEASED, OWN, TRUNK = "released code", "transformers class", "transformers trunk"
 KINDS = (RELEASED, OWN, TRUNK)
 _ARRAYS = {
@@ -54,7 +54,7 @@ _ARRAYS = {
     "row_counts": (np.int64, 1),
     "logits": (np.float32, 2),
 }
-"""Maps each array to its element type and its number of dimensions."""
+"""Maps the name of each array to its element type and its number of dimensions."""
 
 
 class GoldenError(DlmError):
@@ -65,12 +65,13 @@ class GoldenError(DlmError):
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the logits of a golden file come from.
+    """The origin of the logits in a golden file.
 
-    - ``kind``: the code that ran, as one of ``KINDS``. They mean the checkpoint's own code, the
-      transformers class of the same name, and a transformers class with the same layers.
+    - ``kind``: the kind of code that ran, which is one of ``KINDS``. The kinds are the checkpoint's
+      own code, the transformers class with the same name, and a transformers class with the same
+      layers.
     - ``module``: the Python module of the class that ran.
-    - ``attention``: describes which positions are visible to each position.
+    - ``attention``: describes which positions each position can see.
     - ``code``: SHA-256 of each Python file of the checkpoint that ran.
     - ``weights``: SHA-256 of each weight file of the checkpoint.
     - ``checkpoint``: name of the checkpoint's folder.
@@ -92,7 +93,7 @@ class Provenance:
 
     @property
     def reference(self) -> str:
-        """Describe what a bundle is compared with."""
+        """Describe the code with which a bundle is compared."""
         what = {
             RELEASED: f"the released code's logits ({self.class_name} of {self.module}",
             OWN: f"the logits of transformers' own class ({self.class_name}",
@@ -109,7 +110,7 @@ class Provenance:
 class Golden:
     """The contents of a golden file: canvases, their logits, and the provenance of the logits.
 
-    Each canvas has logits fp32 ``[R, V]`` for R of its rows.
+    For each canvas, there are logits fp32 ``[R, V]`` for R rows.
     """
 
     provenance: Provenance
@@ -134,7 +135,7 @@ class Golden:
 
 
 def claimed(path: Path, *, force: bool) -> AbstractContextManager[Path]:
-    """Prepare to write a golden file to ``path``; see ``outputs.claimed``.
+    """Prepare to write a golden file to ``path``. See ``outputs.claimed`` for the details.
 
     Raises GoldenError if the name of the file does not end with ``SUFFIX``.
     """
@@ -179,7 +180,7 @@ def load(path: Path) -> Golden:
         raise
     except (
         Exception
-        # For damaged files, zipfile and numpy raise a dozen kinds of exceptions.
+        # If a file is damaged, zipfile and numpy may raise a dozen kinds of exceptions.
     ) as err:
         reason = " ".join(str(err).split())[:TEXT_LIMIT]
         raise GoldenError(
@@ -220,7 +221,9 @@ def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _provenance(text: bytes) -> Provenance:
-    """Read the provenance. Raises ValueError, or GoldenError if the file has another version."""
+    """Read the provenance. Raises ValueError if the text is invalid, and GoldenError if the version
+    is unknown.
+    """
     if len(text) > PROVENANCE_LIMIT_BYTES:
         raise ValueError(f"provenance has {len(text)} bytes")
     values = json.loads(text.decode())
@@ -246,7 +249,7 @@ def _provenance(text: bytes) -> Provenance:
 
 
 def _is_text(value: Any) -> bool:
-    """True if a value is text that can be printed safely in a terminal."""
+    """Return True if a value is text that can be printed safely in a terminal."""
     return isinstance(value, str) and 0 < len(value) <= TEXT_LIMIT and value.isprintable()
 
 
@@ -263,7 +266,7 @@ def _is_texts(value: Any) -> bool:
 def _canvases(arrays: Mapping[str, np.ndarray]) -> tuple[list[Canvas], list[np.ndarray]]:
     """Split the arrays of a golden file into canvases and their logits.
 
-    Raises ValueError if sizes, ids, rows or logits are invalid.
+    Raises ValueError if lengths, token IDs, rows or logits are invalid.
     """
     ratios, lengths, counts, logits = (
         arrays[name] for name in ("mask_ratios", "lengths", "row_counts", "logits")

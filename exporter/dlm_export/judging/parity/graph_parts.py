@@ -1,7 +1,7 @@
 """Runs the graph of a bundle part by part, so that memory holds the weights of one part only.
 
-The parts run in ONNX Runtime, with the kernels of the native runtime. The outputs of a part are the
-inputs of later parts, so the results are the same as in a run of the whole graph.
+The parts run in ONNX Runtime, with the kernels of the native runtime. The outputs of a part become
+inputs of later parts. So the results are equal to a run of the whole graph.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     import onnxruntime
 
 Values = Mapping[str, np.ndarray]
-"""Maps names of values in a graph to their arrays."""
+"""Maps the names of values in a graph to arrays."""
 
 
-# The numpy type that stores each element type. If numpy lacks a type, another type of the same size
-# is used.
+# Maps each element type to the numpy type that stores it. If numpy lacks the element type, a
+# different type of the same size is used.
 _BITS: dict[ir.DataType, type[np.generic]] = {
     ir.DataType.FLOAT: np.float32,
     ir.DataType.FLOAT16: np.uint16,
@@ -39,10 +39,10 @@ _BITS: dict[ir.DataType, type[np.generic]] = {
 def full_pass(
     network: NetworkSpec, cache_dtype: str, ids: np.ndarray, rows: np.ndarray
 ) -> dict[str, onnxruntime.OrtValue]:
-    """Return the inputs of a graph for a pass without cache over a batch of whole canvases.
+    """Return the inputs of a graph for a pass without a cache over a batch of whole canvases.
 
-    ``ids`` ``[B, L]`` has B canvases of L tokens. ``rows`` ``[B, R]`` has the numbers of the R rows
-    per canvas whose logits the graph computes.
+    ``ids`` ``[B, L]`` contains B canvases of L tokens. ``rows`` ``[B, R]`` contains, for each
+    canvas, the indices of the R rows whose logits the graph computes.
     """
     from onnxruntime import OrtValue
 
@@ -75,9 +75,9 @@ def run_parts(
 ) -> Iterator[tuple[Part, list[Values]]]:
     """Run the parts of a graph in order, each for all ``passes``.
 
-    Yields each part, and a list with one mapping per pass. The mapping has those outputs of the part
-    that are in ``wanted``. ``folder`` contains the weight file of the graph. ``is_simulated`` is the
-    value in the manifest. Raises PartError.
+    Yields each part, and a list with one mapping per pass. ``wanted`` lists names of outputs. The
+    mapping contains the outputs of the part that ``wanted`` lists. ``folder`` contains the weight
+    file of the graph. ``is_simulated`` is the value of this name in the manifest. Raises PartError.
     """
     held = [dict(given) for given in passes]
     for number, part in enumerate(parts):
@@ -109,9 +109,9 @@ def open_graph(
 ) -> onnxruntime.InferenceSession:
     """Open a graph, or a part of one, with the settings of the native runtime.
 
-    ``folder`` contains the weight file; it may be ``None`` for a graph without weights.
+    ``folder`` contains the weight file. ``folder`` may be ``None`` if the graph has no weights.
     ``is_packed`` lets ONNX Runtime copy unquantised matrices to its own layout. Copying takes time
-    and memory once, but each pass is then faster.
+    and memory once, but makes each pass faster.
     """
     import onnxruntime
 

@@ -2,8 +2,8 @@
 
 Parity is checked in two ways. At the end of every build, ``against_torch`` compares the bundle with
 dlm-export's own torch denoiser. This check cannot find mistakes in reading the checkpoint, because
-the bundle and the torch denoiser would have the same mistake. ``against_golden`` can find them,
-because it compares a bundle with logits of the released code.
+the bundle and the torch denoiser would have the same mistake. ``against_golden`` can find such
+mistakes, because it compares a bundle with logits of the released code.
 
 This module does not import torch, so that boards without torch can check golden files.
 """
@@ -21,8 +21,8 @@ from dlm_runtime import Bundle
 from dlm_runtime.errors import DlmError, ExitCode
 
 OUR_DENOISER = "our torch denoiser"
-ROUTER = "fp32"  # shown as the format of routers, which always compute in fp32
-LOGITS = "logits"  # shown as the layer's name in the result for the final logits
+ROUTER = "fp32"  # shown as the format of routers, because routers always compute in fp32
+LOGITS = "logits"  # shown instead of a layer's name in the result for the final logits
 
 
 class ParityError(DlmError):
@@ -33,7 +33,7 @@ class ParityError(DlmError):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How much a bundle may differ from its reference.
+    """The tolerance for differences between a bundle and its reference.
 
     ``relative`` is the largest allowed difference of a logit, divided by the range of the logits.
     ``agreement`` is the smallest allowed share of identical canvases.
@@ -43,19 +43,20 @@ class Tolerance:
     agreement: float
 
 
-# Torch computes in fp32. A bundle in fp32 differs from it only in the order of additions. A bundle
-# in fp16 rounds to 11 significant bits in every layer. So it may choose another token if two logits
-# are nearly equal. A bundle in bf16 rounds to 8 significant bits, which is eight times coarser.
+# Torch computes in fp32. A bundle in fp32 differs from torch only in the order of additions. A
+# bundle in fp16 rounds to 11 significant bits in every layer. So the bundle may choose a different
+# token if two logits are nearly equal. A bundle in bf16 rounds to 8 significant bits, which is
+# eight times coarser.
 TOLERANCES = {
     "fp32": Tolerance(2e-4, 1.0),
     "fp16": Tolerance(2e-2, 0.8),
     "bf16": Tolerance(1.6e-1, 0.5),
 }
-# If the cache is rounded, a key or value halfway between two codes may get either code. The bundle
-# may then choose another token than torch if two logits are nearly equal.
+# If the cache is rounded, a key or value halfway between two codes may get either code. So the
+# bundle may choose a different token than torch if two logits are nearly equal.
 ROUNDED_CACHE_AGREEMENT = 0.8
 # Tolerances for a single layer, and for the operators between two layers. The key is the precision
-# of everything that is not quantised.
+# of all unquantised parts.
 PART_TOLERANCES = {
     "fp32": Tolerance(2e-5, 0.0),
     "fp16": Tolerance(5e-3, 0.0),
@@ -77,9 +78,9 @@ def tolerance_of(precision: str, cache_dtype: str) -> Tolerance:
 class GraphRow:
     """The comparison of logits at one mask ratio.
 
-    ``argmax_equal`` is the number of rows for which both denoisers predict the same token.
-    ``argmax_ties`` counts those other rows where rounding may be the reason. In these rows, the best
-    two logits are closer than twice the worst difference.
+    ``argmax_equal`` is the number of rows for which both denoisers predict the same token. In the
+    remaining rows, rounding may be the reason for the difference. This is so if the best two logits
+    are closer than twice the worst difference. ``argmax_ties`` counts these rows.
     """
 
     mask_ratio: float
@@ -105,15 +106,16 @@ class LoopRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """The comparison of one quantised layer. The bundle and torch compute it from the same input.
+    """The comparison of one quantised layer. The bundle and torch compute the layer from the same
+    input.
 
-    Both figures are the worst difference, divided by the range of the values.
+    Each figure is the worst difference, divided by the range of the values.
 
     - ``input_relative`` compares the inputs of the layer, which checks the operators since the
       previous layer.
-    - ``output_relative`` compares the outputs of the layer. Differences that are due to an input
-      halfway between two codes are subtracted. ``None`` if the layer is part of a fused operator,
-      so that its output cannot be read. The input of the next layer then checks this layer too.
+    - ``output_relative`` compares the outputs of the layer. Differences caused by an input halfway
+      between two codes are subtracted. If the layer is part of a fused operator, its output cannot
+      be read, so this figure is ``None``. The input of the next layer then checks this layer too.
 
     The result named ``LOGITS`` checks everything after the last quantised layer.
     """
@@ -130,11 +132,12 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Parity:
-    """The result of a parity check. ``reference`` describes what the bundle was compared with.
+    """The result of a parity check. ``reference`` describes the other side of the comparison.
 
-    If single layers were compared, each of ``layers`` must meet the tolerance. ``graph``, which
-    compares whole passes, is then for information only, because a single different code affects all
-    later layers. If no layers were compared, ``graph`` and ``loop`` must meet the tolerance.
+    If single layers were compared, each element of ``layers`` must meet the tolerance. ``graph``,
+    which compares whole passes, is then for information only, because a single different code
+    affects all later layers. If no layers were compared, ``graph`` and ``loop`` must meet the
+    tolerance.
     """
 
     precision: str
@@ -146,7 +149,9 @@ class Parity:
 
     @property
     def misses(self) -> list[str]:
-        """Describes each missed tolerance in a sentence. Empty if all tolerances are met."""
+        """Describe each missed tolerance in a sentence. The list is empty if all tolerances are
+        met.
+        """
         if self.layers:
             return [miss for row in self.layers for miss in self._missed(row)]
         found = []
@@ -203,7 +208,9 @@ class Parity:
 
     @property
     def summary(self) -> str:
-        """Describes the first two missed tolerances, and says how many others there are."""
+        """Describe the first two missed tolerances, and say how many more tolerances were
+        missed.
+        """
         more = len(self.misses) - 2
         return "; ".join(self.misses[:2]) + (f"; and {more} more" if more > 0 else "")
 
@@ -235,7 +242,7 @@ def graph_rows(
 ) -> list[GraphRow]:
     """Compare two lists of logits, and return one result per mask ratio.
 
-    Each list has an array fp32 ``[R, V]`` per canvas, for R rows and V tokens.
+    Each list contains one array fp32 ``[R, V]`` per canvas, for R rows and V tokens.
     """
     by_ratio: dict[float, list[int]] = {}
     for number, canvas in enumerate(canvases):
@@ -268,6 +275,6 @@ def _graph_row(ratio: float, ours: np.ndarray, theirs: np.ndarray) -> GraphRow:
 
 
 def require_parity(parity: Parity, where: str) -> None:
-    """Raises ParityError if a tolerance is missed. The message names every missed tolerance."""
+    """Raise ParityError if a tolerance is missed. The message names every missed tolerance."""
     if parity.misses:
         raise ParityError(f"{where}: {parity.summary}")

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 DEFAULT_BUDGET = 0.01  # allowed relative increase of cross-entropy at masked positions
 # The build uses the same solver, so the search measures the weights that the build will write.
 SOLVER = "gptq"
-PROBES = 8  # largest number of measurements in the bisection; enough for 2**7 changes
+PROBES = 8  # maximum number of measurements in the bisection; enough for 2**7 changes
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class AutoOptions:
     """Options of the search.
 
     ``formats`` lists the formats that a layer may get instead of full precision. ``None`` allows
-    those that the target recommends. ``tune`` minimises the measured time instead of the size.
+    the formats that the target recommends. If ``tune`` is true, the search minimises the measured
+    time instead of the size.
     """
 
     formats: tuple[str, ...] | None = None
@@ -73,7 +74,7 @@ class CurvePoint:
     - ``predicted_kl``: sum of the losses of the single layers.
     - ``ce_increase``: measured relative increase of cross-entropy. ``None`` if the bisection
       skipped this combination.
-    - ``formats``: how many layers have each format.
+    - ``formats``: maps each format to its number of layers.
     """
 
     weight_bytes: int
@@ -89,7 +90,9 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Found:
-    """The recipe that the search chose, and all combinations of formats that it considered."""
+    """The result of the search: the chosen recipe, and all combinations of formats that were
+    considered.
+    """
 
     recipe: Recipe
     curve: list[CurvePoint]
@@ -98,7 +101,7 @@ class Found:
 def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, ...]:
     """Return the formats that the search may choose.
 
-    Raises RecipeError if ``options`` has a format that a target does not support.
+    Raises RecipeError if ``options`` contains a format that a target does not support.
     """
     shared = [name for name in targets[0].auto if all(name in target.formats for target in targets)]
     for target in targets:
@@ -113,16 +116,16 @@ def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, .
 def searched(network: NetworkSpec) -> dict[str, tuple[LinearSpec, ...]]:
     """Group the layers whose formats are chosen. All layers of a group get the same format.
 
-    The three expert matrices of a block form one group. All other groups have one layer. The head is
-    included only if it shares its matrix with the embedding table; other heads stay in full
-    precision. Returns a mapping from the path of each group to its layers.
+    The three expert matrices of a block form one group. Each other group contains one layer. The
+    head is included only if the head and the embedding table share a matrix. Otherwise, the head
+    stays in full precision. Returns a mapping from the path of each group to its layers.
     """
     units = network.units()
     return {path: layers for path, layers in units.items() if path != HEAD or network.tied_head}
 
 
 def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
-    """Return how often ``search`` calls ``on_done`` at most."""
+    """Return the maximum number of times that ``search`` calls ``on_done``."""
     layers = len(formats) * len(searched(network))
     return (
         len(formats) * (len(network.layers) + 1)
@@ -134,7 +137,7 @@ def units(network: NetworkSpec, formats: Sequence[str], *, exact: bool) -> int:
 def _bytes(table_bytes: int, layer: LinearSpec, format: str) -> int:
     """Return the size of a layer in bytes.
 
-    ``table_bytes`` is the size in bytes of each element of an unquantised embedding table.
+    ``table_bytes`` is the number of bytes per element of an unquantised embedding table.
     """
     if layer.is_tied and format == HIGH:
         return table_bytes * layer.inputs * layer.outputs
@@ -149,9 +152,9 @@ def _by_layer(
 
 
 class _RoundedHead(Head):
-    """A head that multiplies by the embedding table, where the table is quantised.
+    """A head that multiplies by the quantised embedding table.
 
-    The input of the head is rounded as the format demands.
+    The input of the head is rounded in the way that the format requires.
     """
 
     def __init__(self, head: Head, done: Quantisation) -> None:
@@ -174,8 +177,8 @@ class _Assigned(Layered):
         formats: Mapping[str, str],
         device: torch.device,
     ) -> None:
-        """``ready`` maps each format to all layers quantised to it. ``formats`` maps each layer to
-        its format.
+        """``ready`` maps each format to the layers that are quantised to it. ``formats`` maps each
+        layer to its format.
         """
         super().__init__(
             functools.partial(weights.tensor, source.parameters), source.network, device=device
@@ -218,7 +221,7 @@ def search(
     workplace: Workplace | None = None,
     fewest_tokens: int = FEWEST_TOKENS,
 ) -> Found:
-    """Find the cheapest formats with which cross-entropy rises by at most ``budget``.
+    """Find the cheapest formats for which cross-entropy rises by at most ``budget``.
 
     The cross-entropy is measured at randomly masked positions. The same arguments always give the
     same result.
@@ -227,19 +230,20 @@ def search(
         source: The checkpoint to quantise.
         states: Calibration states.
         samples: Samples on which cross-entropy is measured.
-        formats: Formats to choose from. A layer never gets a format that does not fit its shape.
+        formats: Formats to choose from. A layer never gets a format that does not suit the layer's
+            shape.
         policy: Policy that determines the block length.
         budget: Largest relative increase of cross-entropy. ``None`` uses ``DEFAULT_BUDGET``.
         seed: Seed of the random masks.
         on_done: Called at most ``units`` times.
         exact: Measure the loss of each single layer, instead of estimating it.
-        on_gpu: Apply the rules of GPUs for the shapes of layers, which are stricter.
+        on_gpu: Apply the stricter rules of GPUs for the shapes of layers.
         tuning: Measured times of layers. If given, the time is minimised instead of the size.
         workplace: Memory and device to use.
         fewest_tokens: See ``calibrate``.
 
     Raises:
-        AccuracyError: The loss exceeds the budget even if one layer is quantised.
+        AccuracyError: The loss exceeds the budget even if only one layer is quantised.
     """
     budget, place = DEFAULT_BUDGET if budget is None else budget, workplace or Workplace()
     layers = searched(source.network)
@@ -299,7 +303,8 @@ def search(
         return increase
 
     measured: dict[int, float] = {}
-    low, high = 0, len(path) - 1  # path[low] always meets the budget; path[0] is full precision
+    # path[low] always meets the budget. path[0] is full precision, which meets every budget.
+    low, high = 0, len(path) - 1
     measured[high] = measure(path[high])
     if measured[high] <= budget:
         low = high

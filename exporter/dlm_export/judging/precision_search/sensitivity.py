@@ -1,21 +1,22 @@
 """Measures how much the predictions change if a single layer is quantised.
 
 The loss of a layer is the mean KL divergence between the predictions with and without quantisation.
-It is measured twice: over all masked positions, and over those that are about to commit (the
-frontier). All experts of a block count as one layer, because they have the same format.
+Two losses are measured: one over all masked positions, and one over the frontier, which consists of
+the positions that are about to commit. All experts of a block count as one layer, because they have
+the same format.
 
 There are two methods. For each layer, the exact method quantises this layer and runs the whole
-denoiser. The other method estimates the losses of all layers together. It needs one forward and one
-backward pass, and memory for one layer at a time.
+denoiser. The second method estimates the losses of all layers together. The estimate needs one
+forward and one backward pass, and memory for one layer at a time.
 
-The estimate is a second-order approximation: the loss of a layer is half the mean of
-``(g . e)**2``. Here, ``e`` is the change of the layer's output that quantisation causes, for the
-unquantised input. ``g`` is a random gradient at this output. The random gradients are drawn at the
-predictions, with the Fisher information as their covariance. From there, they are backpropagated to
-the layer (as in K-FAC, arXiv:1503.05671).
+The estimate is a second-order approximation. In this approximation, the loss of a layer is half the
+mean of ``(g . e)**2``. Here, ``e`` is the change of the layer's output that quantisation causes for
+the unquantised input. ``g`` is a random gradient at this output. The random gradients are sampled
+at the predictions, with the Fisher information as their covariance. Then they are backpropagated
+from the predictions to the layer (as in K-FAC, arXiv:1503.05671).
 
 A tied head uses the embedding table. Quantising the table changes the product of the head, and also
-the rows that are looked up at the start of a pass. The two losses are added.
+the rows that are looked up at the start of a pass. The losses from these two changes are added.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ SWEPT_STATES = 16
 LARGE_SWEPT = 2  # number of states for large denoisers, whose passes take seconds
 FRONTIER = 0.9  # a position is at the frontier if a token has at least this probability
 DRAWS = 4
-"""Number of random gradients for frontier positions. Other masked positions get as many.
-BENCHMARKS.md shows how much more gradients would improve the estimate.
+"""The number of random gradients for frontier positions. The same number is used for other masked
+positions. BENCHMARKS.md shows how much more gradients would improve the estimate.
 """
 Losses = dict[str, tuple[float, float]]
 """Maps each layer or mixture of experts to ``(kl, frontier_kl)``, in nats per position."""
@@ -54,21 +55,23 @@ _Modules = dict[str, Linear | RoutedMLPs]
 
 
 def swept(states: Sequence[State], most: int = SWEPT_STATES) -> list[State]:
-    """Choose at most ``most`` of the states that have masked positions, evenly spaced."""
+    """Choose at most ``most`` evenly spaced states. Only states with masked positions are
+    chosen.
+    """
     masked = [state for state in states if state.mask_ratio > 0]
     picked = np.linspace(0, len(masked) - 1, min(most, len(masked))).astype(int)
     return [masked[i] for i in dict.fromkeys(picked.tolist())]
 
 
 def predicting_rows(canvas: np.ndarray, network: NetworkSpec) -> Tensor:
-    """Return the numbers of the rows whose logits predict the masked positions of a canvas."""
+    """Return the indices of the rows whose logits predict the masked positions of a canvas."""
     return (
         torch.from_numpy(np.flatnonzero(canvas == network.mask_token_id)) - network.shift
     ).clamp(min=0)
 
 
 def log_probs(logits: Tensor, network: NetworkSpec) -> Tensor:
-    """Convert raw logits ``[R, V]`` of R rows and V tokens to log-probabilities.
+    """Convert raw logits ``[R, V]``, for R rows and V tokens, to log-probabilities.
 
     The mask token gets probability 0. ``logits`` is modified.
     """
@@ -77,17 +80,17 @@ def log_probs(logits: Tensor, network: NetworkSpec) -> Tensor:
 
 
 def is_frontier(expected: Tensor) -> Tensor:
-    """Tell which of R positions are about to commit, as bool ``[R]``.
+    """Return which of R positions are about to commit, as bool ``[R]``.
 
-    These are the positions where a token has at least the probability ``FRONTIER``, and the position
-    with the most probable token.
+    A position is about to commit if one of its tokens has at least the probability ``FRONTIER``.
+    The position with the most probable token is always about to commit.
     """
     best = expected.exp().max(-1).values
     return (best >= FRONTIER) | (best == best.max())
 
 
 def divergence(expected: Tensor, found: Tensor) -> Tensor:
-    """Return the KL divergence of each row of two tables of log-probabilities ``[R, V]``."""
+    """Return the KL divergence of each row between two tables of log-probabilities ``[R, V]``."""
     probs = expected.exp()
     return torch.where(probs > 0, probs * (expected - found), 0.0).sum(-1)
 
@@ -106,8 +109,8 @@ def estimate(
 ) -> list[Losses]:
     """Estimate the losses of all quantised layers, for each of ``choices``.
 
-    ``layered`` must be in fp32. Its weights must include the scales of smoothing or AWQ, if there
-    are any. ``on_done`` is called twice per transformer block.
+    ``layered`` must be in fp32. If smoothing or AWQ was used, the weights of ``layered`` must
+    include the scales. ``on_done`` is called twice per transformer block.
 
     Memory holds one block, a quantised copy of this block for each of ``choices``, and the hidden
     states before every block. Hidden states beyond ``memory_bytes`` are stored in a file in
@@ -143,20 +146,22 @@ def estimate(
     return found
 
 
-# The first half of the gradients is for positions at the frontier, the second half for all others.
+# The first half of the gradients is for positions at the frontier. The second half is for all other
+# masked positions.
 _PARTS = (slice(0, DRAWS), slice(DRAWS, 2 * DRAWS))
 
 
 def directions(probs: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Yield ``draws`` random gradients at the logits ``[R, V]`` of R predictions over V tokens.
 
-    The sum of their outer products has the Fisher information as its mean. For a prediction p, this
-    is ``diag(p) - p p^T``. It is equal to the sum of ``b_j b_j^T`` over all tokens j, where
-    ``b_j = sqrt(p_j) (e_j - p)``.
+    The mean of the sum of the gradients' outer products is the Fisher information. For a prediction
+    p, the Fisher information is ``diag(p) - p p^T``. This is equal to the sum of ``b_j b_j^T`` over
+    all tokens j, where ``b_j = sqrt(p_j) (e_j - p)``.
 
-    Each token j is assigned to one of the gradients, and its ``b_j`` is added there with a random
-    sign. So only the products of two different tokens in the same gradient are random. The usual
-    method, which samples labels from p, would need hundreds of gradients where p is close to 0 or 1.
+    Each token j is randomly assigned to one of the gradients, and ``b_j`` is added to this gradient
+    with a random sign. So only the products of two distinct tokens in the same gradient are random.
+    The usual method, which samples labels from p, would need hundreds of gradients where p is close
+    to 0 or 1.
     """
     signs = torch.randint(0, 2, probs.shape, generator=generator) * 2 - 1
     draw = torch.randint(0, draws, probs.shape, generator=generator)
@@ -174,8 +179,8 @@ def _at_the_head(
 ) -> tuple[list[int], list[Losses]]:
     """Compute the losses of the head, and store the gradients at the output of the last block.
 
-    Returns the number of frontier positions, and the number of other masked positions. Also returns
-    the losses of the head for each of ``choices``.
+    Returns the count of frontier positions, the count of other masked positions, and the losses of
+    the head for each of ``choices``.
     """
     layered, c = carried.layered, carried.layered.network
     norm, head, generator = layered.final_norm(), layered.head(), torch.Generator().manual_seed(0)
@@ -216,10 +221,11 @@ def _at_the_head(
 def _through(
     i: int, carried: Carried, entered: Tensor, gradients: Tensor, choices: Sequence[Quantisation]
 ) -> list[dict[str, Tensor]]:
-    """Backpropagate the gradients through transformer block ``i``, and compute its losses.
+    """Backpropagate the gradients through transformer block ``i``, and compute the block's losses.
 
-    Returns a mapping for each of ``choices``. It maps each linear layer and mixture of experts to the
-    sum of ``(g . e)**2`` over all canvases, with one element per random gradient g.
+    Returns a mapping for each of ``choices``. The mapping's keys are the linear layers and mixtures
+    of experts. The mapping's values are the sums of ``(g . e)**2`` over all canvases, with one
+    element per random gradient g.
     """
     layered, block = carried.layered, carried.layered.block(i)
     modules = named(i, block)
@@ -253,7 +259,7 @@ def _through(
                         torch.linalg.vecdot(by_path[path].flatten(1), e).square().sum().cpu()
                     )
             # This must come last, because it overwrites the incoming gradient. If the output of a
-            # layer is added to the result of the block, that layer's gradient is the same array.
+            # layer is added to the result of the block, the layer's gradient is the same array.
             carried_back[batch.rows] = before.flatten(0, 1).cpu()
     return squares
 
@@ -263,9 +269,9 @@ def _at_the_table(
 ) -> list[Tensor | None]:
     """Compute the loss from looking up rows of a quantised embedding table.
 
-    Returns, for each of ``choices``, the sum of ``(g . e)**2`` over all canvases, with one element
-    per random gradient g. ``None`` if the choice does not quantise a tied table. ``gradients`` must
-    be the gradients at the input of the first block.
+    For each of ``choices``, the function returns the sum of ``(g . e)**2`` over all canvases, with
+    one element per random gradient g. If the choice does not quantise a tied table, the function
+    returns ``None`` instead. ``gradients`` must be the gradients at the input of the first block.
     """
     found: list[Tensor | None] = []
     for done in choices:
@@ -286,7 +292,7 @@ def _at_the_table(
 
 
 def _changed(twin: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Return by how much quantisation changes the output of a layer, for the same inputs.
+    """Return the change of a layer's output that quantisation causes, for the same inputs.
 
     ``twin`` is the quantised layer.
     """
@@ -295,7 +301,9 @@ def _changed(twin: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Ten
 
 
 def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -> _Modules:
-    """Create quantised copies of those layers and mixtures that ``done`` quantises, on the CPU."""
+    """Create copies on the CPU of the layers and mixtures that ``done`` quantises, and quantise
+    them.
+    """
     twins: _Modules = {}
     inside: dict[str, nn.Module] = {}
     for path, module in modules.items():
@@ -321,7 +329,7 @@ def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -
 
 
 class Sweep:
-    """The exact method: quantises some layers, and runs the whole denoiser."""
+    """The exact method, which quantises some layers and runs the whole denoiser."""
 
     def __init__(self, denoiser: Denoiser, states: Sequence[State]) -> None:
         self.denoiser, self.states = denoiser, swept(states)
@@ -354,10 +362,10 @@ def method(*, exact: bool) -> str:
 
 
 def units(network: NetworkSpec, layers: int, *, exact: bool) -> int:
-    """Return how often ``losses`` calls ``on_done`` at most.
+    """Return the maximum number of times that ``losses`` calls ``on_done``.
 
-    ``layers`` is the number of quantised layers of all choices together, where a mixture of experts
-    counts as one layer.
+    ``layers`` is the total number of quantised layers in all choices. A mixture of experts counts
+    as one layer.
     """
     return layers if exact else 2 * len(network.layers)
 
@@ -374,13 +382,13 @@ def losses(
 ) -> list[Losses]:
     """Measure the loss of each quantised layer, for each of ``choices``.
 
-    All choices must have been made from the same ``parameters``.
+    All choices must come from the same ``parameters``.
     """
     place = workplace or Workplace()
     if not exact:
         layered = families.layered(parameters, network, device=place.device)
         most = place.activation_bytes
-        # Hidden states, inputs of all blocks, and gradients get a third of the memory each.
+        # Hidden states, inputs of all blocks, and gradients each get a third of the memory.
         shared = None if most is None else most // 3
         chosen = swept(
             states, LARGE_SWEPT if network.parameter_count() > calibrate.LARGE else SWEPT_STATES
@@ -400,7 +408,9 @@ def losses(
 def as_rows(
     found: Losses, network: NetworkSpec, formats: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Format losses for accuracy.json. The layers have the order in which a pass computes them."""
+    """Format losses for accuracy.json. The layers are listed in the order in which a pass computes
+    them.
+    """
     return [
         {
             "layer": unit,

@@ -1,8 +1,8 @@
 """Writes an HTML page that compares the size, accuracy and speed of bundles of one checkpoint.
 
-The accuracy figures come from the accuracy.json of each bundle. They are compared only if all
-bundles were judged on the same data, against the same denoiser. The caller measures the speed of
-all bundles in one run (``bench.side_by_side``). This module does not need torch.
+The accuracy figures come from the accuracy.json of each bundle. The figures are compared only if
+all bundles were judged on the same data, against the same denoiser. The caller measures the speed
+of all bundles in one run (``bench.side_by_side``). This module does not need torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 TEMPLATE = "comparison.html.jinja"
 SAME_LOSS = (
-    # On two machines, the loss of the same reference may differ by this share of its value.
+    # If the same reference runs on two machines, its loss may differ by this share.
     1e-3
 )
 
@@ -37,7 +37,8 @@ class ComparisonError(DlmError):
 class Entry:
     """A bundle in the comparison.
 
-    ``judgement`` comes from its accuracy.json. ``None`` if the bundle was not judged.
+    ``judgement`` comes from the bundle's accuracy.json. It is ``None`` if the bundle was not
+    judged.
     """
 
     folder: Path
@@ -55,11 +56,13 @@ class Entry:
 
     @property
     def is_reference(self) -> bool:
-        """True if the bundle is in fp32, which is the reference for the accuracy of all builds."""
+        """True if the bundle is in fp32. A bundle in fp32 is the reference for the accuracy of all
+        builds.
+        """
         return self.precision == "fp32"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the bundle's row of the table, in values that JSON can hold."""
+        """Return the bundle's row of the table, as values that JSON can hold."""
         j = self.judgement
         task = j["free_running"]["task"] if j else None
         return {
@@ -130,7 +133,7 @@ def _read(folder: Path) -> Entry:
 
 
 def _check_figures(entry: Entry) -> None:
-    """Check that the judgement has every value that the page needs.
+    """Check that the judgement contains every value that the page needs.
 
     Raises KeyError, TypeError, ValueError or AttributeError if a value is missing or wrong.
     """
@@ -174,7 +177,8 @@ def _check_judged_alike(entry: Entry, other: Entry) -> None:
                 "same --calib, --judge, --judged, --calib-preset and --seed."
             )
     if ours["data"]["samples"] != theirs["data"]["samples"]:
-        return  # They were judged on different numbers of samples, so the reference's loss differs.
+        # The reference's losses differ, because the losses were measured on different samples.
+        return
     losses = [judgement["overall"]["reference_ce"] for judgement in (ours, theirs)]
     if not math.isclose(*losses, rel_tol=SAME_LOSS):
         raise ComparisonError(
@@ -241,7 +245,7 @@ def write_comparison(
 def _trade(
     title: str, quantity: str, entries: Sequence[Entry], at: Sequence[float]
 ) -> drawing.Figure | None:
-    """Draw the increase of loss of each bundle over its size or its time per pass (``at``).
+    """Plot the increase of each bundle's loss against its size or its time per pass (``at``).
 
     Returns ``None`` if the increase is known for fewer than two bundles.
     """

@@ -1,9 +1,9 @@
 """Draws figures with matplotlib, as SVG that can be embedded in an HTML page.
 
-A figure has the colours and the font of the page. matplotlib draws with placeholder colours, which
-are then replaced by variables of the style sheet. So figures follow light and dark mode. Text in a
-figure is stored as text, not as outlines. Every figure is ``WIDTH`` units wide. For screen readers,
-an aria-label contains the numbers that the figure shows.
+A figure uses the colours and the font of the page. matplotlib draws with placeholder colours. Then
+this module replaces the placeholder colours with variables of the style sheet, so that figures
+follow light and dark mode. Text in a figure is stored as text, not as outlines. Every figure is
+``WIDTH`` units wide. For screen readers, an aria-label contains the numbers that the figure shows.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from dlm_export.judging.report.numbers import finite, printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-# Width of every figure. A phone is about as many pixels wide, so text of 9 units is legible there.
+# The width of every figure. A phone is about this many pixels wide, so text of 9 units is legible
+# on a phone.
 WIDTH = 360
-# Placeholder colours that matplotlib draws with, and the colours of the page that replace them.
+# Maps the placeholder colours of matplotlib to the colours of the page that replace them.
 INK, MUTED, RULE, REFERENCE, CANDIDATE = "#010101", "#020202", "#030303", "#040404", "#050505"
 _COLOURS = {
     INK: "currentColor",
@@ -64,7 +65,8 @@ STYLE: dict[str, Any] = {
 class Figure:
     """A figure of a page.
 
-    ``reading`` explains how to read the figure. ``legend`` has pairs of a CSS class and a label.
+    ``reading`` explains how to read the figure. ``legend`` is a list of pairs of a CSS class and a
+    label.
     """
 
     title: str
@@ -76,17 +78,17 @@ class Figure:
 def draw(
     title: str, description: str, height: float, paint: Callable[[Canvas], None], **words: Any
 ) -> Figure:
-    """Call ``paint`` to draw a figure, and convert it to SVG.
+    """Call ``paint`` to draw a figure, and convert the figure to SVG.
 
-    The figure is ``WIDTH`` units wide and ``height`` units high. All ids, fonts and colours are
-    removed from the SVG or replaced, because it becomes part of a page.
+    The figure is ``WIDTH`` units wide and ``height`` units high. All IDs, fonts and colours are
+    removed from the SVG or replaced, because the SVG becomes part of a page.
     """
     import matplotlib.style
     from matplotlib.figure import Figure as Canvas
 
     buffer = io.StringIO()
-    # matplotlib gives markers and clip paths ids that are salted hashes. Each title has its own
-    # salt, so two figures on a page never use the same id.
+    # matplotlib gives markers and clip paths IDs that are salted hashes. Each title gets its own
+    # salt, so that two figures on a page never use the same ID.
     with matplotlib.style.context(["default", STYLE | {"svg.hashsalt": title}]):
         canvas = Canvas(figsize=(WIDTH / 72, height / 72), layout="constrained")
         paint(canvas)
@@ -104,7 +106,8 @@ def draw(
         body,
         flags=re.DOTALL,
     )
-    # Remove ids such as figure_1 and axes_1. Every figure has them, and no element refers to them.
+    # Remove IDs such as figure_1 and axes_1. All figures contain these IDs, but no element refers
+    # to them.
     body = re.sub(r' id="[\w.]+_\d{1,4}"', "", body)
     # matplotlib before 3.10 writes the property ``font``, which includes the name of the font.
     body = re.sub(r"font: (?:[\w ]+ )?([\d.]+px)[^;\"]*", r"font-size: \1", body)
@@ -116,7 +119,9 @@ def draw(
 
 
 def with_nan(values: Iterable[float | None]) -> np.ndarray:
-    """Convert to an fp64 array. Missing and infinite values become NaN, which is not drawn."""
+    """Convert values to an fp64 array. Missing and infinite values become NaN, which matplotlib
+    skips.
+    """
     return np.array([finite(value, math.nan) for value in values], dtype=float)
 
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 
-# The figure of effort levels has a logarithmic axis if some variant takes more than this many times
-# the passes of the level ``high``.
+# If a variant takes more than this many times the passes of the level ``high``, the figure of
+# effort levels gets a logarithmic axis.
 LONG_AXIS = 4
 
 
@@ -51,9 +51,9 @@ def sensitivity(row: Mapping[str, Any]) -> float:
 
 
 def draw_loss(judgement: Mapping[str, Any]) -> Figure:
-    """Draw the cross-entropy of the reference and of the candidate over the mask ratio.
+    """Plot the cross-entropy of the reference and of the candidate against the mask ratio.
 
-    A second plot has the increase from the reference to the candidate, with 95% intervals.
+    A second plot shows the increase from the reference to the candidate, with 95% intervals.
     """
     rows, floor = judgement["buckets"], judgement["noise_floor"]
     ratios = [row["mask_ratio"] for row in rows]
@@ -67,8 +67,8 @@ def draw_loss(judgement: Mapping[str, Any]) -> Figure:
         top, bottom = canvas.subplots(2, sharex=True, height_ratios=(3, 2))
         top.set_title("Masked cross-entropy, nats a position")
         top.plot(ratios, ours, "o-", color=CANDIDATE)
-        # The two curves are often equal. The reference has larger rings and is drawn on top, so
-        # that both curves are visible.
+        # The two curves are often equal. The rings of the reference are larger and on top, so that
+        # both curves are visible.
         top.plot(
             ratios,
             theirs,
@@ -102,11 +102,11 @@ def draw_loss(judgement: Mapping[str, Any]) -> Figure:
 
 
 def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw how much the range of each layer's inputs depends on the mask ratio.
+    """Plot how much the range of each layer's inputs depends on the mask ratio.
 
-    There is one row per layer. Each row has ten cells, for mask ratios from 0 to 1. The colour of a
-    cell shows the largest input of the layer at these mask ratios, divided by the value of the
-    layer's smallest cell. A larger quotient is darker.
+    There is one row per layer. Each row contains ten cells, for mask ratios from 0 to 1. For each
+    cell, the layer's largest input at these mask ratios is divided by the value of the layer's
+    smallest cell. A larger quotient gives a darker colour.
     """
     ranges = np.array([with_nan(row["by_bucket"]) for row in layers])
     ranges[ranges <= 0] = math.nan
@@ -157,9 +157,10 @@ def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the loss of each layer if only that layer is quantised.
+    """Plot the loss of each layer if only that layer is quantised.
 
-    The loss is the KL divergence at positions about to commit, and at all masked positions.
+    The loss is the KL divergence. Two losses are shown: one for positions about to commit, and one
+    for all masked positions.
     """
     frontier = with_nan(row["frontier_kl"] for row in layers)
     everywhere = with_nan(row["kl"] for row in layers)
@@ -200,10 +201,10 @@ def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
-    """Draw histograms of the passes per prompt, for the reference and the candidate."""
+    """Plot histograms of the passes per prompt, for the reference and the candidate."""
     free = judgement["free_running"]
     theirs, ours = np.array(free["reference_nfe"]), np.array(free["candidate_nfe"])
-    # Some numbers of passes are estimates, which may not be integers.
+    # Some counts of passes are estimates, which may not be integers.
     first = math.floor(min(theirs.min(), ours.min()))
     last = math.ceil(max(theirs.max(), ours.max()))
     edges = np.arange(first, last + 2, max(1, -(-(last + 1 - first) // 24))) - 0.5
@@ -241,7 +242,7 @@ def _names(judgement: Mapping[str, Any]) -> tuple[str, str]:
 def _quality_axes(
     canvas: Canvas, kind: str, curve: Sequence[Mapping[str, Any]], line: str, **style: Any
 ) -> Axes:
-    """Plot quality over the number of passes, with one point for each entry of ``curve``."""
+    """Plot quality against the number of passes, with one marker for each entry of ``curve``."""
     axes = canvas.subplots()
     name = "task score" if kind == "task" else "agreement with one token a pass"
     axes.set_title(f"Quality: {name}")
@@ -252,9 +253,9 @@ def _quality_axes(
 
 
 def draw_threshold(refit: Mapping[str, Any]) -> Figure:
-    """Draw the candidate's quality over its number of passes, with one point per threshold.
+    """Plot the candidate's quality against its number of passes, with one marker per threshold.
 
-    The original threshold, the chosen threshold and the reference are marked.
+    Labels mark the original threshold, the chosen threshold and the reference.
     """
     curve = sorted(refit["curve"], key=lambda point: point["threshold"])
 
@@ -276,8 +277,8 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
             )
         named = refit["refitted"]
         reach = max(abs(point["nfe"] - named["nfe"]) for point in curve)
-        # Also label both ends of the curve, except where the label would overlap that of the chosen
-        # threshold.
+        # Also label both ends of the curve. A label is left out if it would overlap the label of
+        # the chosen threshold.
         for point in (
             named,
             *(
@@ -306,12 +307,14 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
 
 
 def draw_effort(effort: Mapping[str, Any]) -> Figure:
-    """Draw the quality of all variants over their numbers of passes, and mark the effort levels."""
+    """Plot the quality of all variants against their numbers of passes, and mark the effort
+    levels.
+    """
     curve, levels = effort["curve"], effort["levels"]
 
     def paint(canvas: Canvas) -> None:
         axes = _quality_axes(canvas, effort["quality"], curve, "o", markerfacecolor="none")
-        # If two levels are the same point, one label has both names.
+        # If two levels share a marker, one label shows both names.
         names: dict[tuple[float, float], str] = {}
         for name, point in levels.items():
             at = (point["nfe"], point["quality"])
@@ -344,8 +347,9 @@ def draw_effort(effort: Mapping[str, Any]) -> Figure:
 class TradePoint:
     """A bundle in the figure of ``draw_trade``.
 
-    ``at`` is its size or time. ``increase`` is the relative increase of its loss over the source.
-    ``interval`` is the 95% interval of the increase, or ``None`` if it is unknown.
+    ``at`` is the bundle's size or time. ``increase`` is the relative increase of the loss from the
+    source to the bundle. ``interval`` is the 95% interval of the increase, or ``None`` if the
+    interval is unknown.
     """
 
     name: str
@@ -356,7 +360,7 @@ class TradePoint:
 
 
 def draw_trade(title: str, quantity: str, points: Sequence[TradePoint]) -> Figure:
-    """Draw the increase of each bundle's loss over its size or time.
+    """Plot the increase of each bundle's loss against the bundle's size or time.
 
     ``quantity`` is the label of the horizontal axis.
     """

@@ -10,13 +10,14 @@ MISSING, MINUS, TIMES = "\N{EN DASH}", "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN
 
 
 def printable(text: str) -> str:
-    """Replace unsafe characters in text that a page shows.
+    """Replace unsafe characters in a text that a page shows.
 
-    ASCII control characters become their Unicode symbols. Other unsafe characters become U+FFFD.
+    ASCII control characters become the Unicode symbols for control characters. Other unsafe
+    characters become U+FFFD.
     """
     text = re.sub(r"[\x00-\x08\x0b-\x1f]", lambda match: chr(0x2400 + ord(match[0])), text)
-    # Three groups follow: C1 control characters, bidirectional overrides (they reorder the text
-    # around them), and lone surrogates (they are invalid in UTF-8).
+    # The three groups are C1 control characters, bidirectional overrides (which reorder the text
+    # around them), and lone surrogates (which are invalid in UTF-8).
     return re.sub(r"[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", "\ufffd", text)
 
 
@@ -31,9 +32,9 @@ def formatted(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def as_number(value: float | None, digits: int = 4) -> str:
-    """Format a number with ``digits`` significant digits. Integers get all their digits.
+    """Format a number with ``digits`` significant digits. Integers keep all their digits.
 
-    Very large and very small numbers get an exponent.
+    Very large and very small numbers are written with an exponent.
     """
 
     def form(number: float) -> str:
@@ -99,6 +100,6 @@ FORMS: dict[str, Callable[..., str]] = {
 def as_interval(pair: Sequence[float | None] | None, form: str) -> str:
     """Format an interval, such as "1.0% to 2.0%".
 
-    ``form`` selects the function for its two bounds: "percent" means ``as_percent``.
+    ``form`` selects the function that formats the two bounds: "percent" means ``as_percent``.
     """
     return " to ".join(FORMS[f"as_{form}"](value) for value in pair) if pair else MISSING

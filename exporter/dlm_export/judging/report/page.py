@@ -1,8 +1,8 @@
 """Writes report.html, a page that shows how much accuracy a quantised bundle loses.
 
 The template ``report.html.jinja`` is filled with the manifest, accuracy.json and the figures of
-``figures.py``. The page loads no other files and runs no scripts. It follows light or dark mode. The
-same results always give the same bytes.
+``figures.py``. The page loads no other files and runs no scripts. The page follows light or dark
+mode. The same results always give a page with the same bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from dlm_runtime.errors import DlmError
 ACCURACY_FILE, REPORT_FILE = "accuracy.json", "report.html"
 TEMPLATE = "report.html.jinja"
 FIGURE_LAYERS = 14  # a figure shows at most this many layers
-# A table shows at most this many layers. A network with experts may have thousands of layers.
+# A table shows at most this many layers, because a network with experts may contain thousands of
+# layers.
 TABLE_LAYERS = 400
 MAP_ROWS = 40  # the map of formats has at most this many rows
 SAMPLE_CHARACTERS = 1500  # generated texts are cut off after this many characters
@@ -37,7 +38,7 @@ class ReportError(DlmError):
 
 
 def require_matplotlib() -> None:
-    """Raises ReportError if matplotlib is missing. Call this before long work starts."""
+    """Raise ReportError if matplotlib is missing. Call this function before long work starts."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as err:
@@ -58,10 +59,10 @@ def write_report(
     Args:
         path: The file to write or replace.
         manifest: The bundle's manifest.
-        accuracy: The contents of accuracy.json. ``judgement``, ``calibration`` and ``parity`` may
-            each be missing or ``None``.
+        accuracy: The contents of accuracy.json. The entries ``judgement``, ``calibration`` and
+            ``parity`` may each be missing or ``None``.
         files: Maps each file of the bundle to its size in bytes.
-        speed: ``Judgement.speed``, or ``None`` if it was not measured.
+        speed: ``Judgement.speed``, or ``None`` if the speed was not measured.
 
     Raises:
         ReportError: matplotlib is missing, ``accuracy`` lacks a value, or the file cannot be
@@ -100,7 +101,9 @@ def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str
 def _context(
     manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the values that the template needs. ``None`` for sections without results."""
+    """Return the values that the template needs. If a section has no results, its value is
+    ``None``.
+    """
     judgement, calibration = accuracy.get("judgement"), accuracy.get("calibration")
     precision = manifest["precision"]
     layers = precision.get("layers") or {}
@@ -156,7 +159,7 @@ def _context(
     }
 
 
-EXPERTS_NAMED = 12  # at most this many experts of a mixture are listed by number
+EXPERTS_NAMED = 12  # at most this many experts of a mixture are listed by index
 
 
 def _reached(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,14 +206,14 @@ def _shown(value: object) -> object:
     """
     if value is None:
         return numbers.MISSING
-    # Markup is a subclass of str. It contains HTML and is not changed.
+    # Markup is a subclass of str. A Markup object contains HTML, so it is not changed.
     return printable(value) if type(value) is str else value
 
 
 def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Convert nested data to a flat list, in the original order.
 
-    Each entry has a key such as "solver.name" and its value as JSON.
+    Each entry consists of a key such as "solver.name" and a value as JSON.
     """
     rows: list[tuple[str, str]] = []
     for key, value in recipe.items():
@@ -222,9 +225,9 @@ def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
 
 
 def _block_and_role(layer: str) -> tuple[int | None, str]:
-    """Split the path of a layer into the number of its block and its role in the block.
+    """Split the path of a layer into the index of its block and its role in the block.
 
-    ``blocks.3.mlp.up`` gives (3, ``blocks.*.mlp.up``). The number is ``None`` for a layer outside
+    ``blocks.3.mlp.up`` gives (3, ``blocks.*.mlp.up``). The index is ``None`` for a layer outside
     the blocks.
     """
     match = re.fullmatch(r"(.*?\.)?(0|[1-9]\d{0,5})(\..+)?", layer, re.ASCII | re.DOTALL)
@@ -232,21 +235,21 @@ def _block_and_role(layer: str) -> tuple[int | None, str]:
 
 
 def grouped(layers: Iterable[str]) -> list[tuple[str, int]]:
-    """Replace the block numbers in paths by ``*``, and count how often each result occurs."""
+    """Replace the block indices in paths by ``*``, and count how often each result occurs."""
     return list(Counter(_block_and_role(layer)[1] for layer in layers).items())
 
 
 def layer_map(layers: Mapping[str, str]) -> dict[str, Any]:
     """Arrange the formats of all layers as a map: one row per role, one column per block.
 
-    A role is, for example, ``blocks.*.mlp.up``. The result has three keys:
+    A role is, for example, ``blocks.*.mlp.up``. The result contains three keys:
 
     - ``formats``: each format with its number of layers.
     - ``blocks``: the number of blocks.
-    - ``rows``: for each role, its ``cells`` and its ``summary``. A cell is a pair: the number of a
-      block, and the index of the layer's format in ``formats``. The index is ``None`` if the layer
-      is not quantised. A role outside the blocks has a single cell. ``summary`` has the number of
-      layers in each format.
+    - ``rows``: for each role, its ``cells`` and its ``summary``. A cell is a pair: the index of a
+      block, and the index of the layer's format in ``formats``. The second index is ``None`` if the
+      layer is not quantised. A role outside the blocks has a single cell. ``summary`` contains the
+      number of layers in each format.
     """
     formats = Counter(layers.values()).most_common()
     index = {name: i for i, (name, _) in enumerate(formats)}
@@ -275,18 +278,18 @@ def clipped(text: str | None) -> str | None:
 
 
 def compared(ours: str | None, theirs: str | None) -> list[tuple[bool, str]] | None:
-    """Split the text ``ours`` into pieces, and compare them with the text ``theirs``.
+    """Split the text ``ours`` into pieces, and compare the pieces with the text ``theirs``.
 
-    Returns pairs: True if ``theirs`` does not contain the piece, and the piece. Returns ``None`` if
-    ``ours`` is ``None``.
+    Returns a list of pairs. A pair consists of a flag and a piece. The flag is True if ``theirs``
+    does not contain the piece. Returns ``None`` if ``ours`` is ``None``.
     """
     if ours is None:
         return None
     pieces, others = (
         re.findall(r"\s+|\w+|[^\w\s]", clipped(text) or "") for text in (ours, theirs or ours)
     )
-    # Do not pass autojunk=False. Without this heuristic of difflib, comparing texts with many
-    # repetitions takes minutes.
+    # Do not pass autojunk=False, because difflib then takes minutes for texts with many
+    # repetitions.
     matcher = difflib.SequenceMatcher(None, pieces, others)
     return [
         (tag != "equal", "".join(pieces[i:j])) for tag, i, j, _, _ in matcher.get_opcodes() if i < j

@@ -1,6 +1,6 @@
-"""Gives every denoiser that is compared the same interface.
+"""Gives all compared denoisers the same interface.
 
 A comparison has two sides: a reference and a candidate. Each side is a bundle, a torch denoiser, or
-a torch denoiser that is read layer by layer. They all have the interfaces in ``side``. So the code
-that compares two sides works for every kind of side.
+a torch denoiser that is read layer by layer. All kinds of sides implement the interfaces in
+``side``. So the code that compares two sides works for every kind of side.
 """

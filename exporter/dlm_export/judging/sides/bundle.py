@@ -1,7 +1,7 @@
 """Lets a bundle in the native runtime be one of the two denoisers of a comparison.
 
-Each pass computes a single canvas, as on a device. In a batch of several canvases, the range used to
-quantise an activation would depend on the other canvases.
+Each pass computes a single canvas, as on a device. In a batch of several canvases, the range for
+quantising an activation would depend on all canvases of the batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ class BundlePredictor:
     """A bundle that predicts tokens and generates text with the native runtime."""
 
     def __init__(self, bundle: Bundle, name: str) -> None:
-        """``bundle`` must have been opened from a folder, because its manifest is needed."""
+        """``bundle`` must have been opened from a folder, because this class needs the bundle's
+        manifest.
+        """
         self.bundle, self.name = bundle, name
         self._spent: list[Generation] = []
         self.shift = int(bundle.manifest["loop"]["shift"])
@@ -58,9 +60,10 @@ class BundlePredictor:
         return scores(turn, logits, policy)
 
     def speed(self) -> dict[str, Any] | None:
-        """Return how fast this bundle has generated text so far, and on which machine.
+        """Return the speed of text generation so far, and a description of the machine.
 
-        Returns ``None`` if it has generated no text, or if a CPU simulated its number formats.
+        Returns ``None`` if the bundle has generated no text, or if a CPU simulated its number
+        formats.
         """
         seconds = sum(done.timings["total"] for done in self._spent)
         passes = sum(done.nfe for done in self._spent)
@@ -88,8 +91,9 @@ class BundlePredictor:
 def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
     """Compute the confidence of each position that a pass may commit.
 
-    Does the same as ``proposers.scores``, but with numpy instead of torch. Takes fp32 logits
-    ``[M, V]`` for M positions and a vocabulary of V tokens. Returns float64 confidences ``[M]``.
+    This function gives the same result as ``proposers.scores``, but uses numpy instead of torch.
+    The argument is fp32 logits ``[M, V]``, for M positions and a vocabulary of V tokens. Returns
+    float64 confidences ``[M]``.
     """
     by = scored_by(turn, policy)
     if by == "random":

@@ -1,8 +1,8 @@
 """Lets a torch denoiser that does not fit into memory be one of the two denoisers of a comparison.
 
-Its layers are read one at a time, and each layer processes all canvases. So all canvases must be
-known in advance. Memory holds one layer, the hidden states of all canvases, and the head in the type
-in which it is stored.
+The layers of this denoiser are read one at a time, and each layer processes all canvases. So all
+canvases must be known in advance. Memory holds one layer, the hidden states of all canvases, and
+the head in its stored type.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from dlm_runtime import Policy
 
 
 class SweptPredictor:
-    """A ``Seer`` in torch. Its method ``see`` runs all canvases through one layer after another."""
+    """A ``Seer`` in torch. The method ``see`` runs all canvases through one layer after the
+    other.
+    """
 
     def __init__(
         self,
@@ -37,9 +39,10 @@ class SweptPredictor:
         folder: Path | None = None,
         cache_dtype: str | None = None,
     ) -> None:
-        """``memory_bytes`` and ``folder`` say where hidden states are stored; see ``Carried``.
+        """``memory_bytes`` and ``folder`` determine where hidden states are stored (see
+        ``Carried``).
 
-        ``cache_dtype`` is the type of the cache; see ``Walked``.
+        ``cache_dtype`` is the type of the cache (see ``Walked``).
         """
         c = layered.network
         self.layered, self.name = layered, name
@@ -75,7 +78,7 @@ class SweptPredictor:
             block = self.layered.block(i)
             carried.through(i, block)
             walked.through(i, block)
-            del block  # free its memory before the next block is read
+            del block  # free the memory before the next block is read
         self._walked = walked.features()
         found = carried.features([rows for _, rows in alone.values()])
         self._features = {key: self._walked[walk][number] for key, (walk, number) in whole.items()}
@@ -102,12 +105,12 @@ class SweptPredictor:
 def shown_source(
     source: Source, name: str, dtype: torch.dtype, workplace: Workplace | None
 ) -> SweptPredictor:
-    """Prepare the denoiser of ``source`` to be read layer by layer in torch."""
+    """Prepare the denoiser of ``source`` so that torch can read it layer by layer."""
     place = workplace or Workplace()
     layered = families.layered(source.parameters, source.network, dtype, place.device)
     return SweptPredictor(layered, name, memory_bytes=place.activation_bytes, folder=place.folder)
 
 
 def view_key(canvas: np.ndarray, rows: np.ndarray) -> tuple[bytes, bytes]:
-    """Return a dictionary key for a canvas and the rows to compute on it."""
+    """Return a dictionary key for a canvas and the rows that are computed on this canvas."""
     return np.asarray(canvas, np.int64).tobytes(), np.asarray(rows, np.int64).tobytes()

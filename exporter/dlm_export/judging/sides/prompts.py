@@ -12,9 +12,9 @@ from dlm_runtime.policy import Policy
 
 
 def prompt_of(sample: Sample, max_new_tokens: int, max_canvas_length: int) -> tuple[list[int], int]:
-    """Return the prompt of a sample, and how many tokens to generate after it.
+    """Return the prompt of a sample, and the number of tokens to generate after the prompt.
 
-    If the sample is plain text, the prompt is its first half.
+    If the sample is plain text, the prompt is the first half of the text.
     """
     start = sample.prompt_length or max(1, len(sample.tokens) // 2)
     return sample.tokens[:start].tolist(), min(max_new_tokens, max_canvas_length - start)
@@ -33,12 +33,12 @@ def asked_of(sample: Sample, number: int, max_new_tokens: int, limit: int) -> tu
 def new_tokens(
     samples: Sequence[Sample], policy: Policy, network: NetworkSpec, bundle: dlm_runtime.Bundle
 ) -> int:
-    """Return how many tokens to generate after each prompt.
+    """Return the number of tokens to generate after each prompt.
 
-    The result is the length of the longest answer, rounded up to whole blocks. Rounding stops at the
-    default length that the bundle records. Denoisers with full attention may fail at greater
-    lengths, because they were not trained with them. The result is always small enough for the
-    canvas with the longest prompt.
+    The result is the length of the longest answer, rounded up to whole blocks. But rounding does
+    not exceed the default length that the bundle records. Denoisers with full attention may fail at
+    greater lengths, because they were not trained with such lengths. The result is always so small
+    that the canvas with the longest prompt has enough room.
     """
     block_length = policy.block_length or 32
     starts = [sample.prompt_length or len(sample.tokens) // 2 for sample in samples]
@@ -50,9 +50,9 @@ def new_tokens(
 
 
 def decoder(bundle: dlm_runtime.Bundle) -> Callable[[list[int]], str | None]:
-    """Return a function that converts generated ids to text, up to the first end token.
+    """Return a function that converts generated IDs to text, up to the first end token.
 
-    That function returns ``None`` if the bundle has no tokenizer.
+    The returned function returns ``None`` if the bundle has no tokenizer.
     """
     tokenizer, stops = bundle.tokenizer, bundle.eos_token_ids
 

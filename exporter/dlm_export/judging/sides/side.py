@@ -1,4 +1,4 @@
-"""Defines the interfaces of the two denoisers of a comparison, which are called its sides."""
+"""Defines the interfaces of the two denoisers in a comparison. These denoisers are called sides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class JudgeError(DlmError):
 
 
 View: TypeAlias = tuple[np.ndarray, np.ndarray]
-"""A canvas of L token ids ``[L]``, and the P positions ``[P]`` to predict on it."""
+"""A canvas of L token IDs ``[L]``, and the P positions ``[P]`` to predict on this canvas."""
 
 
 class Side(Protocol):
@@ -47,8 +47,9 @@ class Scorer(Side, Protocol):
     def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
         """Return the confidence of each position that a pass may commit, float64 ``[M]``.
 
-        ``turn`` describes the pass and its M positions. ``logits`` are their logits, fp32
-        ``[M, V]``. The confidence is computed as in this denoiser's own decoding loop.
+        ``turn`` describes the pass and its M positions. ``logits`` are the logits of these
+        positions, fp32 ``[M, V]``. The confidence is computed as in this denoiser's own decoding
+        loop.
         """
 
 
@@ -58,7 +59,7 @@ class Generator(Side, Protocol):
     def generate(
         self, tokens: Sequence[int], max_new_tokens: int, policy: Policy
     ) -> tuple[list[int], int]:
-        """Generate tokens after a prompt. Return the finished canvas, and the number of passes."""
+        """Generate tokens after a prompt. Returns the finished canvas, and the number of passes."""
 
 
 class Predictor(Scorer, Generator, Protocol):
@@ -76,23 +77,26 @@ class Seer(Scorer, Protocol):
     """A denoiser that cannot generate text, and must know the canvases to predict in advance."""
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
-        """Compute the predictions for all canvases that will be asked for later.
+        """Compute the predictions for all canvases that will be requested later.
 
-        ``views`` are single canvases, each with the positions to predict. Each of ``walks`` has the
-        passes of another denoiser's run. The results of earlier calls are discarded.
+        Each element of ``views`` is a canvas with the positions to predict. Each element of
+        ``walks`` is a list of passes, which form the run of a different denoiser. The results of
+        earlier calls are discarded.
         """
 
     def walked(self, walk: int, step: int) -> np.ndarray:
-        """Return the raw logits of one pass in another denoiser's run, fp32 ``[R, V]``.
+        """Return the raw logits of one pass in the run of a different denoiser, fp32 ``[R, V]``.
 
-        ``walk`` is the index of the run among the ``walks`` passed to ``see``, and ``step`` that of
-        the pass. This denoiser computes the pass with its own cache, which it filled in the earlier
-        passes of the same run.
+        ``walk`` is the index of the run in the argument ``walks`` of ``see``. ``step`` is the index
+        of the pass in the run. This denoiser computes the pass with its own cache. The earlier
+        passes of the same run have filled this cache.
         """
 
 
 def check_comparable(reference: Side, candidate: Side) -> None:
-    """Raises JudgeError if two denoisers differ in vocabulary or in how they read a canvas."""
+    """Raise JudgeError if two denoisers have different vocabularies or read a canvas
+    differently.
+    """
     for name in ("vocab_size", "mask_token_id", "eos_token_ids", "shift", "visible_block"):
         theirs, ours = getattr(reference, name), getattr(candidate, name)
         if theirs != ours:
@@ -105,7 +109,8 @@ def check_comparable(reference: Side, candidate: Side) -> None:
 def finite_logits(predictor: Scorer, canvas: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return the logits that predict P ``positions``, fp32 ``[P, V]``.
 
-    The logit of the mask token is -inf. Raises JudgeError if any other logit is NaN or infinite.
+    The logit of the mask token is -inf. Raises JudgeError if the logit of any other token is NaN or
+    infinite.
     """
     return finite(predictor, predictor.logits(canvas, rows_of(positions, predictor.shift)))
 
@@ -113,7 +118,7 @@ def finite_logits(predictor: Scorer, canvas: np.ndarray, positions: np.ndarray) 
 def rows_of(positions: np.ndarray, shift: int) -> np.ndarray:
     """Return the rows of a denoiser's output that predict P ``positions``, as int ``[P]``.
 
-    With ``shift`` 1, no row predicts position 0. Row 0 is used instead, as in the decoding loop.
+    If ``shift`` is 1, no row predicts position 0. Row 0 is used instead, as in the decoding loop.
     """
     rows: np.ndarray = np.maximum(positions - shift, 0)
     return rows
@@ -122,7 +127,7 @@ def rows_of(positions: np.ndarray, shift: int) -> np.ndarray:
 def finite(predictor: Scorer, found: np.ndarray) -> np.ndarray:
     """Copy logits ``[P, V]``, and set the logit of the mask token to -inf.
 
-    Raises JudgeError if any other logit is NaN or infinite.
+    Raises JudgeError if the logit of any other token is NaN or infinite.
     """
     logits = np.array(found, np.float32)
     logits[:, predictor.mask_token_id] = 0

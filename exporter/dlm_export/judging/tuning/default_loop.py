@@ -1,8 +1,8 @@
 """Chooses the default decoding loop of a bundle from the measurements of its effort levels.
 
-A loop is acceptable if its quality is at least that of the loop that commits one token per pass.
-Both are measured on the same samples. The acceptable loop with the fewest passes becomes the
-default.
+A loop is acceptable if its quality is at least the quality of the loop that commits one token per
+pass. Both qualities are measured on the same samples. The acceptable loop with the fewest passes
+becomes the default.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ if TYPE_CHECKING:
     from dlm_export.judging.tuning.effort_levels import LevelPoint, Levels
 
 LEAST_SAVING = 0.1
-"""The preset's own loop is replaced only if another loop saves at least this share of the passes.
-So few samples cannot show a small loss of quality, and a smaller saving might not be worth it.
+"""A faster loop replaces the preset's own loop only if the faster loop saves at least this share of
+the passes. This limit exists because a few dozen samples cannot show a small loss of quality. A
+smaller saving might not be worth such a loss.
 """
 
 
 def fastest(levels: Levels) -> LevelPoint | None:
-    """Choose the loop with the fewest passes whose quality is at least that of one token per pass.
+    """Choose the fastest loop whose quality is at least the quality of one token per pass.
 
-    If this is also true of the preset's own loop, that loop is chosen unless the other loop saves at
-    least ``LEAST_SAVING`` of its passes.
+    If the quality of the preset's own loop is sufficient too, the fastest loop is chosen only if it
+    saves at least ``LEAST_SAVING`` of the passes. Otherwise, the preset's own loop is chosen.
 
-    Returns ``None`` if there are too few samples, if the loop with one token per pass gives no right
-    answer, or if no faster loop has the required quality.
+    Returns ``None`` if there are too few samples, if the loop with one token per pass gives no
+    right answer, or if no faster loop has the required quality.
     """
     careful = levels.careful
     if levels.samples < FEWEST_SAMPLES or careful.quality == 0:
@@ -52,7 +53,7 @@ def fastest(levels: Levels) -> LevelPoint | None:
 def with_fitted(manifest: Mapping[str, Any], levels: Levels) -> dict[str, Any]:
     """Return a copy of the manifest with a new default loop, which ``fastest`` chooses.
 
-    A default loop that was fitted earlier is replaced.
+    The new default loop replaces a default loop that was fitted earlier.
     """
     name, presets = published_of(manifest), published_presets(manifest)
     point = fastest(levels)

@@ -1,9 +1,9 @@
-"""Measures variants of a preset, and chooses those that become the bundle's effort levels.
+"""Measures variants of a preset, and chooses some variants as the bundle's effort levels.
 
-A variant changes the preset's commit threshold or its number of passes per block. Some presets use a
-separate pass to store a finished block in the cache. Their variants may instead store the block in
-the first pass of the next block (``store=open``). This gives the same text in fewer passes, although
-some passes then compute two blocks.
+A variant changes the preset's commit threshold or its number of passes per block. Some presets use
+a separate pass to store a finished block in the cache. The variants of such a preset may instead
+store the block in the first pass of the next block (``store=open``). This gives the same text in
+fewer passes, although some passes then compute two blocks.
 
 Every variant generates text for the same samples. The levels are chosen as follows:
 
@@ -34,14 +34,14 @@ from dlm_export.judging.tuning.threshold import check_policy
 from dlm_runtime import Policy
 
 LEVELS = ("instant", "low", "medium", "high")
-"""The effort levels, in ascending order of passes."""
+"""The names of the effort levels, in ascending order of passes."""
 LOSSES = {"medium": 0.02, "low": 0.1}
-"""Largest loss of quality, as a share of the quality of ``high``."""
+"""The maximum loss of quality for each level, as a share of the quality of ``high``."""
 THRESHOLDS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.99, 0.995)
 FEW_STEPS = (1, 2)  # fixed numbers of passes per block to try
 CAREFUL: dict[str, Any] = {"commit": "static", "steps_per_block": 0}
-"""Changes to a preset that make it commit one token per pass. If samples have no answers, the text
-of this loop is compared with that of other loops.
+"""These changes to a preset make it commit one token per pass. If samples contain no answers, the
+texts of all other loops are compared with the text of this loop.
 """
 
 
@@ -49,8 +49,8 @@ of this loop is compared with that of other loops.
 class LevelPoint:
     """One measured variant.
 
-    ``changes`` has the fields that differ from the preset. ``quality`` is from 0 to 1. ``nfe`` is the
-    mean number of passes per prompt.
+    ``changes`` contains the fields that differ from the preset. ``quality`` is from 0 to 1. ``nfe``
+    is the mean number of passes per prompt.
     """
 
     changes: dict[str, Any]
@@ -60,10 +60,10 @@ class LevelPoint:
 
 @dataclass(frozen=True)
 class Levels:
-    """The effort levels of a preset, and the measurements that they were chosen from.
+    """The effort levels of a preset, and the measurements from which the levels were chosen.
 
-    - ``quality``: how quality was measured. ``task`` means the share of right answers.
-      ``agreement`` means the share of tokens that are equal to those of ``careful``.
+    - ``quality``: the kind of quality that was measured. ``task`` means the share of right answers.
+      ``agreement`` means the share of tokens that are equal to the tokens of ``careful``.
     - ``samples``: the number of samples.
     - ``curve``: all measured variants, sorted by their number of passes.
     - ``levels``: maps the name of each level to its variant.
@@ -85,7 +85,8 @@ class Levels:
         return asdict(self)
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of the manifest with these levels, and a default loop chosen from them.
+        """Return a copy of the manifest with these levels, and with a default loop chosen from
+        ``curve``.
 
         Earlier levels and an earlier fitted default loop are replaced.
         """
@@ -100,10 +101,10 @@ class Levels:
 def variants(policy: Policy, shift: int) -> list[dict[str, Any]]:
     """List the variants to measure, as changes to ``policy``.
 
-    The first variant has no changes. The last one commits one token per pass.
+    The first variant contains no changes. The last variant commits one token per pass.
 
-    ``store=open`` is not tried for denoisers with ``shift`` 1. They predict the first position of a
-    block in the pass that stores the previous block, so that pass must be separate.
+    ``store=open`` is not tried for denoisers with ``shift`` 1. Such a denoiser predicts the first
+    position of a block in the pass that stores the previous block, so that pass must be separate.
     """
     opens = policy.cache == "block" and policy.store == "pass" and shift == 0
     saved: dict[str, Any] = {"store": "open"} if opens else {}
@@ -114,7 +115,7 @@ def variants(policy: Policy, shift: int) -> list[dict[str, Any]]:
 
 
 def level_units(policy: Policy, shift: int) -> int:
-    """Return how often ``fit_levels`` calls ``on_done``."""
+    """Return the number of times that ``fit_levels`` calls ``on_done``."""
     return len(variants(policy, shift)) + 1
 
 
@@ -132,10 +133,11 @@ def fit_levels(
 
     The best variant with ``store=open`` is also measured without ``store=open``.
 
-    If every sample has an answer and ``decode`` returns text, quality is the share of right answers.
-    Otherwise, it is the share of tokens that are equal to those of the loop with one token per pass.
+    If every sample has an answer and ``decode`` returns text, quality is the share of right
+    answers. Otherwise, quality is the share of tokens that are equal to the tokens of the loop with
+    one token per pass.
 
-    ``on_done`` is called ``level_units`` times. Raises JudgeError if there are no samples, and
+    ``on_done`` is called ``level_units`` times. Raises JudgeError if there are no samples. Raises
     RequestError if the policy has no threshold.
     """
     check_policy(policy)
@@ -185,10 +187,10 @@ def _quality(run: Run, careful: Run, sample: Sample, *, is_task: bool) -> float:
 
 
 def choose_levels(curve: Sequence[LevelPoint], own: LevelPoint) -> dict[str, LevelPoint]:
-    """Choose the variant of each level. The docstring of this module has the rules.
+    """Choose the variant of each level. The docstring of this module explains the rules.
 
-    ``own`` is the preset without changes. If several variants have the best quality, ``high`` is one
-    that has at least as many passes as ``own``, if possible.
+    ``own`` is the preset without changes. Several variants may share the best quality. ``high`` is
+    then a variant with at least as many passes as ``own``, if there is such a variant.
     """
     high = _best(curve, own)
     front = list(_front(curve, high))
@@ -210,10 +212,10 @@ def _best(points: Sequence[LevelPoint], own: LevelPoint) -> LevelPoint:
 
 
 def _front(points: Sequence[LevelPoint], high: LevelPoint) -> Iterator[LevelPoint]:
-    """Yield the variants that have a better quality than every variant with fewer passes.
+    """Yield the variants whose quality is better than the quality of every faster variant.
 
-    They are ordered by their number of passes, and ``high`` is the last. Variants with quality 0 are
-    left out.
+    The variants are yielded in ascending order of passes. The last variant is ``high``. Variants
+    with quality 0 are left out.
     """
     best = 0.0
     for point in sorted(points, key=lambda point: (point.nfe, -point.quality)):

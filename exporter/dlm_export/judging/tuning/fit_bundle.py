@@ -1,4 +1,4 @@
-"""Fits effort levels to a finished bundle, and adds them to it."""
+"""Fits effort levels to a finished bundle, and adds the levels to the bundle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from dlm_runtime.manifest import MANIFEST_FILE
 class EffortOptions:
     """Options for fitting effort levels to a bundle.
 
-    ``samples`` is the largest number of samples to use. ``opening`` says how to open the bundle.
+    ``samples`` is the maximum number of samples to use. ``opening`` contains the options for
+    opening the bundle.
     """
 
     data: CalibrationOptions = field(default_factory=CalibrationOptions)
@@ -39,9 +40,9 @@ def fit_bundle(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Levels:
-    """Fit effort levels to a bundle, and write them to its manifest and its report.
+    """Fit effort levels to a bundle, and write the levels to the bundle's manifest and report.
 
-    Nothing is written before all measurements are finished. Raises DlmError.
+    No file is written before all measurements are finished. Raises DlmError.
     """
     manifest = read_manifest(folder)
     has_report = REPORT_FILE in manifest["files"]

@@ -1,4 +1,4 @@
-"""Fits the commit threshold and the effort levels of a bundle while it is built."""
+"""Fits the commit threshold and the effort levels of a bundle during the build."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def fit_threshold(
     seed: int,
     on_done: Callable[[], None],
 ) -> Refit:
-    """Check whether the bundle needs another commit threshold than its source.
+    """Check whether the bundle needs a different commit threshold than its source.
 
-    Both generate text for ``samples``, which must not be used for judging. See ``refit_threshold``.
+    Both the bundle and the source generate text for ``samples``. These samples must not be used for
+    judging. See ``refit_threshold`` for the details.
     """
     policy = source.presets[preset].greedy()
     return refit_threshold(
@@ -48,7 +49,7 @@ def fit_effort(
     threshold: Refit,
     on_done: Callable[[], None],
 ) -> Levels:
-    """Fit the effort levels of the preset that ``threshold`` names, with its fitted threshold."""
+    """Fit the effort levels of the preset that ``threshold`` names, with the fitted threshold."""
     assert threshold.preset is not None
     fitted = {"threshold": threshold.refitted.threshold}
     policy = source.presets[threshold.preset].greedy().with_fields(fitted)

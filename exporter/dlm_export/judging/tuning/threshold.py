@@ -1,9 +1,9 @@
 """Fits the commit threshold of a preset to a quantised bundle.
 
-Quantisation shifts confidences, so another threshold may be better. The source (the reference)
+Quantisation shifts confidences, so a different threshold may be better. The source (the reference)
 generates text with the preset's threshold. The bundle (the candidate) generates text with several
-thresholds. The threshold changes only if paired bootstrap intervals over samples show that another
-threshold is better.
+thresholds. The threshold changes only if paired bootstrap intervals over samples show that a
+different threshold is better.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dlm_runtime import Policy
 from dlm_runtime.errors import RequestError
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995)
-# A candidate whose quality is lower than the reference's by at most this value counts as equally
-# good. A few dozen samples cannot show smaller losses.
+# If the candidate's quality is lower than the reference's quality by at most this value, both count
+# as equally good, because a few dozen samples cannot show such a small loss.
 MARGIN = 0.05
 
 Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
@@ -34,7 +34,9 @@ Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
 
 @dataclass(frozen=True)
 class Point:
-    """The results with one threshold: quality from 0 to 1, and mean number of passes per prompt."""
+    """The results with one threshold: the quality from 0 to 1, and the mean number of passes per
+    prompt.
+    """
 
     threshold: float
     quality: float
@@ -48,21 +50,22 @@ class Refit:
     - ``original``: the candidate with the preset's threshold.
     - ``reference``: the reference with the preset's threshold.
     - ``refitted``: the candidate with the chosen threshold.
-    - ``quality``: how quality was measured. ``task`` means the share of right answers.
-      ``agreement`` means the share of tokens that are equal to those of the reference with one
+    - ``quality``: the kind of quality that was measured. ``task`` means the share of right answers.
+      ``agreement`` means the share of tokens that are equal to the tokens of the reference with one
       token per pass.
-    - ``difference``: the quality of ``refitted`` minus that of ``reference``.
+    - ``difference``: the quality of ``refitted`` minus the quality of ``reference``.
     - ``interval``: the 95% interval of ``difference``, paired over ``samples``.
     - ``reached``: true if ``interval`` excludes a loss of more than ``MARGIN``.
     - ``verdict``: the outcome for the preset's threshold. The values are:
 
     ========= ====================================================================================
-    kept      It stays. The samples do not show that another threshold is better.
-    raised    It loses quality. The chosen threshold is higher and loses less.
-    lowered   It takes more passes than the reference. The chosen threshold is lower, takes fewer
-              passes, and loses no quality.
-    lost      It loses quality but stays, because no higher threshold is better.
-    untold    It was not tested: there is only one sample, or the reference has quality 0.
+    kept      The threshold stays. The samples do not show that a different threshold is better.
+    raised    The threshold loses quality. The chosen threshold is higher and loses less.
+    lowered   The threshold takes more passes than the reference. The chosen threshold is lower,
+              takes fewer passes, and loses no quality.
+    lost      The threshold loses quality but stays, because no higher threshold is better.
+    untold    The threshold was not tested, because there is only one sample, or because the
+              reference has quality 0.
     ========= ====================================================================================
     """
 
@@ -84,7 +87,7 @@ class Refit:
 
 
 def check_policy(policy: Policy) -> None:
-    """Raises RequestError if the policy has no threshold."""
+    """Raise RequestError if the policy has no threshold."""
     if policy.commit not in ("threshold", "dynamic"):
         raise RequestError(
             f"a policy that commits by {policy.commit!r} has no threshold to fit: choose one that commits by 'threshold' or "
@@ -93,11 +96,11 @@ def check_policy(policy: Policy) -> None:
 
 
 def refit_steps(samples: int, policy: Policy, grid: Sequence[float] = THRESHOLDS) -> int:
-    """Return how many texts ``refit_threshold`` generates at most.
+    """Return the maximum number of texts that ``refit_threshold`` generates.
 
-    For each sample, the reference generates two texts: with the policy's threshold, and with one
-    token per pass. The candidate generates a text with the policy's threshold, and one with each
-    threshold that a bisection tries.
+    For each sample, the reference generates two texts: one with the policy's threshold, and one
+    with one token per pass. The candidate generates one text with the policy's threshold, and one
+    text for each threshold that a bisection tries.
     """
     sides = [sum(t < policy.threshold for t in grid), sum(t > policy.threshold for t in grid)]
     return samples * (3 + math.ceil(math.log2(max(sides) + 1)))
@@ -107,7 +110,7 @@ def refit_steps(samples: int, policy: Policy, grid: Sequence[float] = THRESHOLDS
 class _Trial:
     """The results of one denoiser with one threshold, for each of N samples.
 
-    ``quality`` is float64 ``[N]``. ``nfe`` has the numbers of passes ``[N]``.
+    ``quality`` is float64 ``[N]``. ``nfe`` contains the counts of passes ``[N]``.
     """
 
     threshold: float
@@ -132,24 +135,25 @@ def refit_threshold(
     seed: int = 0,
     on_done: Callable[[], None] = lambda: None,
 ) -> Refit:
-    """Choose the commit threshold for the candidate: the policy's own, or a better one in ``grid``.
+    """Choose the candidate's commit threshold: the policy's threshold, or a better value in
+    ``grid``.
 
-    If every sample has an answer and ``decode`` returns text, quality is the share of right answers.
-    Otherwise, it is the share of tokens that are equal to those of the reference with one token per
-    pass. The loop with one token per pass is slow, so fewer samples are then used. This loop makes
-    at most as many passes as judging makes for masked positions.
+    If every sample has an answer and ``decode`` returns text, quality is the share of right
+    answers. Otherwise, quality is the share of tokens that are equal to the tokens of the reference
+    with one token per pass. The loop with one token per pass is slow, so fewer samples are then
+    used. This loop makes at most as many passes as judging makes for masked positions.
 
     There are two reasons to change the threshold:
 
-    - The candidate's quality is significantly worse than the reference's. Then the lowest threshold
-      is found for which this is no longer true. The new threshold is chosen if it is significantly
-      better than the policy's threshold.
-    - The candidate needs significantly more passes than the reference. Then the lowest threshold is
-      found that loses no quality and needs at least as many passes as the reference. Lower
-      thresholds are not chosen, because so few samples might not show their loss of quality.
+    - The candidate's quality is significantly worse than the reference's quality. The function then
+      finds the lowest threshold for which the quality is not significantly worse. This threshold is
+      chosen if it is significantly better than the policy's threshold.
+    - The candidate needs significantly more passes than the reference. The function then finds the
+      lowest threshold that loses no quality and needs at least as many passes as the reference.
+      Lower thresholds are not chosen, because so few samples might not show their loss of quality.
 
-    ``on_done`` is called once per generated text; see ``refit_steps``. Raises JudgeError if there
-    are no samples, and RequestError if the policy has no threshold.
+    ``on_done`` is called once per generated text (see ``refit_steps``). Raises JudgeError if there
+    are no samples. Raises RequestError if the policy has no threshold.
     """
     check_policy(policy)
     if not samples:
@@ -170,8 +174,8 @@ def refit_threshold(
             on_done()
         return found
 
-    # This policy gives the best text that the reference can generate: it commits one token per pass
-    # and uses no cache.
+    # This policy commits one token per pass and uses no cache. So it gives the best text that the
+    # reference can generate.
     slowest = policy.with_fields({"commit": "static", "steps_per_block": 0, "cache": "none"})
     best = [] if is_task else run(reference, slowest)
 
@@ -244,8 +248,9 @@ def refit_threshold(
 def _lowest(thresholds: Sequence[float], holds: Callable[[float], bool]) -> float | None:
     """Find the lowest threshold for which ``holds`` returns true, by bisection.
 
-    ``thresholds`` must be in ascending order. If ``holds`` is true for a threshold, it must be true
-    for all higher ones. Returns ``None`` if it is true for none of them.
+    ``thresholds`` must be in ascending order. If ``holds`` is true for a threshold, ``holds`` must
+    also be true for all higher thresholds. Returns ``None`` if ``holds`` is false for all
+    thresholds.
     """
     low, high = 0, len(thresholds)
     while low < high:
@@ -255,6 +260,9 @@ def _lowest(thresholds: Sequence[float], holds: Callable[[float], bool]) -> floa
 
 
 def _is_above(ours: np.ndarray, theirs: np.ndarray, seed: int) -> bool:
-    """True if ``ours`` has significantly more passes per sample than ``theirs``, both ``[N]``."""
+    """Return True if ``ours`` contains significantly more passes per sample than ``theirs``.
+
+    Both arrays have the shape ``[N]``.
+    """
     interval = metrics.ratio_interval(ours, theirs, seed)
     return interval is not None and interval[0] > 1
