@@ -45,6 +45,7 @@ std::pair<size_t, size_t> TokenSets::children(int32_t set, int32_t shape, Budget
   }
   const auto [first_range, range_count, parts] = shapes_[index(shape)];
   const Range* const ranges = ranges_.data() + first_range;
+  const Range* const ranges_end = ranges + range_count;
   if (found_.size() < index(parts)) found_.resize(index(parts));
   for (int32_t part = 0; part < parts; ++part) found_[index(part)].clear();
   const auto add_children = [&](int32_t child, int32_t end) {
@@ -52,8 +53,8 @@ std::pair<size_t, size_t> TokenSets::children(int32_t set, int32_t shape, Budget
     for (; child < end; child = tree_.behind[index(child)]) {
       budget.check();
       const uint8_t byte = tree_.bytes[index(child)];
-      while (range != ranges + range_count && range->high < byte) ++range;
-      if (range == ranges + range_count) break;
+      while (range != ranges_end && range->high < byte) ++range;
+      if (range == ranges_end) break;
       if (range->low <= byte) found_[range->part].push_back(child);
     }
   };
