@@ -36,12 +36,14 @@ def group_amax(w: np.ndarray | Lazy, group_size: int) -> np.ndarray:
 def check_finite(w: np.ndarray | Lazy) -> None:
     """Check that all elements are finite. Raises QuantisationError otherwise.
 
-    The error states the number of NaN or infinite elements, and the position of the first.
+    The error states the number of NaN or infinite elements, and the position of the first such
+    element.
     """
     count, first = 0, (0, 0)
     for start, stop in row_blocks(w.shape[0], w.shape[1], 1):
         block = np.asarray(w[start:stop, :], dtype=np.float32)
-        # max and min return NaN if an element is NaN. Testing them first avoids a temporary array.
+        # max and min return NaN if an element is NaN. Testing max and min first avoids a temporary
+        # array.
         if np.isfinite(block.max()) and np.isfinite(block.min()):
             continue
         bad = np.argwhere(~np.isfinite(block))
@@ -81,7 +83,7 @@ def columns_of(w: np.ndarray | Lazy, at: slice) -> np.ndarray:
 
 
 def ranges_of(w: np.ndarray | Lazy, block: np.ndarray, group_size: int) -> np.ndarray:
-    """Return the result of ``group_amax`` for ``block``, which has some columns of ``w``."""
+    """Return the result of ``group_amax`` for ``block``, which contains some columns of ``w``."""
     magnitude = np.abs(block)
     out = np.empty((-(-len(block) // group_size), block.shape[1]), dtype=np.float32)
     for groups, values in by_group(magnitude, group_size):
@@ -102,9 +104,9 @@ def ranges_of(w: np.ndarray | Lazy, block: np.ndarray, group_size: int) -> np.nd
 def by_group(matrix: np.ndarray, group_size: int) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield the groups of rows of ``matrix`` ``[K, N]`` in at most two steps.
 
-    Each step yields the numbers of some groups (a slice), and a view ``[groups, rows, N]`` of them.
-    The first step has all full groups. If the last group is shorter, the second step has this
-    group.
+    Each step yields the indices of some groups (a slice), and a view ``[groups, rows, N]`` of these
+    groups. The first step yields all full groups. If the last group is shorter, the second step
+    yields this group.
     """
     whole = len(matrix) // group_size
     if whole:
@@ -116,9 +118,9 @@ def by_group(matrix: np.ndarray, group_size: int) -> Iterator[tuple[slice, np.nd
 def put(out: np.ndarray, block: np.ndarray) -> None:
     """Copy a block of bytes into ``out``. Both arrays may be in any memory order."""
     if block.strides[0] < block.strides[1] and not out.strides[0] < out.strides[1]:
-        # If the distance between columns in memory is a power of two, they compete for the same
-        # cache lines, and a transposition takes ten times as long. A copy with another distance
-        # avoids this.
+        # If the distance between columns in memory is a power of two, the columns compete for the
+        # same cache lines, and a transposition takes ten times as long. A copy with a different
+        # distance avoids this problem.
         apart = np.empty((block.shape[1], block.shape[0] + 64), block.dtype)[:, : block.shape[0]].T
         apart[...] = block
         block = apart

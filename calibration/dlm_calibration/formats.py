@@ -1,12 +1,12 @@
-"""The number formats of quantised denoisers in numpy. Results equal those of the runtimes bit by
-bit.
+"""The number formats of quantised denoisers in numpy. The results equal the results of the runtimes
+bit by bit.
 
 INT8 and INT4 are symmetric integers. FP8 is E4M3 without infinities (arXiv:2209.05433). NVFP4 is
 E2M1 (OCP Microscaling Formats 1.0) in groups of 16 values. As in NVIDIA's modelopt, each group has
 an E4M3 scale, and each tensor has an fp32 scale. All rounding is half to even, as in ONNX
 QuantizeLinear.
 
-Matrices are quantised in blocks on all cores. For a matrix of any size, this needs only a few MiB
+Matrices are quantised in blocks on all cores. Quantising a matrix of any size needs only a few MiB
 of temporary memory per core.
 """
 
@@ -55,7 +55,7 @@ _SMALLEST_E4M3 = np.float32(2**-9)
 # must stay a normal number.
 _SMALLEST_SCALE = np.finfo(np.float32).tiny
 _INT4_LEVELS = (7, 7.5, 8, 8.5, 9, 9.5)
-"""Candidates for the code of the largest value in an INT4 group. All of them are tried.
+"""Candidates for the code of the largest value in an INT4 group. All candidates are tried.
 
 If the code is outside the format, the value saturates. The loss of accuracy may then be smaller
 than with a larger scale for the whole group.
@@ -63,7 +63,8 @@ than with a larger scale for the whole group.
 # A subnormal fp16 number with four significant bits. If a smaller scale were rounded to fp16, codes
 # could be wrong by more than 1.
 SMALLEST_FP16_SCALE = np.float32(2.0**-20)
-# Smallest range of a row of activations. It prevents a division by 0 if a row has only zeros.
+# Smallest range of a row of activations. It prevents a division by 0 if all elements of a row are
+# 0.
 SMALLEST_ROW = np.float32(1e-30)
 _SMALLEST_GLOBAL_SCALE = _SMALLEST_SCALE / _SMALLEST_E4M3
 
@@ -79,7 +80,7 @@ class QuantisedWeight:
     | nvfp4 | uint8 0..15 [N, K], E2M1 | ml_dtypes.float8_e4m3fn [N, K / 16] |
 
     ``global_scale`` is the fp32 scale of the whole tensor in nvfp4, and ``None`` in other formats.
-    ``group_size`` is a number of input channels (K). It is ``None`` for int8 and fp8.
+    ``group_size`` is a number of input channels (K). ``group_size`` is ``None`` for int8 and fp8.
     """
 
     format: str
@@ -122,7 +123,7 @@ class QuantisedWeight:
         return out
 
     def columns(self, chosen: slice | np.ndarray) -> QuantisedWeight:
-        """Select some of the N columns by a slice or by indices."""
+        """Return a weight with some of the N columns, which a slice or indices select."""
         if self.format == "nvfp4":
             return replace(self, codes=self.codes[chosen], scales=self.scales[chosen])
         return replace(self, codes=self.codes[:, chosen], scales=self.scales[..., chosen])
@@ -145,16 +146,16 @@ def quantise_weight(
     | fp8 | E4M3 | amax / 448 per column |
     | nvfp4 | E2M1 | global: amax / (6 * 448); per group of 16: E4M3(amax of the group / (6 * global scale)) |
 
-    ``amax`` is the largest absolute value of the column, group or tensor. If it is zero, the scale
-    is 1 and the codes are 0.
+    ``amax`` is the largest absolute value of the column, group or tensor. If ``amax`` is zero, the
+    scale is 1 and the codes are 0.
 
     Args:
         w: The matrix.
         format: One of ``NUMBER_FORMATS``.
         group_size: Rows in a group of int4; default 128.
-        amax: Range to use instead of the largest absolute value. It is a scalar, or an array that
-            broadcasts to the shape of the scales. For nvfp4, it must be a scalar. Larger magnitudes
-            saturate.
+        amax: Range to use instead of the largest absolute value. The range is a scalar, or an array
+            that broadcasts to the shape of the scales. For nvfp4, the range must be a scalar.
+            Larger magnitudes saturate.
         scale_dtype: The type of scales in the graph. Scales are rounded to this type before the
             codes are chosen, and are returned as fp32.
         is_signed: Allow negative scales in int4; other formats ignore this.
@@ -197,8 +198,8 @@ def quantise_weight(
 
 
 def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> np.ndarray:
-    """Return the codes of finite fp32 ``values`` in int8, int4 or fp8. ``scales``, fp32, broadcast
-    to the values.
+    """Return the codes of finite fp32 ``values`` in int8, int4 or fp8. The fp32 ``scales`` are
+    broadcast to the shape of the values.
 
     The function divides by the scale, as ONNX QuantizeLinear does. Multiplying by the reciprocal
     would round differently. Codes saturate: int8 at -127 and 127, int4 at -8 and 7, fp8 at -448 and
@@ -217,8 +218,8 @@ def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> 
 
 
 def scales_of(amax: np.ndarray, format: str, scale_dtype: ScaleType = FP32) -> np.ndarray:
-    """Return fp32 scales that map ``amax`` to the largest code of the format. In nvfp4, this is the
-    global scale.
+    """Return fp32 scales that map ``amax`` to the largest code of the format. In nvfp4, the result
+    is the global scale.
 
     If amax is tiny, the scale is 1. Scales are rounded to ``scale_dtype``. Scales in fp16 are at
     least ``SMALLEST_FP16_SCALE``.
@@ -322,7 +323,7 @@ def quantise_activation(
 ) -> np.ndarray:
     """Quantise ``x`` (fp32, any shape) and dequantise it again.
 
-    The result is the input with which a quantised layer computes.
+    A quantised layer computes with this result instead of ``x``.
 
     - int8: the scale is ``amax / 127`` for the whole tensor, and codes are -128..127. If amax is
       ``None``, each vector along the last axis has its own range, and codes are -127..127.
@@ -390,7 +391,7 @@ def activation_scale(format: str, amax: float | None, scale_dtype: ScaleType = F
 
 
 def nvfp4_group_scales(amax: np.ndarray, global_scale: np.float32) -> np.ndarray:
-    """Return the E4M3 scales of groups. ``amax`` has the largest absolute value of each group.
+    """Return the E4M3 scales of groups. ``amax`` contains the largest absolute value of each group.
 
     The scale of a group of zeros is 1. Other scales are clipped to 2**-9..448.
     """
@@ -480,9 +481,10 @@ def _quantise_nvfp4(
 
 
 def _quantise_rows(x: np.ndarray) -> np.ndarray:
-    """Quantise each vector along the last axis with its own symmetric range, and dequantise it.
+    """Quantise each vector along the last axis with its own symmetric range, and dequantise the
+    vector.
 
-    ``dlm_export.graph.functions`` has the ONNX version of this function.
+    ``dlm_export.graph.functions`` contains the ONNX version of this function.
     """
     amax = np.maximum(np.abs(x).max(axis=-1, keepdims=True), SMALLEST_ROW)
     codes = np.rint(x * (np.float32(127) / amax))

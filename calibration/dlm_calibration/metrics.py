@@ -24,7 +24,7 @@ import numpy as np
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import MASK_RATIOS
 
-RESAMPLES = 1000  # resamples of a bootstrap; 25 of them are below a 95% interval, and 25 above
+RESAMPLES = 1000  # resamples of a bootstrap; 25 resamples are below a 95% interval, and 25 above
 LEVEL = 0.95
 TOP = 5
 SHOWN_SAMPLES = 12  # largest number of free runs whose texts are reported
@@ -47,7 +47,7 @@ class Rows:
     ``reference_ce`` and ``candidate_ce`` are the cross-entropies of the true token. ``kl`` is the
     divergence of the candidate from the reference. ``rank`` is the number of tokens that the
     candidate ranks before the reference's best token. Tokens of equal probability are ranked by id.
-    A rank of 0 means that both denoisers have the same best token.
+    A rank of 0 means that the best token of both denoisers is the same.
     """
 
     reference_ce: np.ndarray
@@ -92,7 +92,8 @@ def log_probabilities(logits: np.ndarray, mask_token_id: int) -> np.ndarray:
 def divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
     """Return KL(p || q) in nats, ``[R]``, of log-probabilities ``[R, V]``.
 
-    The result is at least 0. It is infinite if a token has probability 0 in q and not in p.
+    The result is at least 0. The result is infinite if the probability of a token is 0 in q and not
+    in p.
     """
     p = np.exp(log_p)
     with np.errstate(invalid="ignore"):
@@ -105,8 +106,8 @@ def divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
 def rank_of(tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
     """For each of R rows, count the tokens that rank before the token in ``tokens`` ``[R]``.
 
-    A token ranks before another token if it is likelier, or if it is equally likely and has a lower
-    id.
+    The more likely token ranks first. If two tokens are equally likely, the token with the lower id
+    ranks first.
     """
     value = np.take_along_axis(log_probs, tokens[:, None], 1)
     is_lower = np.arange(log_probs.shape[1]) < tokens[:, None]
@@ -146,10 +147,10 @@ def summarise(rows: Rows, sample: np.ndarray, samples: int, seed: int) -> dict[s
     """Return the mean of each metric, and the bootstrap interval of the increase in cross-entropy.
 
     ``sample`` ``[R]`` is the index of the sample that contains each position, and ``samples`` is
-    the number of samples. ``ce_increase`` is relative: 0.01 is an increase of one per cent. It is
-    ``None`` if the reference's loss is 0 and the candidate's loss is not. ``top5`` is the share of
-    positions where the reference's best token is among the candidate's best five. Raises ValueError
-    if there are no positions.
+    the number of samples. ``ce_increase`` is relative: 0.01 is an increase of one per cent.
+    ``ce_increase`` is ``None`` if the reference's loss is 0 and the candidate's loss is not 0.
+    ``top5`` is the share of positions where the reference's best token is among the candidate's
+    best five. Raises ValueError if there are no positions.
     """
     if not len(rows):
         raise ValueError("no rows to summarise")
@@ -171,10 +172,10 @@ def summarise(rows: Rows, sample: np.ndarray, samples: int, seed: int) -> dict[s
 
 
 def is_told_from_zero(row: Mapping[str, Any]) -> bool:
-    """True if a result of ``summarise`` shows a significant increase in cross-entropy.
+    """Return True if a result of ``summarise`` shows a significant increase in cross-entropy.
 
-    An increase is significant if its interval is above 0, or if ``ce_increase`` is ``None`` or not
-    finite.
+    An increase is significant if its bootstrap interval is above 0, or if ``ce_increase`` is
+    ``None`` or not finite.
     """
     increase, interval = row["ce_increase"], row["ce_increase_interval"]
     if increase is None or not np.isfinite(increase):
@@ -183,7 +184,7 @@ def is_told_from_zero(row: Mapping[str, Any]) -> bool:
 
 
 def ratio(above: float, below: float) -> float | None:
-    """Return ``above / below``. If both are 0, the ratio is 1. If only ``below`` is 0, it is
+    """Return ``above / below``. If both are 0, the ratio is 1. If only ``below`` is 0, the ratio is
     ``None``.
     """
     if below == 0:
@@ -194,9 +195,9 @@ def ratio(above: float, below: float) -> float | None:
 def ratio_interval(above: np.ndarray, below: np.ndarray, seed: int) -> tuple[float, float] | None:
     """Return the 95% bootstrap interval of ``sum(above) / sum(below)``.
 
-    Each resample draws N pairs ``(above[i], below[i])`` with replacement. Both numbers of a pair
-    are from the same sample, so the difficulty of the sample cancels out in the ratio. Returns
-    ``None`` if the ratio of a resample is undefined.
+    Each resample consists of N random pairs ``(above[i], below[i])``, selected with replacement.
+    Both values of a pair are from the same sample, so the difficulty of the sample cancels out in
+    the ratio. Returns ``None`` if the ratio of a resample is undefined.
     """
     rng = np.random.default_rng(seed)
     found = []
@@ -232,8 +233,8 @@ def bits_per_byte(nats: float, text_bytes: int) -> float | None:
 def jaccard(first: np.ndarray, second: np.ndarray) -> float:
     """Return the Jaccard index of two sets, bool ``[M]``.
 
-    This is the size of their intersection divided by the size of their union, or 1 if both sets are
-    empty.
+    The index is the size of the intersection divided by the size of the union. If both sets are
+    empty, the index is 1.
     """
     union = int((first | second).sum())
     return int((first & second).sum()) / union if union else 1.0
@@ -241,10 +242,10 @@ def jaccard(first: np.ndarray, second: np.ndarray) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Commitment:
-    """A denoiser's predictions at the ``M`` masked positions of a block, and which of them it would
-    commit.
+    """A denoiser's predictions at the ``M`` masked positions of a block, and the positions that the
+    denoiser would commit.
 
-    ``logits`` are the raw logits ``[M, V]``, and ``guess`` the most likely tokens ``[M]``.
+    ``logits`` are the raw logits ``[M, V]``, and ``guess`` are the most likely tokens ``[M]``.
     ``is_chosen``, bool ``[M]``, says which positions would be committed.
     """
 
@@ -349,7 +350,7 @@ def first_divergence(first: Sequence[int], second: Sequence[int]) -> int | None:
 
 
 def same_answer(text: str | None, answer: str) -> bool:
-    """True if ``text`` gives the same answer as ``answer``.
+    """Return True if ``text`` gives the same answer as ``answer``.
 
     If ``answer`` is a JSON object or array, both texts are parsed and compared. Key order, spacing,
     and the difference between 1 and 1.0 do not matter. Other answers are compared as text, where
@@ -418,7 +419,7 @@ def summarise_runs(
     to show.
 
     A run of the reference may be unknown (``None``). The figures that compare texts are then
-    ``None``, and ``reference_nfe`` has an estimated number of passes for each prompt.
+    ``None``, and ``reference_nfe`` contains an estimated number of passes for each prompt.
     """
     known = [run for run in reference if run is not None]
     pairs = list(zip(known, candidate, strict=True)) if len(known) == len(candidate) else []

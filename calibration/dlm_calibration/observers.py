@@ -6,7 +6,7 @@ ratios. Ranges that are found on clean text only would be wrong for partly maske
 (arXiv:2508.14896).
 
 Magnitudes are counted in a histogram of 2048 bins of equal relative width, 32 per octave, from
-2**-32 to 2**32. This has four advantages:
+2**-32 to 2**32. The histogram has four advantages:
 
 - No range must be known in advance.
 - The order of passes does not matter.
@@ -43,7 +43,7 @@ _EDGES = np.append(_EDGES, np.ldexp(1.0, -_FIRST_OCTAVE))
 _EDGES[0] = 0.0  # the first bin includes zeros and tiny values
 
 # The first ten buckets are ranges of mask ratios. The last bucket is for clean states. Index -1
-# also selects it.
+# also selects the last bucket.
 _BUCKETS = 11
 _CHUNK = 1 << 18  # elements processed at a time
 # Clipping ranges to try, as shares of the largest magnitude, down to 1/1024.
@@ -54,7 +54,7 @@ _ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = (
     2048,
     128,
     16,
-)  # The same numbers as in TensorRT's INT8 calibration (Migacz, GTC 2017).
+)  # The same values as in TensorRT's INT8 calibration (Migacz, GTC 2017).
 
 
 class Observer:
@@ -82,7 +82,7 @@ class Observer:
 
         Args:
             x: Input vectors, fp32 ``[P, K]``, without padding.
-            is_masked: Whether each position is masked, bool ``[P]``.
+            is_masked: True for each position that is masked, bool ``[P]``.
             bucket: The state's bucket, -1..9.
 
         Raises:
@@ -173,8 +173,8 @@ class Observer:
         - ``kurtosis``: the kurtosis of the inputs, or ``None`` if all inputs are equal.
 
         ``bucket`` selects one bucket. -1 selects clean states, and ``None`` selects all states.
-        ``is_masked`` selects masked or committed positions. ``None`` selects both. If there were no
-        inputs, everything except the count is ``None``.
+        ``is_masked`` selects masked or committed positions. ``None`` selects both kinds. If there
+        were no inputs, everything except the count is ``None``.
         """
         buckets = slice(None) if bucket is None else [bucket]
         groups = slice(None) if is_masked is None else [int(is_masked)]
@@ -196,10 +196,10 @@ class Observer:
     def summary(self) -> dict[str, Any]:
         """Return how the layer's range changes with the mask ratio, as plain Python objects.
 
-        ``by_bucket``, ``masked_by_bucket`` and ``committed_by_bucket`` have the largest magnitude
-        in each of the ten buckets of mask ratios, or ``None`` for a bucket without inputs.
-        ``drift`` is the largest number of ``by_bucket`` divided by the smallest. It is ``None`` if
-        fewer than two buckets have inputs.
+        ``by_bucket``, ``masked_by_bucket`` and ``committed_by_bucket`` contain the largest
+        magnitude in each of the ten buckets of mask ratios, or ``None`` for a bucket without
+        inputs. ``drift`` is the largest value in ``by_bucket`` divided by the smallest value.
+        ``drift`` is ``None`` if fewer than two buckets have inputs.
         """
         masked, committed = (
             [
@@ -265,11 +265,11 @@ class Observer:
 
 
 class Observers(dict[str, Observer]):
-    """The observers of a denoiser's layers, by name of the layer."""
+    """The observers of a denoiser's layers. The keys are the names of the layers."""
 
     def check(self, layers: Iterable[str]) -> None:
         """Check that every layer was observed. Raises CalibrationError, which names the layers that
-        were not.
+        were not observed.
         """
         missing = [layer for layer in layers if layer not in self or not self[layer].count]
         if missing:
@@ -328,7 +328,7 @@ def _kurtosis(powers: np.ndarray, count: int) -> float | None:
     """Return the kurtosis, computed from sums of powers: the fourth central moment divided by the
     squared variance.
 
-    It is 3 for a normal distribution, and ``None`` if all values are equal.
+    The kurtosis is 3 for a normal distribution, and ``None`` if all values are equal.
     """
     mean, second, third, fourth = (float(power) / count for power in powers)
     variance = second - mean**2
@@ -362,7 +362,7 @@ def _least_divergence(
 ) -> float:
     """Return the clipping range that loses the least information.
 
-    It minimises the Kullback-Leibler divergence of the rounded magnitudes from the clipped
+    This range minimises the Kullback-Leibler divergence of the rounded magnitudes from the clipped
     magnitudes.
     """
     edges, cumulative = _cumulative(counts, largest)
@@ -391,7 +391,7 @@ def _least_divergence(
 def _divergence(p: np.ndarray, q: np.ndarray) -> float:
     """Normalise two histograms, and return the Kullback-Leibler divergence of ``p`` from ``q``.
 
-    It is infinite if a bin is empty in ``q`` and not in ``p``.
+    The divergence is infinite if a bin is empty in ``q`` and not in ``p``.
     """
     if not p.any() or not q.any():
         return float(np.inf)

@@ -48,7 +48,7 @@ def row_slices(shape: tuple[int, ...]) -> list[slice]:
 
     A slice has an even number of rows. A slice of a matrix has enough rows to use whole cache
     lines, even if the matrix is stored transposed. If the array is a stack of large matrices, each
-    slice has one matrix.
+    slice contains one matrix.
     """
     size = math.prod(shape[1:])
     fewest = _FEWEST_ROWS if len(shape) < 3 else 1 + size % 2
@@ -60,8 +60,9 @@ def ahead(function: Callable[[Item], Result], items: Sequence[Item]) -> Iterator
     """Yield the function's result for each item, in order.
 
     All cores compute the results of the next few items in advance. If ``function`` raises an
-    exception for an item, it is raised again instead of yielding the item's result. The function
-    should release Python's global lock most of the time. Otherwise, only one core is used.
+    exception for an item, this generator raises the same exception instead of yielding the item's
+    result. The function should release Python's global lock most of the time. Otherwise, only one
+    core is used.
     """
     cores = min(len(os.sched_getaffinity(0)), MOST_CORES)
     if cores == 1 or len(items) < 2:

@@ -98,12 +98,16 @@ class Recipe:
         return chosen
 
     def needs_states(self, formats: Mapping[str, str]) -> bool:
-        """True if this recipe needs calibration, which runs the denoiser on calibration states."""
+        """Return True if this recipe needs calibration, which runs the denoiser on calibration
+        states.
+        """
         is_static = any(FORMATS[name].is_static for name in formats.values())
         return is_static or self.solver != "nearest" or self.smoothing is not None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the recipe as plain Python objects, for the manifest. ``recipe_from`` reads them."""
+        """Return the recipe as plain Python objects, for the manifest. ``recipe_from`` reads these
+        objects.
+        """
         values = {
             key: value
             for key, value in asdict(self).items()
@@ -196,14 +200,14 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 _MOST_BYTES = 1 << 20
-# limit of dots in a line, because tomllib is slow for keys with many dots (quadratic time)
+# largest number of dots in a line, because tomllib is slow for keys with many dots (quadratic time)
 _MOST_PARTS = 200
 
 
 def find(name: str) -> Recipe:
     """Return the preset with this name, or the recipe in a ``.toml`` file.
 
-    For other names, raises RecipeError, which lists the presets.
+    For any other name, raises RecipeError, which lists the presets.
     """
     if name in RECIPES:
         return RECIPES[name]
@@ -278,7 +282,7 @@ def recipe_from(values: Mapping[str, Any], where: str) -> Recipe:
 
 
 def abridged(layers: Sequence[str]) -> str:
-    """List layer names for an error message. Block numbers are replaced by N, and each name is
+    """List layer names for an error message. Block indices are replaced by N, and each name is
     listed once.
     """
     return ", ".join(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dlm_runtime.text.tokenizer import Tokenizer
 
 _BUILTIN = Path(__file__).parent / "builtin.jsonl"
-_MOST_SAMPLES = 100_000  # this number and the length of a canvas limit the memory
+_MOST_SAMPLES = 100_000  # with the limit on canvas length, this limits the memory
 _MOST_BYTES = 1 << 20  # largest line or paragraph, far more than any canvas holds
 
 
@@ -27,14 +27,14 @@ _MOST_BYTES = 1 << 20  # largest line or paragraph, far more than any canvas hol
 class Sample:
     """One piece of calibration data.
 
-    There are three kinds of samples. The ``tokens``, int64 ``[L]``, are:
+    There are three kinds of samples. Depending on the kind, ``tokens``, int64 ``[L]``, contains:
 
     - a prompt, its completion and one end token; or
     - a prompt without its completion (``answer`` is ``None``); or
     - plain text (``prompt`` and ``answer`` are ``None``).
 
-    The first ``prompt_length`` tokens are never masked; the number is 0 for plain text. ``prompt``
-    and ``answer`` are the texts of the prompt and of its completion.
+    The first ``prompt_length`` tokens are never masked. ``prompt_length`` is 0 for plain text.
+    ``prompt`` and ``answer`` are the texts of the prompt and of its completion.
     """
 
     tokens: np.ndarray
@@ -54,8 +54,8 @@ def read_samples(
 ) -> list[Sample]:
     """Read samples from a JSONL file, or from the paragraphs of a ``.txt`` file.
 
-    A JSON line is an object with one of the following keys. If several of them exist, the first one
-    is used. Other keys and blank lines are ignored.
+    A JSON line is an object with one of the following keys. If an object has several of these keys,
+    the first of these keys in this list is used. Other keys and blank lines are ignored.
 
     - ``prompt`` and ``completion``.
     - ``messages``: a chat. The assistant's last message is the completion, and the messages before
@@ -73,8 +73,8 @@ def read_samples(
 
     Raises:
         CalibrationError: A line is not UTF-8, is not JSON, has none of these keys, or is too long.
-            The error has the number of the line. Also raised if the file is unreadable or has no
-            samples, and if there is no tokenizer or no chat template.
+            The message contains the number of the line. Also raised if the file is unreadable or
+            contains no samples, and if there is no tokenizer or no chat template.
     """
     if tokenizer is None:
         raise CalibrationError(
@@ -118,10 +118,10 @@ def builtin_samples(
 ) -> list[Sample]:
     """Return the short English prompts and completions that come with this package.
 
-    They are used if the user gives no data of the denoiser's real task. On the real task,
-    activation ranges may be different. If the tokenizer has a chat template, the samples are
-    formatted as chats. Samples that are too long for the canvas are skipped. Raises
-    CalibrationError without a tokenizer, or if no sample fits.
+    These samples are used if the user gives no data of the denoiser's real task. Activation ranges
+    on the real task may differ from the ranges on these samples. If the tokenizer has a chat
+    template, the samples are formatted as chats. Samples that are too long for the canvas are
+    skipped. Raises CalibrationError without a tokenizer, or if no sample fits.
     """
     if tokenizer is None:
         raise CalibrationError(
@@ -247,7 +247,7 @@ def _conversation(messages: Any, prompts_only: bool) -> tuple[list[dict[str, Any
     message.
 
     With ``prompts_only``, the text is ``None``. If the last message of the chat is the assistant's,
-    it is left out. Raises ValueError.
+    this message is left out. Raises ValueError.
     """
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages is not a list of objects with role and content")
@@ -280,8 +280,8 @@ def _completed(
     """Encode a prompt and its completion as a sample. ``eos_token_id``, if not ``None``, is
     appended.
 
-    Without a completion, the sample has only the prompt. Samples are trusted text, so the text of a
-    special token is encoded as that token. Raises ValueError if the completion is empty.
+    Without a completion, the sample contains only the prompt. Samples are trusted text, so the text
+    of a special token is encoded as that token. Raises ValueError if the completion is empty.
     """
     if completion is not None and not completion.strip():
         raise ValueError("the completion is empty: leave this line out")

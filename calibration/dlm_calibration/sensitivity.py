@@ -1,9 +1,9 @@
 """Finds which layers to quantise first, from the loss of each layer in each format.
 
-An assignment gives a format to every layer. The result is a list of assignments, each smaller in
-bytes than the assignment before. The predicted loss of an assignment is the sum of the layers'
-losses. This sum is accurate if the losses are small. The caller measures the real loss of the
-assignments that it considers.
+An assignment gives a format to every layer. The result is a list of assignments. Each assignment
+takes fewer bytes than the assignment before it. The predicted loss of an assignment is the sum of
+the layers' losses. This sum is accurate if the losses are small. The caller measures the real loss
+of the assignments that it considers.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def efficient(choices: list[Choice]) -> list[Choice]:
     """Return the choices on the lower convex hull of loss over cost, starting with the most
     expensive choice.
 
-    Of choices with equal costs, the choice with the smallest loss is used. If losses are equal too,
-    the format whose name sorts first is used. The result therefore does not depend on the order of
-    the input.
+    Among choices with equal costs, the choice with the smallest loss is used. If losses are equal
+    too, the format whose name sorts first is used. The result therefore does not depend on the
+    order of the input.
     """
     ranked = sorted(choices, key=lambda c: (-c.cost, c.loss, c.format))
     hull: list[Choice] = []
@@ -66,9 +66,9 @@ def _slope(dear: Choice, cheap: Choice) -> float:
 def trade_off(layers: Mapping[str, list[Choice]]) -> list[Point]:
     """Return a list of assignments, from the most expensive to the cheapest.
 
-    Each step changes the format of the layer where the change loses least per byte saved. Among
-    equal layers, the first in the order of ``layers`` is changed. Every layer needs at least one
-    choice.
+    Each step changes the format of one layer. This is the layer where the change adds the least
+    loss per byte saved. Among equal layers, the first in the order of ``layers`` is changed. Every
+    layer needs at least one choice.
     """
     hulls = {layer: efficient(choices) for layer, choices in layers.items()}
     now = dict.fromkeys(layers, 0)

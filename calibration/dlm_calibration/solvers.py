@@ -1,4 +1,5 @@
-"""Changes weights so that a number format represents them better: smoothing, AWQ and rotation.
+"""Changes weights so that a number format represents the weights better. The methods are smoothing,
+AWQ and rotation.
 
 A weight is a matrix ``w`` ``[K, N]``, used as ``x @ w``. Smoothing (SmoothQuant, arXiv:2211.10438)
 and AWQ (arXiv:2306.00978) multiply each of the K input channels by a scale: ``(x / scales) @
@@ -14,9 +15,8 @@ import numpy as np
 
 from dlm_calibration.errors import QuantisationError
 
-_SCALE_LIMIT = (
-    1e4  # Scales are clipped to 1 / limit .. limit, because they are folded into fp16 weights.
-)
+# Scales are clipped to 1 / limit .. limit, because these scales are folded into fp16 weights.
+_SCALE_LIMIT = 1e4
 _LARGEST_ROTATION = 1024
 
 
@@ -25,8 +25,8 @@ def smooth_scales(
 ) -> np.ndarray:
     """Return SmoothQuant's scale of each input channel.
 
-    The scale is ``activation_amax ** alpha / weight_amax ** (1 - alpha)``. It is 1 for a channel
-    where all activations or all weights are zero.
+    The scale is ``activation_amax ** alpha / weight_amax ** (1 - alpha)``. The scale is 1 for a
+    channel where all activations or all weights are zero.
 
     Args:
         activation_channel_amax: Largest input magnitude per channel, ``[K]``.
@@ -83,8 +83,8 @@ def awq_scales(
         grid: Number of steps between ratio 0 and ratio 1, at least 1; default 20.
 
     Returns:
-        The scales, fp32 ``[K]``, the loss without scales, and the loss with them. The loss is the
-            mean squared error of the outputs, summed over the matrices.
+        The scales, fp32 ``[K]``, the loss without scales, and the loss with these scales. The loss
+            is the mean squared error of the outputs, summed over the matrices.
 
     Raises:
         QuantisationError: Shapes do not match, or the inputs are empty or not finite.
@@ -137,8 +137,8 @@ def awq_scales(
 
 
 def hadamard(size: int) -> np.ndarray:
-    """Return the orthonormal Hadamard matrix of Sylvester's construction, fp32 ``[n, n]``. It is
-    symmetric.
+    """Return the orthonormal Hadamard matrix of Sylvester's construction, fp32 ``[n, n]``. The
+    matrix is symmetric.
 
     n is the largest power of two that divides ``size``, but at most 1024. For an odd size, n is 1.
     Raises ValueError if size < 1.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # The mask ratio in the middle of each of ten buckets.
 MASK_RATIOS = tuple(round(0.05 + 0.1 * i, 2) for i in range(10))
-# Points of a generation, as shares of its passes: 0 is the first pass, and 1 the last pass.
+# Points of a generation, as shares of its passes: 0 is the first pass, and 1 is the last pass.
 TRAJECTORY_POINTS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 Source = Literal["masked", "trajectory", "clean"]
 SOURCES: tuple[Source, ...] = ("masked", "trajectory", "clean")
@@ -74,7 +74,9 @@ class State:
 
 
 def write_states(states: Sequence[State], path: Path) -> None:
-    """Write states to a file. It is written to a temporary name, and renamed when it is complete."""
+    """Write states to a file. The file is written to a temporary name, and renamed when it is
+    complete.
+    """
     arrays = {
         "tokens": np.concatenate([state.canvas for state in states]),
         "lengths": np.array([len(state.canvas) for state in states], np.int64),
@@ -129,24 +131,25 @@ def make_states(
     """Yield calibration states of every sample, one at a time. Equal arguments give equal states.
 
     A sample has at most one clean state, so ``mix=(0, 0, 1)`` gives one state per sample. Over all
-    samples, each mask ratio is used about equally often. The same is true of each trajectory point.
+    samples, each mask ratio is used about equally often. Each trajectory point is also used about
+    equally often.
 
     Args:
         samples: The data.
         mask_token_id: The mask token.
         pad_token_id: The token that pads a completion to a whole number of blocks, as in training
-            and decoding. A canvas never gets longer than ``max_canvas_length``. With ``None``,
+            and decoding. A canvas never gets longer than ``max_canvas_length``. If ``None``,
             completions are not padded.
-        block_length: Length of a block in tokens. With 0, completions are not padded.
+        block_length: Length of a block in tokens. If 0, completions are not padded.
         max_canvas_length: Longest canvas in tokens.
         seed: Seed of the random masks.
         per_sample: States per sample.
         mix: Share of each of ``SOURCES`` among the states of all samples together.
-        trajectories: A function that generates from prompts. It is called once, with the samples
-            that need trajectory states. For each of these samples, in order, it returns the
-            canvases after each pass. The states are taken from these canvases at
+        trajectories: A function that generates from prompts. The function is called once, with the
+            samples that need trajectory states. For each of these samples, in order, the function
+            returns the canvases after each pass. The states are taken from these canvases at
             ``TRAJECTORY_POINTS``: point 0 is the canvas before the first pass, and point 1 is the
-            last canvas that has a mask token. Without this function, or if a run has too few
+            last canvas that contains a mask token. Without this function, or if a run has too few
             passes, randomly masked states are used instead.
 
     Raises:
@@ -244,10 +247,11 @@ def mask_share(
 ) -> np.ndarray:
     """Return a copy of ``tokens`` ``[L]`` with a fixed number of random mask tokens.
 
-    The number is the share ``mask_ratio`` of the positions after the first ``protected`` positions,
-    rounded, and at least 1. Because the number is fixed (arXiv:2502.09992, section 2.4), the real
-    mask ratio of a short canvas stays close to ``mask_ratio``. Raises ValueError if the ratio is
-    outside (0, 1] or if all positions are protected.
+    The number of mask tokens is the share ``mask_ratio`` of the positions after the first
+    ``protected`` positions, rounded, and at least 1. Because this number is fixed
+    (arXiv:2502.09992, section 2.4), the real mask ratio of a short canvas stays close to
+    ``mask_ratio``. Raises ValueError if the ratio is outside (0, 1] or if all positions are
+    protected.
     """
     _check_maskable(tokens, mask_ratio, protected)
     positions = len(tokens) - protected

@@ -1,4 +1,4 @@
-"""The Python API of dlm-export's runtime. It opens bundles and generates text with them.
+"""The Python API of dlm-export's runtime. It opens bundles, and generates text with these bundles.
 
 >>> import dlm_runtime as dlm
 >>> bundle = dlm.open("build/demo")

@@ -55,7 +55,7 @@ class Bundle(Decides):
         checks_hashes: bool = True,
         provider: str = "cpu",
     ) -> None:
-        """``folder`` has the tokenizer's files, if there are any. With ``checks_hashes``, their hashes are checked."""
+        """``folder`` contains the tokenizer's files, if any. If ``checks_hashes``, these files are hashed and checked."""
         self._handle = handle
         self._library = _native.library()
         self._tokenizer: Tokenizer | None = None
@@ -104,7 +104,7 @@ class Bundle(Decides):
         return self._tokenizer
 
     def check_text(self) -> None:
-        """Read the compiled text file, which only C programs use. Raises BundleError if it is damaged."""
+        """Read the compiled text file, which only C programs use. Raises BundleError if the file is damaged."""
         if "file" not in self.manifest.get("text", {}):
             return
         self._handle.check_open()
@@ -148,8 +148,8 @@ class Bundle(Decides):
     ) -> Constraint:
         """Compile a constraint on generated texts, for this bundle's tokenizer.
 
-        Pass exactly one of the first nine arguments. The bundle remembers the last 64 constraints, and does not compile
-        them again.
+        Pass exactly one of the first nine arguments. The bundle keeps the last 64 compiled constraints, and does not
+        compile a kept constraint again.
 
         Args:
             schema: A JSON Schema as a value or as JSON text, or a class with a method
@@ -158,28 +158,28 @@ class Bundle(Decides):
             grammar: A grammar of the text in GBNF, the notation of llama.cpp.
             enum: The allowed texts.
             json_object: If True, the text is any JSON object.
-            json_lines: JSON Lines: a schema of each line, or ``JsonLines``.
-            csv: A CSV table: a schema of each row, or ``Csv``.
-            xml: An XML element: a schema with the keyword ``xml`` of OpenAPI.
+            json_lines: A constraint for JSON Lines: the schema of each line, or a ``JsonLines`` object.
+            csv: A constraint for a CSV table: the schema of each row, or a ``Csv`` object.
+            xml: A constraint for an XML element: a schema that uses the keyword ``xml`` of OpenAPI.
             tools: The result of ``Bundle.tools``; the text is a call of these functions.
-            max_depth: Limit on recursion, 0 to 64. For a schema: how often it may contain itself, and how deeply
-                containers may be nested where it allows any value. For a grammar: how deeply recursive references may
-                be nested. If None, the limit is 3, or less if the result would be too large.
-            any_order: If True, the properties of a JSON object may have any order if there are at most 6 of them. By
-                default, they have the order of the schema.
-            more_properties: If True, a text may have properties that the schema allows but does not name.
+            max_depth: Limit on recursion, 0 to 64. For a schema: how often the schema may contain itself, and how
+                deeply arrays and objects may be nested where the schema allows any value. For a grammar: how deeply
+                recursive references may be nested. If None, the limit is 3, or less if the result would be too large.
+            any_order: If True, the properties of a JSON object with at most 6 properties may be in any order. By
+                default, properties are in the order of the schema.
+            more_properties: If True, JSON objects may contain properties that the schema allows but does not name.
             before: A fixed text before the generated text. The constraint also covers ``before`` and ``behind``.
             behind: A fixed text after the generated text.
             json_layout: White space of the JSON text: a name of ``LAYOUTS``, or a ``Layout``. If None, the bundle's
-                layout.
-            limits: Limits on the resources that compiling may use. If None, the defaults of ``CompileLimits``.
-            cache_dir: Folder for compiled constraints. If "", the user's cache folder. If None, they are not stored.
+                layout is used.
+            limits: Limits on the resources that compiling may use. If None, the defaults of ``CompileLimits`` are used.
+            cache_dir: Folder for compiled constraints. "" is the user's cache folder. If None, nothing is stored.
 
         Returns:
             The compiled constraint, to pass to requests.
 
         Raises:
-            RequestError: The constraint is invalid or unsupported, no text matches it, or compiling it exceeds a limit.
+            RequestError: The constraint is invalid, unsupported or matches no text, or compilation exceeds a limit.
         """
         self._handle.origin.check()
         asked = {
@@ -213,7 +213,7 @@ class Bundle(Decides):
         parallel_tool_calls: bool | None = None,
         call_format: str | CallFormat | None = None,
     ) -> Tools:
-        """Check tools once for many requests. ``Options`` describes the arguments. Raises RequestError."""
+        """Check tools once, to use them in many requests. ``Options`` describes the arguments. Raises RequestError."""
         how = {
             "tool_choice": tool_choice,
             "parallel_tool_calls": parallel_tool_calls,
@@ -239,19 +239,19 @@ class Bundle(Decides):
         """Return a policy of this bundle, with some fields changed.
 
         Args:
-            preset: Name of a preset. If None, the bundle's default preset.
+            preset: Name of a preset. If None, the bundle's default preset is used.
             effort: "instant", "low", "medium" or "high". Returns the policy that was fitted for this effort level. If
-                None, the policy of the preset.
+                None, the policy of the preset is returned.
             changes: Fields of ``Policy``, by name.
 
         Raises:
-            BundleError: The bundle has no such preset or level.
+            BundleError: The bundle does not contain this preset or effort level.
             RequestError: A field is unknown or has an invalid value.
         """
         return self._handle.policy(preset, effort).with_fields(changes)
 
     def _policy_for(self, method: str, options: Options) -> Policy:
-        """Like ``policy``, for another method. An error message may also suggest an argument of that method."""
+        """Like ``policy``. An error message may also suggest an argument of ``method``, the method that was called."""
         beside = (*_arguments(method), *OPTION_NAMES)
         found = self._handle.policy(options.preset, options.effort)
         return found.with_fields(dict(options.policy), beside)
@@ -273,15 +273,15 @@ class Bundle(Decides):
             prompt: The prompt as text.
             tokens: Token ids, 0..vocab_size-1.
             chat: Messages for the chat template, each with ``role`` and ``content``.
-            cancel: An event that another thread may set. The request then ends within one pass.
+            cancel: An event that another thread may set. When the event is set, the request ends within one pass.
             options: The fields of ``Options`` and ``Policy``, such as ``max_new_tokens=64, preset="fast-dllm",
                 threshold=0.8``.
 
         Returns:
-            The result. Its ``timings`` are in seconds. ``prefill`` is the engine's time for passes that fill a cache,
-            and ``passes`` its time for all other passes. ``selection`` is the time to score, rank and commit tokens,
-            and ``cache`` the time to move keys and values. ``total`` includes these four times and the loop's
-            bookkeeping.
+            The result. The values of ``timings`` are in seconds. ``prefill`` is the engine's time for passes that fill
+            a cache, and ``passes`` is the engine's time for all other passes. ``selection`` is the time to score, rank
+            and commit tokens. ``cache`` is the time to move keys and values. ``total`` is the sum of these four times
+            and of the loop's bookkeeping.
 
         Raises:
             RequestError: A token id, a length or the policy is invalid for this bundle.
@@ -313,16 +313,16 @@ class Bundle(Decides):
         """Run several requests. At most ``max_batch`` requests share a pass.
 
         On a CPU, all requests can share passes, and a new request starts when another request ends. On other engines,
-        requests share passes if their canvases have the same length. If they use a cache, their mask tokens must also
-        be in the same blocks. Each result equals the result of ``generate``, except for floating-point noise of the
-        engine. The seconds of a shared pass are divided among its requests.
+        requests share passes if their canvases have the same length. If the requests use a cache, their mask tokens
+        must also be in the same blocks. Each result equals the result of ``generate``, except for floating-point noise
+        of the engine. The time of a shared pass is divided among the requests in the pass.
 
         Args:
             prompts: Texts, one per request. Pass one of ``prompts``, ``tokens`` and ``chats``.
             tokens: Lists of token ids, one per request.
             chats: Lists of messages, one per request.
             max_batch: The largest number of requests in a pass, 1..4096.
-            policies: Changes to policy fields: one dict per request, for example with a different ``seed`` each.
+            policies: Changes to policy fields: one dict per request, for example to give each request its own ``seed``.
             cancel: One event for all requests, or a list with an event or None for each request.
             options: The options of ``generate``. Limits and ``stop_strings`` apply to each request separately.
 
@@ -330,8 +330,8 @@ class Bundle(Decides):
             The results, in the order of the requests.
 
         Raises:
-            RequestError: As for ``generate``. The message has the index of the request. Also raised if ``max_batch``
-                exceeds the limit of the engine (TensorRT: 1).
+            RequestError: As for ``generate``. The message contains the index of the request. Also raised if
+                ``max_batch`` exceeds the engine's limit (TensorRT: 1).
             EngineError: A pass failed.
         """
         given = {"prompt": prompts, "tokens": tokens, "chat": chats}
@@ -443,16 +443,16 @@ class Bundle(Decides):
     ) -> Infill:
         """Fill the holes of a text. A hole is written as ``<mask>``: ``"def f(x): <mask> return y"``.
 
-        The text of a hole ends before the first end token in the hole, so it may have fewer tokens than the hole. If
-        the tokenizer adds tokens at the start of a prompt, they are also added to the text, unless it starts with them.
-        Tokens that the tokenizer adds at the end of a prompt are left out.
+        The text of a hole ends before the first end token in the hole, so this text may have fewer tokens than the
+        hole. If the tokenizer adds tokens at the start of a prompt, these tokens are also added to the text, unless the
+        text already starts with them. Tokens that the tokenizer adds at the end of a prompt are left out.
 
         Args:
-            text: Text with at least one ``<mask>``. If ``prompt`` or ``chat`` is passed, the text is the answer to it.
-            lengths: Tokens per hole, 1 or more. A number applies to all holes. A list has one entry for each hole, or a
-                single entry for all holes. An entry that is a list has several lengths to try. Each combination of
-                lengths is a separate request. At most 64 combinations are allowed. The result with the highest mean ln
-                p of the tokens in the holes is returned.
+            text: Text with at least one ``<mask>``. If ``prompt`` or ``chat`` is passed, the text is the answer.
+            lengths: Tokens per hole, 1 or more. An integer applies to all holes. A list contains one entry for each
+                hole, or a single entry for all holes. An entry is an integer, or a list of lengths to try. Each
+                combination of lengths is a separate request. At most 64 combinations are allowed. The result with the
+                highest mean ln p of the tokens in the holes is returned.
             constrain_from: An index into the characters of ``text``. The constraint then covers the text from this
                 character to the end, and the text must have only one hole. If None, the constraint covers the text of
                 each hole.
@@ -462,7 +462,7 @@ class Bundle(Decides):
             The filled text and its holes.
 
         Raises:
-            RequestError: The text has no hole, the bundle has no tokenizer, or its attention is block-causal.
+            RequestError: The text has no hole, the bundle has no tokenizer, or attention is block-causal.
         """
         return infill(self, text, lengths, constrain_from, **request)
 
@@ -504,8 +504,8 @@ class Bundle(Decides):
 
         Args:
             tokens: Number of tokens of each request in the pass, 1 or more.
-            cached: Number of cached tokens that the pass reads. If this is above 0, a full pass fills the cache first.
-                The full pass is not timed.
+            cached: Number of cached tokens that the pass reads. If ``cached`` is above 0, a full pass fills the cache
+                first. The full pass is not timed.
             rows: Number of rows of each request for which the pass computes scores, 1..tokens.
             repeats: Number of passes. If 0, only the sizes are checked.
             batch: Number of requests that share the pass, 1..4096.
@@ -546,7 +546,7 @@ class Bundle(Decides):
                 yield event
 
     def _check(self, status: int, session: C.c_void_p, requests: Sequence[Request] = ()) -> None:
-        """Raise the error of a failed native call, or the exception of the tokenizer if there was one."""
+        """Raise the error of a failed native call, or the exception of the tokenizer if the tokenizer failed."""
         raised = next((one.error for one in requests if one.error is not None), None)
         if status and raised is not None:
             raise raised
@@ -562,21 +562,21 @@ class Bundle(Decides):
         max_pass_ms: float = 0.0,
         cost: PassCost | None = None,
     ) -> Scheduler:
-        """Create a scheduler. It accepts requests from any thread, and runs their passes on a separate thread.
+        """Create a scheduler. It accepts requests from any thread, and runs all passes on a separate thread.
 
-        If the engine allows it, requests share passes. Otherwise, each pass computes one request, and requests take
-        turns. Requests start in the order of submission.
+        Requests share passes if the engine supports shared passes. Otherwise, each pass computes one request, and
+        requests take turns. Requests start in the order of submission.
 
         Args:
-            max_running: The largest number of requests that run at once, 1..4096.
-            max_waiting: The largest number of requests in the queue, 1..1048576. Further requests raise BusyError.
+            max_running: The largest number of requests that run at the same time, 1..4096.
+            max_waiting: Largest size of the queue, 1..1048576 requests. If the queue is full, BusyError is raised.
             max_tokens: The largest number of tokens in a shared pass. Requests that do not fit into a pass wait for the
                 next pass.
             cache_bytes: Limit on the bytes of keys and values of all running requests together. If 0, the limit is 1
                 GiB, or more if the longest canvas needs more.
-            max_pass_ms: Limit on the expected milliseconds of a shared pass. A waiting request starts only if the pass
-                then stays within this limit. If 0, there is no limit.
-            cost: The measured cost of passes on this machine. It is needed for ``max_pass_ms``.
+            max_pass_ms: Limit on the expected milliseconds of a shared pass. A waiting request starts only if the
+                expected time of the pass stays within this limit. If 0, there is no limit.
+            cost: The measured cost of passes on this machine. ``max_pass_ms`` requires this argument.
 
         Raises:
             RequestError: An argument is out of range, or ``max_pass_ms`` is set although requests cannot share passes.
@@ -595,6 +595,6 @@ class Bundle(Decides):
 
 @functools.cache
 def _arguments(method: str) -> tuple[str, ...]:
-    """Return the names of the keyword arguments of a method of ``Bundle``, without those in ``**options``."""
+    """Return the names of a method's keyword arguments. The names of ``**options`` are not included."""
     parameters = inspect.signature(getattr(Bundle, method)).parameters.values()
     return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)

@@ -1,8 +1,8 @@
 """Runs the native loop with a Python function that computes each pass, instead of an engine.
 
-Tests use this module to run a torch denoiser with the native loop. They can then distinguish errors
-of the loop from errors of the exported graph. The module can also run networks that cannot be
-exported. It is slow, because every pass calls Python.
+Tests use this module to run a torch denoiser with the native loop. The tests can then distinguish
+errors of the loop from errors of the exported graph. The module can also run networks that cannot
+be exported. The module is slow, because every pass calls Python.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class DenoiserInfo:
         vocab_size: V, the size of the vocabulary, 3..16777216.
         mask_token_id: The id of the mask token, 0..V-1.
         max_canvas_length: The longest canvas in tokens, 1..16777216.
-        eos_token_ids: The ids of the end tokens. The mask token must not be among them.
+        eos_token_ids: The ids of the end tokens. The mask token must not be an end token.
         layers: Number of layers, 1..1024.
         kv_heads: Number of key and value heads in every layer, 1..4096.
         head_size: Size of a head, 1..4096.
-        shift: 1 if row i of the output predicts position i + 1. 0 if it predicts position i.
+        shift: 1 if row i of the output predicts position i + 1. 0 if row i predicts position i.
         has_cache: True if passes read and write keys and values.
         top_k: K, the number of most likely tokens that a pass returns for each row, 2..64 and below
             V.
@@ -51,7 +51,7 @@ class DenoiserInfo:
     has_cache: bool = False
     top_k: int = 2
     visible_block: int | None = None
-    """The block length of block-causal attention. None if attention is full."""
+    """The block length of block-causal attention. None means that attention is full."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class CallbackPass:
     The arrays are numpy views of the loop's memory. The callback must fill every output that is not
     None.
 
-    T is the number of tokens in the pass, R the number of rows to score, and S the number of cached
-    tokens. Hkv and D are ``kv_heads`` and ``head_size`` of ``DenoiserInfo``.
+    T is the number of tokens in the pass, R is the number of rows to score, and S is the number of
+    cached tokens. Hkv and D are ``kv_heads`` and ``head_size`` of ``DenoiserInfo``.
 
     Args:
         input_ids: Token ids ``[T]``.
         position_ids: The positions of these tokens in the canvas, ``[T]``.
         score_rows: The rows of the pass to score, ``[R]``.
         past: The cached keys and values, ``[layers, 2, Hkv, S, D]``, as nested lists of float32
-            views. Empty if S is 0.
+            views. The lists are empty if S is 0.
         top_tokens: Output ``[R, K]``, int32: the most likely tokens of each row.
         top_probs: Output ``[R, K]``, float32: their probabilities.
         entropy: Output ``[R]``: the entropy of each row's distribution.
@@ -104,7 +104,7 @@ def _rows(
 
 
 def _passes(info: DenoiserInfo, p: Any) -> Iterator[CallbackPass]:
-    """For each request of the batch, yield its part of the pass."""
+    """For each request of the batch, yield the part of the pass that belongs to the request."""
     B, T, S, R = p.batch, p.tokens, p.cached, p.rows
     ids, positions, rows = (
         _view(p.input_ids, (B, T)),
@@ -133,12 +133,12 @@ def _passes(info: DenoiserInfo, p: Any) -> Iterator[CallbackPass]:
 def from_callback(
     info: DenoiserInfo, run: Callable[[CallbackPass], None], policy: Policy | None = None
 ) -> Bundle:
-    """Create a bundle without files. The function ``run`` computes its passes.
+    """Create a bundle without files. The function ``run`` computes the bundle's passes.
 
     Args:
         info: The properties of the denoiser.
         run: Computes the pass of one request. If several requests share a pass
-            (``generate_batch``), the function is called once for each of them.
+            (``generate_batch``), the function is called once for each of these requests.
         policy: The default policy of the bundle. If None, the preset "llada".
 
     Raises:

@@ -32,8 +32,8 @@ def prefix() -> Path:
 
 
 def cflags() -> str:
-    """Return the compiler options for a C or C++ program that includes the header, quoted for a
-    shell.
+    """Return the compiler options for a C or C++ program that includes the header. The options are
+    quoted for a shell.
     """
     return shlex.quote(f"-I{prefix() / 'include'}")
 
@@ -41,8 +41,8 @@ def cflags() -> str:
 def libs(*, static: bool = False) -> str:
     """Return the linker options, quoted for a shell.
 
-    By default, they link the shared library and set its run path. With ``static``, they link the
-    static library.
+    By default, the options link the shared library and set its run path. If ``static`` is true, the
+    options link the static library.
     """
     folder = prefix() / "lib"
     if static:

@@ -1,8 +1,8 @@
 """The errors that dlm-export's packages raise on purpose.
 
-Errors that a user can cause derive from ``DlmError``. Their messages say what happened, where, and
-what to do. The command line prints such an error as one line. Any other exception is a bug in
-dlm-export.
+Errors that a user can cause derive from ``DlmError``. The messages of these errors say what
+happened, where it happened, and what to do. The command line prints such an error as one line. Any
+other exception is a bug in dlm-export.
 """
 
 import reprlib
@@ -54,7 +54,7 @@ class BusyError(DlmError):
 
 
 class CancelledError(DlmError):
-    """A callback ended the request."""
+    """Raised if a request was ended early, so that there is no result."""
 
 
 class SchemaWarning(DlmWarning):

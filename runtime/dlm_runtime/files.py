@@ -1,8 +1,8 @@
 """Reads small files that are not trusted.
 
-Only regular files up to a size limit are read. Pipes and devices are rejected, because reading them
-may never end. Text must be valid UTF-8. Every function raises ``error`` if it fails. The message
-names the file and ends with ``hint``.
+Only regular files up to a size limit are read. Pipes and devices are rejected, because reading a
+pipe or device may never end. Text must be valid UTF-8. Every function raises the exception
+``error`` if it fails. The message names the file and ends with ``hint``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PIECE_BYTES = 1 << 16
 def read_bytes(
     path: Path, limit_bytes: int, error: type[DlmError], hint: str = "", sha256: str | None = None
 ) -> bytes:
-    """Read a regular file, following symbolic links. ``sha256`` is the expected hash, or None to
+    """Read a regular file. Symbolic links are followed. ``sha256`` is the expected hash, or None to
     accept any content.
     """
     try:
@@ -91,7 +91,8 @@ def parse_json(text: str) -> Any:
     """Parse JSON. Raises ValueError if a string is not valid UTF-8.
 
     Integers that do not fit into 64 bits are converted to doubles. Integers of more than 308 digits
-    become infinity. Callers can then compare such numbers with their limits, and reject them.
+    become infinity. Callers can then compare such numbers with their limits, and reject numbers
+    that are too large.
     """
     try:
         value = json.loads(

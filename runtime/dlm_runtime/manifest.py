@@ -32,9 +32,10 @@ _MESSAGE_LIMIT = 300  # characters: names and values may be as long as a manifes
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The text files of a bundle: the paths of its tokenizer and chat template, if it has them.
+    """The text files of a bundle: the paths of its tokenizer and chat template. A path is None if
+    the bundle does not contain the file.
 
-    ``special_tokens`` has the texts of the special tokens that the template may use.
+    ``special_tokens`` contains the texts of the special tokens that the template may use.
     """
 
     tokenizer: Path | None
@@ -43,14 +44,14 @@ class TextFiles:
 
 
 def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
-    """Check the whole manifest of the bundle in ``folder``. The native library must have opened it
-    already.
+    """Check the whole manifest of the bundle in ``folder``. The native library must have opened the
+    bundle already.
 
     Raises BundleError with the path of the file, the member that is wrong, and the reason.
     """
     from jsonschema.exceptions import best_match
 
-    # Only the first error is reported, because a hostile manifest may have a million errors.
+    # Only the first error is reported, because a hostile manifest may contain a million errors.
     error = best_match(itertools.islice(validator().iter_errors(manifest), 1))
     if error is not None:
         _refuse(folder, _place(error), _reason(error))
@@ -58,8 +59,8 @@ def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
 
 
 def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
-    """Find the text files that a manifest names. Raises BundleError if one of them is missing in
-    its ``files``.
+    """Find the text files that a manifest names. Raises BundleError if one of these files is
+    missing in the manifest's member ``files``.
     """
 
     def listed(name: object, place: str) -> Path:
@@ -102,7 +103,8 @@ def check_text_options(manifest: Mapping[str, Any], folder: Path) -> None:
 def schema() -> dict[str, Any]:
     """Load manifest.schema.json, and add lists that are defined in Python code.
 
-    They are the fields of a policy, and the names of layer formats, JSON layouts and call formats.
+    These lists are the fields of a policy, and the names of layer formats, JSON layouts and call
+    formats.
     """
     found: dict[str, Any] = json.loads(
         Path(__file__).with_name("manifest.schema.json").read_text(encoding="utf-8")
@@ -130,8 +132,8 @@ def _policy_rule(field: Any) -> dict[str, Any]:
 
 @functools.cache
 def validator() -> Draft202012Validator:
-    """Create a validator for manifests. Like the native reader, it accepts an integer only without
-    a fraction.
+    """Create a validator for manifests. Like the native reader, the validator accepts 1 but not 1.0
+    as an integer.
     """
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend

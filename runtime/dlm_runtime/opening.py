@@ -32,29 +32,30 @@ def open(
         path: A folder that ``dlm-export build`` wrote.
         engine: "onnxruntime", "tensorrt", "auto" or "none". "auto" means "tensorrt" if the bundle
             was built for a GPU, and "onnxruntime" otherwise. With "none", the bundle is opened and
-            checked, and cannot run passes. ONNX Runtime uses the kernels of this package that suit
-            the processor. $DLM_KERNELS can name other kernels, or "none" for ONNX Runtime's own.
+            checked, but cannot run passes. ONNX Runtime uses the kernels of this package that suit
+            the processor. The variable $DLM_KERNELS selects other kernels. Its value "none" selects
+            ONNX Runtime's own kernels.
         provider: The provider of ONNX Runtime: "cpu", or on a GPU "cuda", "tensorrt" or
-            "nv_tensorrt_rtx". For a GPU other than 0, add its number ("cuda:1"). With a GPU
-            provider, the engine "auto" means "onnxruntime".
+            "nv_tensorrt_rtx". For a GPU other than GPU 0, add the index of the GPU ("cuda:1"). With
+            a GPU provider, the engine "auto" means "onnxruntime".
         allow_fallback: If True, the CPU runs the nodes that the provider cannot run, and
-            ``Bundle.engine`` lists them. If False, such nodes are an error.
-        threads: Number of threads of ONNX Runtime, 0..4096. 0 uses all cores. There are never more
-            threads than cores that this process may use. A larger number is reduced, with a
-            DlmWarning.
-        library: Path of the engine's library. If None, $DLM_ONNXRUNTIME or $DLM_TENSORRT names the
-            library. If this variable is not set, the library of an installed Python package is
-            used, or else the system's library.
+            ``Bundle.engine`` lists these nodes. If False, such nodes are an error.
+        threads: Number of threads of ONNX Runtime, 0..4096. 0 uses all cores. The number of threads
+            is never larger than the number of cores that this process may use. A larger value is
+            reduced, and a DlmWarning is issued.
+        library: Path of the engine's library. If None, the variable $DLM_ONNXRUNTIME or
+            $DLM_TENSORRT names the library. If the variable is not set, the library of an installed
+            Python package is used, or else the system's library.
         check_hashes: If True, the hashes of all files are compared with the manifest. If False,
-            only the sizes are compared. A file of more than 16 MiB is not hashed again if it
-            matched before and has not changed since. It is always hashed if ``engine`` is "none" or
-            $DLM_HASH_FILES is "always".
+            only the sizes are compared. A file of more than 16 MiB is not hashed again if its hash
+            matched before and the file has not changed since. Every file is always hashed if
+            ``engine`` is "none" or $DLM_HASH_FILES is "always".
 
     Raises:
         BundleError: The bundle is missing or damaged.
         EngineError: The engine is missing or failed.
         RequestError: The engine or provider is unknown, or the bundle or the device does not
-            support it.
+            support this engine or provider.
     """
     name, device = providers.parse(provider)
     if name != "cpu":
@@ -92,7 +93,7 @@ def open(
     bundle = Bundle(handle, Path(path), checks_hashes=check_hashes, provider=name)
     check_text_options(bundle.manifest, Path(path))
     if engine != "none":
-        _ = bundle.tokenizer  # raises for a damaged one
+        _ = bundle.tokenizer  # raises an error for a damaged file
     return bundle
 
 
@@ -104,7 +105,7 @@ def _open(
     check_hashes: bool,
     **others: bytes | int,
 ) -> Handle:
-    """Open the native bundle. ``others`` has further fields of the C options struct, by name."""
+    """Open the native bundle. ``others`` contains more fields for the C options struct."""
     native = _native.library()
     options = _native.initialised(_native.OpenOptions)
     options.engine = engine.encode() if isinstance(engine, str) else None

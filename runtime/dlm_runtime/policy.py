@@ -16,15 +16,15 @@ from typing import Any
 
 from dlm_runtime.errors import RequestError
 
-# The names of these scores in papers and their code.
+# Names of scores in papers and their code -> the names of the same scores in a policy.
 SCORE_ALIASES = {
     "maskgit_plus": "confidence",
     "low_confidence": "confidence",
     "topk_margin": "margin",
 }
 
-# A known name is suggested for an unknown name if they are at least this similar. With difflib's
-# default, top_p would be suggested for stop.
+# A known name is suggested for an unknown name if both names are at least this similar. With
+# difflib's default, top_p would be suggested for stop.
 _NEAR = 0.7
 
 
@@ -35,7 +35,7 @@ class Policy:
 
     Args:
         select: How the token of a position is chosen. "argmax" chooses the most likely token.
-            "sample" draws a random token with ``temperature``.
+            "sample" chooses a random token with ``temperature``.
         score: How positions are ranked: "confidence", "margin", "entropy" or "random".
         commit: The rule that decides how many positions are committed after a pass: "static",
             "threshold", "dynamic", "factor", "entropy_bound", "timestep" or "sequential".
@@ -51,22 +51,22 @@ class Policy:
         refresh: For the caches "prefix" and "dual". 0: every block starts with a full pass. N: only
             the first block starts with a full pass. Later blocks start with a pass that begins at
             least N tokens before the block.
-        threshold: For the rules "threshold" and "dynamic": the number that scores are compared
-            with, 0..1.
+        threshold: For the rules "threshold" and "dynamic": the value with which scores are
+            compared, 0..1.
         factor: For the rule "factor", 0 or more.
         entropy_bound: For the rule "entropy_bound": the bound in nats, 0 or more.
         timestep_eps: For the rule "timestep": the end of its schedule, 1e-9..1.
-        temperature: For "sample", above 0. Logits are divided by this number.
+        temperature: For "sample", above 0. Logits are divided by this value.
         seed: Seed of the random numbers for "random" and "sample", 0..2^64-1.
         store: How the cache "block" stores a finished block: "pass", "open" or "reuse".
         sub_block_length: Number of positions in a sub-block. The sub-blocks of a block are filled
             one after the other. 0 means that a block is not divided.
         edit_passes: For "edit", the largest number of extra passes over a finished block.
         edit_threshold: For "edit", 0..1. A token is replaced if the probability of another token is
-            above this number.
-        top_p: For "sample", 0..1. The token is drawn from the smallest set of most likely tokens
-            whose total probability is above this number.
-        top_k: For "sample". The token is drawn from this many of the most likely tokens. 0 means
+            above this value.
+        top_p: For "sample", 0..1. The token is chosen from the smallest set of most likely tokens
+            whose total probability is above this value.
+        top_k: For "sample". The token is chosen from this many of the most likely tokens. 0 means
             all tokens.
         score_of: The distribution from which scores are computed: "prediction", "draw" or
             "marginal".
@@ -103,8 +103,8 @@ class Policy:
 
         ``temperature`` and ``select`` depend on each other. If only ``temperature`` is changed, a
         value above 0 sets ``select`` to "sample". If only ``select`` is changed to "argmax",
-        ``temperature`` becomes 0. ``beside`` has the names of the caller's other arguments. An
-        error message may suggest them too.
+        ``temperature`` becomes 0. ``beside`` contains the names of the caller's other arguments. An
+        error message may also suggest one of these names.
         """
         known = [field.name for field in fields(self)]
         unknown = next((name for name in changes if name not in known), None)

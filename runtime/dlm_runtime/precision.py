@@ -2,10 +2,10 @@
 records.
 
 A number format says how a number is stored, for example INT8 or FP8. A layer format says which
-number formats a matrix multiplication uses for its weights and its activations, and which targets
-can run it. To add a format, add a record here, its arithmetic in ``dlm_calibration.formats`` and
-its graph in ``dlm_export.graph.quantise``. This module imports no other package, so that boards can
-use it.
+number formats a matrix multiplication uses for its weights and its activations. It also says which
+targets can run this multiplication. To add a format, add a record here, the format's arithmetic in
+``dlm_calibration.formats``, and its graph in ``dlm_export.graph.quantise``. This module imports no
+other package, so that boards can use it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class NumberFormat:
         code_limits: The range to which codes are clipped. If None, codes are looked up in a table.
         least_sm: The compute capability, times 10, of the oldest GPU that can compute in the
             format. 89 means 8.9.
-        tensorrt: The names of the format in TensorRT and its inspector.
+        tensorrt: The names of the format in TensorRT and in TensorRT's inspector.
         is_simulated_on_cpu: True if a CPU cannot compute in the format. The quantised numbers are
             then multiplied in fp32.
     """
@@ -39,7 +39,7 @@ class NumberFormat:
 
 
 # TensorRT-RTX 1.7 does not compile INT4 for SM 7.5. It does compile INT8 weights for SM 7.5,
-# although its support matrix lists them only from SM 8.6 on.
+# although NVIDIA's support matrix lists INT8 weights only from SM 8.6 on.
 NUMBER_FORMATS = {
     each.name: each
     for each in (
@@ -61,9 +61,9 @@ class LayerFormat:
             computes the range.
         group_size: Number of weights in a group, along the input dimension.
         next: Layer formats to try for a layer whose shape does not suit this format. The first
-            format that suits the shape and the target is used, or ``HIGH`` if no format suits them.
+            format that suits the shape and the target is used, or ``HIGH`` if no format suits both.
         on_cuda: True if ONNX Runtime's CUDA provider has kernels for the format.
-        untried: The reason why TensorRT does not use the format, although it could.
+        untried: The reason why TensorRT does not use the format, although TensorRT could use it.
         auto: The kinds of target for which ``--precision auto`` tries the format.
     """
 
@@ -106,8 +106,8 @@ class LayerFormat:
     def is_int4_in_panels(self) -> bool:
         """True if only this project's own kernels and functions compute this format.
 
-        The scales are then stored as fp16 in every graph, because in fp32 they would be a large
-        part of the file. They may be negative, which other engines do not accept.
+        The scales are then stored as fp16 in every graph, because fp32 scales would be a large part
+        of the file. These scales may be negative, which other engines do not accept.
         """
         return self.weights == "int4" and self.is_dynamic
 
@@ -174,6 +174,6 @@ FORMATS: dict[str, LayerFormat] = {
         "int8", next=("int8-dynamic",), on_cuda=True, auto=("tensorrt", "cuda")
     ),
 }
-"""The layer formats by name. First come the formats that ``--precision auto`` tries. The cheapest
-of them is the first.
+"""The layer formats. The keys are the names of the formats. First come the formats that
+``--precision auto`` tries. The cheapest of these formats is the first.
 """

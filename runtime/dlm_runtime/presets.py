@@ -19,7 +19,7 @@ PRESETS = {
     "fast-dllm": Policy(commit="threshold", threshold=0.9, cache="dual"),
     # The whole generation is one block. The noise schedule says which share of the masked positions
     # each pass commits. temperature and top_p are from the authors' published commands. Scores are
-    # computed from the distribution that the tokens are drawn from.
+    # computed from the distribution from which the tokens are sampled.
     "dream": Policy(
         select="sample",
         commit="timestep",
@@ -31,12 +31,13 @@ PRESETS = {
     ),
     # The loop of Fast-dLLM, for denoisers whose rows predict the next position.
     "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual"),
-    # For block-causal networks. The block length is that of the network, and the cache is exact.
-    # Each pass commits all tokens above the threshold, but at least the planned number of tokens.
+    # For block-causal networks. The block length is the block length of the network, and the cache
+    # is exact. Each pass commits all tokens above the threshold, but at least the planned number of
+    # tokens.
     "sdar": Policy(commit="dynamic", compare=">", threshold=0.85, cache="block", block_length=0),
     "llada2": Policy(commit="dynamic", compare=">", threshold=0.95, cache="block", block_length=0),
-    # The loop of LLaDA2, followed by more passes over each finished block. They replace a token if
-    # another token is clearly more likely.
+    # The loop of LLaDA2, followed by more passes over each finished block. These passes replace a
+    # token if another token is clearly more likely.
     "llada2.1": Policy(
         commit="dynamic", compare=">", threshold=0.95, remask="edit", cache="block", block_length=0
     ),
@@ -66,7 +67,9 @@ def presets_for(visible_block: int | None, shift: int) -> dict[str, Policy]:
 
 
 def _suits(policy: Policy, visible_block: int | None, shift: int) -> bool:
-    """True if a denoiser supports the policy. The native loop has the same rules in ``plan.cc``."""
+    """Return True if a denoiser supports the policy. ``plan.cc`` checks the same rules in the
+    native loop.
+    """
     if visible_block is None:
         return not policy.cache.startswith("block")
     lengths = (

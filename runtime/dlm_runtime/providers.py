@@ -13,8 +13,8 @@ from pathlib import Path
 from dlm_runtime.errors import EngineError, RequestError
 
 # The libraries that must be loaded before a provider of onnxruntime-gpu 1.31.1, in the order of
-# their dependencies. The providers link to all of them except cuDNN, which they load when they need
-# it. {} is replaced by the major version of CUDA.
+# their dependencies. The providers link to all of these libraries except cuDNN. A provider loads
+# cuDNN when it needs this library. {} is replaced by the major version of CUDA.
 _LIBRARIES = (
     "libcudart.so.{}",
     "libcublasLt.so.{}",
@@ -39,8 +39,8 @@ def parse(provider: str) -> tuple[str, int]:
 
 
 def check_wheels() -> None:
-    """Raise EngineError if both wheels of ONNX Runtime are installed, because they overwrite each
-    other's files.
+    """Raise EngineError if both wheels of ONNX Runtime are installed, because these wheels
+    overwrite each other's files.
     """
     found = {
         name: version
@@ -57,10 +57,10 @@ def check_wheels() -> None:
 
 def load_libraries() -> None:
     """Load NVIDIA's libraries from their installed wheels, so that the library of a provider finds
-    them.
+    these libraries.
 
-    A library without a wheel must be found by the system's loader. If a library is missing, the
-    provider reports it.
+    If no wheel contains a library, the system's loader must find this library. If a library is
+    missing, the provider reports an error.
     """
     for paths in _in_wheels().values():
         for path in paths:
@@ -68,8 +68,8 @@ def load_libraries() -> None:
 
 
 def cuda_libraries() -> list[str]:
-    """Return the libraries that the CUDA provider needs: paths in NVIDIA's wheels, or the name if a
-    library has no wheel.
+    """Return the libraries that the CUDA provider needs: paths in NVIDIA's wheels, or only the name
+    of a library that no wheel contains.
     """
     found: list[str] = []
     for name, paths in _in_wheels().items():
@@ -80,7 +80,8 @@ def cuda_libraries() -> list[str]:
 
 
 def _in_wheels() -> dict[str, list[Path]]:
-    """Return the paths of ``_LIBRARIES`` in NVIDIA's wheels, by name and in the same order.
+    """Return the paths of ``_LIBRARIES`` in NVIDIA's wheels, in the same order. The keys are the
+    names in ``_LIBRARIES``.
 
     Libraries without a wheel are left out.
     """
@@ -100,7 +101,7 @@ def _in_wheels() -> dict[str, list[Path]]:
 
 def _cuda_major() -> str:
     """Return the major version of CUDA for which the installed onnxruntime wheel was built, or * if
-    it is unknown.
+    the version is unknown.
     """
     spec = importlib.util.find_spec("onnxruntime")
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:

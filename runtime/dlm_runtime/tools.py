@@ -33,10 +33,10 @@ class ToolCall:
 
     Args:
         name: Name of the function.
-        arguments: The arguments of the call, by name.
+        arguments: A dict of the arguments of the call.
         id: An identifier: ``call_`` and 24 hexadecimal digits. The message with the function's
-            result refers to it. The digits are random and do not depend on the seed. A comparison
-            of two calls ignores their ids.
+            result refers to this identifier. The digits are random and do not depend on the seed. A
+            comparison of two calls ignores their ids.
     """
 
     name: str
@@ -50,9 +50,9 @@ class CallFormat:
     ``arguments``.
 
     Args:
-        before, after: Text before and after each call.
+        before, after: Text before each call, and text after each call.
         between: Text between two calls.
-        start, end: Text before the first call and after the last call.
+        start, end: Text before the first call, and text after the last call.
         name, arguments: The keys of the object.
 
     Raises RequestError if a field is not a string.
@@ -104,8 +104,8 @@ def format_of(chosen: str | CallFormat | None, template: str | None) -> CallForm
 class Tools:
     """The tools of one request.
 
-    ``choice`` is "auto", "required", "none", or the name of a function. If ``is_parallel``, one
-    text may have several calls.
+    ``choice`` is "auto", "required", "none", or the name of a function. If ``is_parallel`` is True,
+    one text may contain several calls.
     """
 
     listed: tuple[Mapping[str, Any], ...]
@@ -189,7 +189,7 @@ class Tools:
 
     def _of(self, text: str) -> list[ToolCall] | None:
         """Parse a sequence of JSON values, each a call or a list of calls. Returns None if the text
-        has another form.
+        has a different form.
         """
         found: list[ToolCall] = []
         rest = text.strip()

@@ -47,8 +47,8 @@ TIMEOUT_S = 30.0
 
 
 class HubError(DlmError):
-    """Raised if a checkpoint on the hub does not exist, is not accessible, or was damaged on the
-    way.
+    """Raised if a checkpoint on the hub does not exist, is not accessible, or was damaged during
+    the download.
 
     ``is_input`` is true if the user must correct the name or request access.
     """
@@ -69,8 +69,8 @@ def fetched(name: HubName, *, headers_only: bool = False) -> Iterator[Located]:
         raise HubError(
             f"{name}: needs the hub extra: pip install 'dlm-export[hub]'", is_input=False
         ) from err
-    # Silence the log of huggingface_hub, because HubError gives the reasons. The import of the
-    # logger sets its level, so the level must be changed after the import.
+    # Silence the log of huggingface_hub, because the message of HubError contains the reasons. The
+    # import of the logger sets its level, so the level must be changed after the import.
     logging.set_verbosity(logging.CRITICAL)
     if not sys.stderr.isatty():
         utils.disable_progress_bars()
@@ -99,7 +99,7 @@ def fetched(name: HubName, *, headers_only: bool = False) -> Iterator[Located]:
 def _wanted(name: HubName, listed: Sequence[RepoSibling]) -> list[RepoSibling]:
     """Return the files to fetch, small files first.
 
-    Raises HubError if the repository lacks a file that every checkpoint has.
+    Raises HubError if the repository lacks a file that every checkpoint needs.
     """
     found = [
         file
@@ -115,7 +115,7 @@ def _wanted(name: HubName, listed: Sequence[RepoSibling]) -> list[RepoSibling]:
 
 
 def _fetch(name: HubName, commit: str, file: RepoSibling) -> tuple[Path, str]:
-    """Fetch a whole file. Returns its path in the cache and its SHA-256.
+    """Fetch a whole file. Returns the path of the file in the cache, and the file's SHA-256.
 
     Raises HubError. A damaged file is removed first.
     """
@@ -152,7 +152,9 @@ def _is_intact(path: Path, digest: str, file: RepoSibling) -> bool:
 
 
 def _fetch_header(name: HubName, commit: str, file: RepoSibling, path: Path) -> None:
-    """Write a safetensors file that has the header and the full size, but no data. Raises HubError."""
+    """Write a safetensors file with the header and the full size, but without data. Raises
+    HubError.
+    """
     size = file.lfs.size if file.lfs is not None else file.size
     if size is None or size < 8:
         raise HubError(f"{name}: {file.rfilename} is not a safetensors file", is_input=True)
@@ -181,7 +183,7 @@ def _range(name: HubName, commit: str, file: str, first: int, count: int) -> byt
         ) as response,
     ):
         utils.hf_raise_for_status(response)
-        if response.status_code != 206:  # reading on would download all weights
+        if response.status_code != 206:  # a further read would download all weights
             raise HubError(
                 f"{name}: the server does not send parts of files, so headers cannot be read alone",
                 is_input=False,

@@ -28,9 +28,9 @@ from dlm_runtime.files import read_object
 if TYPE_CHECKING:
     import torch
 
-# Largest size of a JSON file. A tokenizer_config.json with a large added vocabulary has less than 2
-# MiB. A vocab.json of 262,144 ids has less than 8 MiB. The limit is needed because Python may use
-# 30 times the size of a JSON file, if the file consists of empty lists and objects.
+# Largest size of a JSON file. A tokenizer_config.json with a large added vocabulary takes less than
+# 2 MiB. A vocab.json of 262,144 ids takes less than 8 MiB. The limit is needed because Python may
+# use 30 times the size of a JSON file, if the file consists of empty lists and objects.
 CONFIG_LIMIT_BYTES = 12 << 20
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # The names of types in safetensors files, with their bytes per element.
@@ -49,7 +49,7 @@ class CheckpointError(DlmError):
 def read_json(path: Path, hint: str = "") -> dict[str, Any]:
     """Read a JSON object from a file of limited size.
 
-    Raises CheckpointError. ``hint`` is a sentence that is added to its message.
+    Raises CheckpointError. ``hint`` is a sentence that is added to the error message.
     """
     return read_object(path, CONFIG_LIMIT_BYTES, CheckpointError, hint)
 
@@ -113,7 +113,7 @@ HARMLESS_KEYS = (
 class Config:
     """The content of config.json. Each method checks the type of the value that it returns.
 
-    Errors name the file, the key and the expected value. The object remembers which keys were read,
+    Errors name the file, the key and the expected value. The object records which keys were read,
     because a key that was not read might describe a part of the network.
     """
 
@@ -154,8 +154,8 @@ class Config:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a positive number. ``default`` is the default of the architecture, if its
-        documentation has one.
+        """Return a positive number. ``default`` is the default of the architecture, if the
+        architecture's documentation states a default.
         """
         value = self.get(key)
         if value is None and default is not None:
@@ -163,9 +163,7 @@ class Config:
         return self.positive(key, value)
 
     def positive(self, key: str, value: object) -> float:
-        """Check that a value is a positive number. The error names ``key``, where the value was
-        found.
-        """
+        """Check that a value is a positive number. The error names its ``key``."""
         if value is None:
             raise CheckpointError(
                 f"{self.path}: {key} is missing, and a guess would change what the network computes. Add it."
@@ -209,7 +207,8 @@ class Config:
 class TensorInfo(NamedTuple):
     """A tensor's file, type and shape, and the offset of its first byte in the file.
 
-    The class is a tuple to save memory, because a checkpoint may have tens of thousands of tensors.
+    This class is a tuple to save memory, because a checkpoint may contain tens of thousands of
+    tensors.
     """
 
     file: Path
@@ -224,17 +223,18 @@ ALGORITHMS = {
     "NVFP4": "nvfp4",
     "W4A16_NVFP4": "nvfp4-weight",
 }
-"""The supported quantisation algorithms of modelopt -> the layer format of recipes for each.
+"""The supported quantisation algorithms of modelopt -> the layer format that recipes use for the
+algorithm.
 
-Other algorithms of modelopt are not supported, because they scale, pack or split weights
-differently.
+Other algorithms of modelopt are not supported, because these algorithms scale, pack or split
+weights differently.
 """
 MIXED = "MIXED_PRECISION"  # each layer names its own algorithm
 _NVFP4_GROUP_SIZE = 16
 
 
 def weight_format(algorithm: str) -> str:
-    """The number format of the weights of a supported algorithm: fp8 or nvfp4."""
+    """Return the number format of the weights of a supported algorithm: fp8 or nvfp4."""
     found = FORMATS[ALGORITHMS[algorithm]].weights
     assert found is not None, algorithm
     return found
@@ -242,8 +242,8 @@ def weight_format(algorithm: str) -> str:
 
 @dataclass(frozen=True)
 class PreQuantised:
-    """How a checkpoint is quantised, as modelopt's unified export describes it in
-    hf_quant_config.json.
+    """Describes how a checkpoint is quantised, like hf_quant_config.json of modelopt's unified
+    export.
 
     - ``excluded``: patterns of the modules that are in full precision.
     - ``layers``: the algorithm of each module. Used only if ``algorithm`` is ``MIXED_PRECISION``.
@@ -281,11 +281,11 @@ class PreQuantised:
 
 
 def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
-    """Read how a checkpoint is quantised. Returns ``None`` if it is not quantised.
+    """Read how a checkpoint is quantised. Returns ``None`` if the checkpoint is not quantised.
 
     The description is in hf_quant_config.json, or under ``quantization_config`` in config.json.
-    Raises CheckpointError for checkpoints of other tools than modelopt, and for algorithms that are
-    not supported.
+    Raises CheckpointError if the checkpoint was quantised with a tool other than modelopt, or with
+    an unsupported algorithm.
     """
     embedded = config.get("quantization_config")
     if embedded is not None and not isinstance(embedded, dict):
@@ -386,8 +386,8 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 class Checkpoint:
     """An open checkpoint.
 
-    ``tensors`` has the tensors by their released names. ``quantisation`` is ``None`` if the
-    checkpoint is not quantised.
+    ``tensors`` maps the released names of the tensors to their records. ``quantisation`` is
+    ``None`` if the checkpoint is not quantised.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -416,23 +416,23 @@ class Checkpoint:
 
     @property
     def weight_bytes(self) -> int:
-        """Size of all tensors in the files, in bytes."""
+        """Total size of all tensors in the files, in bytes."""
         return sum(
             math.prod(info.shape) * self.dtypes[info.dtype] for info in self.tensors.values()
         )
 
     def optional_json(self, name: str) -> dict[str, Any]:
-        """Read a JSON file in the folder of config.json. If there is no such file, the result is an
-        empty object.
+        """Read a JSON file in the folder of config.json. If the file does not exist, the result is
+        an empty object.
         """
         path = self.path / name
         return read_json(path) if path.exists() else {}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return one tensor as stored. It is memory-mapped, and the mapping is freed with the
-        tensor.
+        """Return one tensor as stored. The tensor is memory-mapped, and the mapping is freed with
+        the tensor.
 
-        The header of the file is not read again, because it may list thousands of experts.
+        The header of the file is not read again, because the header may list thousands of experts.
         """
         import torch
 
@@ -446,7 +446,7 @@ class Checkpoint:
             stored: np.ndarray = np.memmap(info.file, np.uint8, "c", info.offset, (size,))
         except (OSError, ValueError) as err:
             raise CheckpointError(f"{info.file}: cannot read {name} ({err})") from err
-        # Files from other writers may have unaligned tensors.
+        # Files from other writers may contain unaligned tensors.
         if info.offset % kind.itemsize:
             stored = np.array(stored)
         return torch.from_numpy(stored).view(kind).view(info.shape)

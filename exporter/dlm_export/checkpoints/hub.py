@@ -21,7 +21,7 @@ _NAME = re.compile(rf"hf:(?P<repository>{_PART}/{_PART})(@(?P<revision>[\w][\w./
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository on the hub, and a branch, tag or commit. ``None`` is the default branch."""
+    """A repository on the hub, and a branch, tag or commit. ``None`` means the default branch."""
 
     repository: str
     revision: str | None = None
@@ -42,8 +42,8 @@ class HubName:
 class Hub:
     """The origin of a downloaded checkpoint, for the manifest.
 
-    ``revision`` is a commit. ``files`` has the SHA-256 of each file, and is empty if only headers
-    were read.
+    ``revision`` is a commit. ``files`` contains the SHA-256 of each file, and is empty if only
+    headers were read.
     """
 
     repository: str
@@ -59,7 +59,7 @@ class Hub:
 class Located:
     """The folder of a checkpoint or bundle.
 
-    ``hub`` is the origin of a downloaded folder. It is ``None`` for a local folder.
+    ``hub`` is the origin of a downloaded folder. ``hub`` is ``None`` for a local folder.
     """
 
     path: Path
@@ -68,11 +68,12 @@ class Located:
 
 @contextlib.contextmanager
 def local(source: Path | HubName, *, headers_only: bool = False) -> Iterator[Located]:
-    """Yield the folder of a checkpoint or bundle. If it is on the hub, it is downloaded first.
+    """Yield the folder of a checkpoint or bundle. If the folder is on the hub, it is downloaded
+    first.
 
-    A downloaded folder is in the cache of huggingface_hub. With ``headers_only``, it is a temporary
-    folder. Its weight files have their header and full size, but contain zeros instead of weights.
-    Raises HubError.
+    A downloaded folder is in the cache of huggingface_hub. If ``headers_only`` is true, the
+    downloaded folder is temporary. The weight files in this folder have their header and full size,
+    but contain zeros instead of weights. Raises HubError.
     """
     if isinstance(source, Path):
         yield Located(source)

@@ -1,6 +1,6 @@
 """Reads the quantised matrices of modelopt's unified checkpoints. Their codes are not changed.
 
-Besides the codes ``X.weight`` of a linear layer X, a checkpoint stores these scales
+For a linear layer X, a checkpoint stores the codes ``X.weight`` and these scales
 (https://github.com/NVIDIA/Model-Optimizer, ``modelopt.torch.export``):
 
 ========  ==========================  =============================  ====================  =============
@@ -11,8 +11,8 @@ NVFP4     E2M1 [out, in / 2] as U8,   E4M3 [out, in / 16]            fp32, one  
           first code in low nibble
 ========  ==========================  =============================  ====================  =============
 
-``input_scale`` is one fp32 number. It is missing if the activations are not quantised, or if their
-ranges are dynamic.
+``input_scale`` is one fp32 number. ``input_scale`` is missing if the activations are not quantised,
+or if their ranges are dynamic.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _CODES = {"fp8": "F8_E4M3", "nvfp4": "U8"}
 
 @dataclass(frozen=True, eq=False)
 class StoredQuantised:
-    """A matrix as the checkpoint stores it: its codes and scales, and the scale of its input.
+    """A matrix as the checkpoint stores it: the codes and scales of the matrix, and the scale of
+    its input.
 
     ``input_scale`` is ``None`` if the input has no static scale. ``algorithm`` is modelopt's name
     of the algorithm, a key of ``ALGORITHMS``.
@@ -55,9 +56,9 @@ class StoredQuantised:
         """The largest magnitude of the input in fp32, or ``None`` if the input has no static scale.
 
         modelopt computes ``input_scale`` in fp32: the largest magnitude divided by a constant of
-        the format. For such scales, dividing the returned number by the same constant gives exactly
-        ``input_scale`` again. For other scales, the result differs by at most one unit in the last
-        place.
+        the format. For such a scale, dividing the returned number by the same constant gives
+        exactly ``input_scale`` again. For any other scale, the quotient differs from
+        ``input_scale`` by at most one unit in the last place.
         """
         if self.input_scale is None:
             return None
@@ -76,7 +77,8 @@ class Expected:
 
 
 def expected_tensors(tensor: str, algorithm: str, inputs: int, outputs: int) -> dict[str, Expected]:
-    """The tensors that make up a quantised weight of shape ``[outputs, inputs]``, by name.
+    """Return the tensors that make up a quantised weight of shape ``[outputs, inputs]``. The keys
+    are the names of the tensors.
 
     ``tensor`` is the name of the weight.
     """
@@ -101,7 +103,8 @@ def expected_tensors(tensor: str, algorithm: str, inputs: int, outputs: int) -> 
 
 
 def algorithm_of(checkpoint: Checkpoint, tensor: str) -> str | None:
-    """Return the algorithm with which a matrix was quantised, or ``None`` if it was not.
+    """Return the algorithm with which a matrix was quantised, or ``None`` if the matrix was not
+    quantised.
 
     A matrix that is stored as BF16, F16 or F32 was not quantised, even if hf_quant_config.json does
     not exclude it.

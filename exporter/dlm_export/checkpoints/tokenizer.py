@@ -1,7 +1,7 @@
-"""Reads a checkpoint's tokenizer and chat template. A bundle stores them as tokenizer.json and a
+"""Reads a checkpoint's tokenizer and chat template. A bundle stores both as tokenizer.json and a
 Jinja file.
 
-Some releases, such as Dream, have vocab.json, merges.txt and a Python class instead of
+Some releases, such as Dream, contain vocab.json, merges.txt and a Python class instead of
 tokenizer.json. The Python class is never run. The same tokenizer, the byte-level BPE of Qwen2, is
 built from vocab.json and merges.txt.
 """
@@ -21,8 +21,8 @@ from dlm_runtime.errors import BundleError, RequestError
 from dlm_runtime.files import read_bytes, read_text
 from dlm_runtime.text.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYTES, Tokenizer
 
-# The pattern with which Qwen2 splits text before BPE, from its published tokenizer (Apache-2.0). It
-# matches contractions, words, single digits, punctuation, line breaks and spaces.
+# The pattern with which Qwen2 splits text before BPE, from its published tokenizer (Apache-2.0).
+# The pattern matches contractions, words, single digits, punctuation, line breaks and spaces.
 QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # Largest share of a vocabulary that may be unused ids. Released vocabularies are padded to sizes
 # that are efficient for matrices: in LLaDA, 115 of 126,464 ids are padding, and in Dream, 397 of
@@ -42,7 +42,7 @@ class TokenizerFiles:
 
 
 def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
-    """Read the tokenizer and check it against the network's vocabulary. Raises CheckpointError."""
+    """Read the tokenizer, and check it against the network's vocabulary. Raises CheckpointError."""
     path = checkpoint.path / "tokenizer.json"
     added: dict[int, str] = {}
     if path.exists():
@@ -56,8 +56,8 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
         with contextlib.closing(Tokenizer(data, None, {}, path)) as tokenizer:
             _check_added(checkpoint, tokenizer, added)
             _check_size(checkpoint, tokenizer, network)
-            # Serialise the tokenizer again without the truncation and padding of training, which
-            # would silently cut or pad prompts.
+            # Serialise the tokenizer again, without the truncation and padding of training. These
+            # settings would silently cut or pad prompts.
             text = _with_special(
                 tokenizer.as_json(), (network.mask_token_id, *network.eos_token_ids)
             )
@@ -80,7 +80,7 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
 def _with_special(text: str, tokens: Sequence[int]) -> str:
     """Mark added tokens as special in a tokenizer.json.
 
-    If the text of a special token appears in a request, it is never encoded as this token.
+    If the text of a special token appears in a request, the text is never encoded as this token.
     """
     found = json.loads(text)
     plain = [
@@ -94,7 +94,7 @@ def _with_special(text: str, tokens: Sequence[int]) -> str:
 def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:
     """Build tokenizer.json from vocab.json and merges.txt.
 
-    Also returns the added tokens that tokenizer_config.json lists, by id.
+    Also returns the added tokens that tokenizer_config.json lists. The keys are token ids.
     """
     merges = read_text(
         checkpoint.path / "merges.txt", TOKENIZER_LIMIT_BYTES, CheckpointError

@@ -1,11 +1,11 @@
 """Reads a released checkpoint: its network as a ``NetworkSpec``, and its tensors as the denoiser's
 parameters.
 
-Each family of checkpoints is one file with a ``Family`` record, and has one line in ``FAMILIES``.
-The record says how to read config.json, and which released tensors make up each parameter
-(``base.Origin``). ``reading`` and ``trunks`` have code that several families use. ``tensors``
-checks the names, types and shapes in the headers of the tensor files. ``weights`` reads the
-tensors.
+Each family of checkpoints is defined by one file with a ``Family`` record, and one line in
+``FAMILIES``. The record says how to read config.json, and which released tensors make up each
+parameter (``base.Origin``). ``reading`` and ``trunks`` contain code that several families use.
+``tensors`` checks the names, types and shapes in the headers of the tensor files. ``weights`` reads
+the tensors.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def check_tensors(checkpoint: Checkpoint, network: NetworkSpec) -> Tensors:
-    """Check that the checkpoint has the tensors that the network needs. Only the headers of files
-    are read.
+    """Check that the checkpoint contains the tensors that the network needs. Only the headers of
+    files are read.
 
     Raises CheckpointError.
     """
@@ -80,7 +80,7 @@ def check_tensors(checkpoint: Checkpoint, network: NetworkSpec) -> Tensors:
 
 
 def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
-    """Open the checkpoint's tensors as the network's parameters, and check them. Raises
+    """Open the checkpoint's tensors as the network's parameters, and check these tensors. Raises
     CheckpointError.
     """
     from dlm_export.families.weights import Weights

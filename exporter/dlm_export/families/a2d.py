@@ -2,9 +2,9 @@
 models.
 
 See https://github.com/ZHZisZZ/dllm. Tensor names are the same as in the original model, and there
-is no shift. Some checkpoints were trained on whole canvases (``mdlm``), others in blocks
-(``bd3lm``). The files of a checkpoint do not say how it was trained. Attention is full unless
-``--attention-block`` gives a block length.
+is no shift. Some checkpoints were trained on whole canvases (``mdlm``), and others in blocks
+(``bd3lm``). The files of a checkpoint do not say how the checkpoint was trained. Attention is full
+unless ``--attention-block`` sets a block length.
 """
 
 from __future__ import annotations

@@ -23,13 +23,13 @@ class Parameters(Protocol):
     """Reads the parameters of a denoiser, one at a time or in parts, from any thread."""
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
-        """Read one parameter of ``Denoiser``, or the part ``at`` of it.
+        """Read one parameter of ``Denoiser``, or the part of this parameter that ``at`` selects.
 
         A whole parameter is C-contiguous. A part may have any memory order. Raises CheckpointError.
         """
 
     def view(self, parameter: str) -> Tensor | None:
-        """Return the parameter as a memory-mapped tensor. The caller must not modify it.
+        """Return the parameter as a memory-mapped tensor. The caller must not modify the tensor.
 
         Returns ``None`` if the parameter must be computed from the tensors in the file.
         """
@@ -44,7 +44,7 @@ class Parameters(Protocol):
 def later(
     parameters: Parameters, network: NetworkSpec, parameter: str, dtype: np.dtype = FP32
 ) -> Lazy:
-    """Return a parameter as an array that is read and checked when it is indexed."""
+    """Return a parameter as an array. The values are read and checked when the array is indexed."""
     return Lazy(network.parameters()[parameter], lambda at: parameters.read(parameter, dtype, at))
 
 
@@ -62,8 +62,8 @@ class Origin:
 
     Several pieces are concatenated along their first axis. If ``is_stacked`` is true, each piece is
     instead one entry of a new first axis, for example one expert. ``transpose`` means that the
-    released matrices are ``[out, in]``. Several parameters may use the same tensor: different rows
-    of a fused matrix, or all of a tied matrix.
+    released matrices are ``[out, in]``. Several parameters may use the same tensor. Each parameter
+    then uses some rows of a fused matrix, or all of a tied matrix.
     """
 
     pieces: tuple[Piece, ...]
@@ -82,7 +82,7 @@ class Origin:
         return first.tensor if not rest and first.rows is None and not self.is_stacked else None
 
     def shapes(self, parameter: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The shapes that the pieces of a parameter of this shape must have."""
+        """Return the shapes that the pieces of a parameter of this shape must have."""
         released = (*parameter[:-2], parameter[-1], parameter[-2]) if self.transpose else parameter
         if self.is_stacked:
             assert released[0] == len(self.pieces), (released, self)
@@ -96,7 +96,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Overrides:
-    """Settings of the user that replace settings of the checkpoint. ``None`` means that the
+    """Settings of the user, which replace settings of the checkpoint. ``None`` means that the
     checkpoint's setting is used.
     """
 
@@ -118,7 +118,7 @@ class Family:
     description: str
     default_preset: str
     """The preset of the adaptive loop that was published for the family. A bundle uses this preset
-    until another is fitted.
+    until a different preset is fitted.
     """
     read: Callable[[Checkpoint, Overrides], NetworkSpec]
     origins: Callable[[NetworkSpec, Checkpoint], dict[str, Origin]]
@@ -127,8 +127,8 @@ class Family:
     runs this class with the network's attention mask.
     """
     block_preset: str | None = None
-    """The default preset of checkpoints with block-causal attention. If ``None``, it is
-    ``default_preset``.
+    """The default preset of checkpoints with block-causal attention. If ``None``, these checkpoints
+    use ``default_preset``.
     """
 
     def preset_for(self, network: NetworkSpec) -> str:
@@ -144,14 +144,14 @@ class Family:
 class Layout:
     """A pattern of tensor names.
 
-    ``layer`` is the prefix of a layer's names, in which ``{i}`` is replaced by the layer's number.
+    ``layer`` is the prefix of a layer's names, in which ``{i}`` is replaced by the layer's index.
     ``names`` maps a module's path inside a layer to the released name without ``.weight`` or
     ``.bias``. If a released name does not end in ``.weight`` or ``.bias``, ``names`` maps the
     parameter's path to the whole released name. Released matrices are ``[out, in]``, and the
     denoiser's matrices are ``[in, out]``.
 
-    A name with ``{e}`` is the matrix of expert e. Some releases have one tensor ``[E, out, in]``
-    for all experts instead. The name of this tensor has neither ``.{e}`` nor ``.weight``.
+    A name with ``{e}`` is the matrix of expert e. Some releases store one tensor ``[E, out, in]``
+    for all experts instead. The name of this tensor contains neither ``.{e}`` nor ``.weight``.
     """
 
     embed: str
@@ -163,8 +163,8 @@ class Layout:
     def origins(self, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
         """Return the origin of each parameter.
 
-        Raises CheckpointError if a layer has both one tensor per expert and one tensor for all
-        experts.
+        Raises CheckpointError if a layer has both kinds of tensors: one tensor per expert, and one
+        tensor for all experts.
         """
         matrices = {
             linear.weight: linear for linear in network.linear_layers() if not linear.is_tied
@@ -203,8 +203,8 @@ class Layout:
         return origins
 
     def released(self, parameter: str) -> str:
-        """Return the name of a parameter's tensor. It may contain ``{e}``, which means the number
-        of an expert.
+        """Return the name of a parameter's tensor. The name may contain ``{e}``, which stands for
+        the index of an expert.
         """
         module, _, kind = parameter.rpartition(".")
         outside = {"embed": self.embed, "final_norm": self.final_norm, "head": self.head}

@@ -11,7 +11,7 @@ from dlm_export.families.base import Family, Overrides
 from dlm_export.families.trunks import TRUNK, trunk_network
 from dlm_export.network.spec import NetworkSpec
 
-# Dream and DiffuCoder were trained on canvases of 2048 tokens. Their config.json still has the
+# Dream and DiffuCoder were trained on canvases of 2048 tokens. Their config.json still contains the
 # larger max_position_embeddings of Qwen2.5.
 TRAINED_LENGTH = 2048
 

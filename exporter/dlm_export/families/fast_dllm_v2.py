@@ -1,7 +1,8 @@
 """The family Fast-dLLM v2 (arXiv:2509.26328): block-causal attention, shift 1 inside a block.
 
 Layers and tensor names are the same as in Qwen2.5. As in Qwen2.5, the logits of a row predict the
-next token. The mask token is one of the tokenizer's added tokens, but no file says which one.
+next token. The mask token is one of the tokenizer's added tokens, but no file says which added
+token it is.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """Read the network of a released LLaDA config.json. Raises CheckpointError."""
     config = checkpoint.config
-    # LLaDA's configuration class has all settings of OLMo. With other values than these, the
-    # network would be a different one.
+    # LLaDA's configuration class contains all settings of OLMo. With any other values, the network
+    # would compute something different.
     config.require("block_type", "llama", is_said=True)
     config.require("activation_type", "silu", is_said=True)
     config.require("layer_norm_type", "rms", is_said=True)

@@ -1,10 +1,10 @@
 """The family LLaDA2.0 and 2.1, mini and flash (arXiv:2512.15745): blocks of 32 tokens, no shift.
 
-The layers are the same as in Bailing-MoE. One matrix computes queries, keys and values. Its first
-rows are the query heads, followed by the key heads and the value heads. Queries and keys are
-normed, and then half of each head's features are rotated. Experts are chosen from the best groups
-by sigmoid scores plus a bias. Routing weights do not include the bias. Config keys and tensor names
-are the same as in the released ``LLaDA2MoeModelLM``.
+The layers are the same as in Bailing-MoE. One matrix computes queries, keys and values. The first
+rows of this matrix are the query heads, followed by the key heads and the value heads. Queries and
+keys are normed, and then half of each head's features are rotated. Experts are chosen from the best
+groups by their scores. A score is a sigmoid plus a bias. Routing weights do not include the bias.
+Config keys and tensor names are the same as in the released ``LLaDA2MoeModelLM``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dlm_export.network.spec import (
     RouterSpec,
 )
 
-# All releases were trained with this length, but their config.json does not contain it.
+# All releases were trained with this length, but their config.json does not contain this length.
 BLOCK_LENGTH = 32
 
 
@@ -71,8 +71,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def _has(checkpoint: Checkpoint, tensor: str) -> bool:
-    """True if any layer has a tensor of this name. Tensors are checked because config.json does not
-    have this information.
+    """Return True if any layer has a tensor of this name. Tensors are checked because config.json
+    does not contain this information.
     """
     return any(
         name.startswith("model.layers.") and name.endswith(f".{tensor}")

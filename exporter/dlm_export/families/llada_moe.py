@@ -2,9 +2,9 @@
 token.
 
 The layers are the same as in OLMoE, with norms of queries and keys. The routing weights of a
-token's experts are their scores, which are not normalised. If a checkpoint has a bias, the bias is
-added to the scores that choose experts and to the routing weights. Config keys and tensor names are
-the same as in the released ``LLaDAMoEModelLM``.
+token's experts are their scores, which are not normalised. If a checkpoint contains a bias, the
+bias is added to the scores that choose experts and to the routing weights. Config keys and tensor
+names are the same as in the released ``LLaDAMoEModelLM``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads special tokens, rotary positions and options from the files of checkpoints of all families.
 
-Some of these settings change the results of the network. They are read in every form that was
-released. Unknown forms are rejected, and missing settings are never guessed.
+Some of these settings change the results of the network. Each setting is read in every form that
+was released. Unknown forms are rejected, and missing settings are never guessed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def read_rope(config: Config) -> Rope:
     """Read the rotary positions, in the form of transformers 4 or 5.
 
     Version 4 has separate keys: ``rope_theta``, ``rope_scaling`` (with ``type`` or ``rope_type``)
-    and ``partial_rotary_factor``. Version 5 has all of them in the object ``rope_parameters``. This
-    object may contain one object for each type of layer
+    and ``partial_rotary_factor``. Version 5 stores all these settings in the object
+    ``rope_parameters``. This object may contain one object for each type of layer
     (https://huggingface.co/docs/transformers/internal/rope_utils). Raises CheckpointError for
     values that are missing or unknown.
     """
@@ -97,8 +97,8 @@ def special_tokens(
 ) -> SpecialTokens:
     """Find the ids of the special tokens. The mask token is never guessed.
 
-    ``mask_text`` is the text of the mask token, for releases that do not say which token it is.
-    Raises CheckpointError.
+    ``mask_text`` is the text of the mask token, for releases that do not say which token is the
+    mask token. Raises CheckpointError.
     """
     config = checkpoint.config
     mask = overrides.mask_token_id
@@ -143,8 +143,8 @@ def special_tokens(
 def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:
     """Return the default length of an answer in tokens: max_new_tokens in generation_config.json.
 
-    Returns ``None`` if it is missing, or if a canvas of ``longest`` tokens would have no space for
-    a prompt. Raises CheckpointError if it is not a valid number.
+    Returns ``None`` if max_new_tokens is missing, or if a canvas of ``longest`` tokens would have
+    no space for a prompt. Raises CheckpointError if max_new_tokens is not a valid number.
     """
     found = checkpoint.optional_json("generation_config.json").get("max_new_tokens")
     if found is None:
@@ -158,7 +158,8 @@ def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:
 
 
 def text_option(checkpoint: Checkpoint, key: str, known: Collection[str]) -> str | None:
-    """Return a name that generation_config.json has under ``key``, such as the layout of JSON text.
+    """Return a name that generation_config.json stores under ``key``, such as the layout of JSON
+    text.
 
     Returns ``None`` if the key is missing. Raises CheckpointError if the name is not in ``known``.
     """
@@ -173,10 +174,10 @@ def text_option(checkpoint: Checkpoint, key: str, known: Collection[str]) -> str
 
 
 def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
-    """Return the block length of block-causal attention: the user's number, or else ``key`` of
-    config.json.
+    """Return the block length of block-causal attention: the user's value, or else the value of
+    ``key`` in config.json.
 
-    Raises CheckpointError if there is neither, or if the length is less than 1.
+    Raises CheckpointError if both are missing, or if the length is less than 1.
     """
     config = checkpoint.config
     found = config.get(key)
@@ -191,7 +192,7 @@ def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
 
 
 def _named_id(checkpoint: Checkpoint, name: str) -> int | None:
-    """Return the id of the special token that tokenizer_config.json has under ``name``."""
+    """Return the id of the special token that tokenizer_config.json stores under ``name``."""
     token = checkpoint.optional_json("tokenizer_config.json").get(name)
     return _id_of(checkpoint, token.get("content") if isinstance(token, dict) else token)
 

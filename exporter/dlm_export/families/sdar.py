@@ -1,7 +1,7 @@
 """The family SDAR (arXiv:2510.06303): block-causal attention in blocks of 4 to 64 tokens, no shift.
 
-Layers and tensor names are the same as in Qwen3 or Qwen3-MoE. Some releases do not have the block
-length in config.json. For these, the user must give ``--attention-block``.
+Layers and tensor names are the same as in Qwen3 or Qwen3-MoE. In some releases, config.json does
+not contain the block length. For these releases, the user must pass ``--attention-block``.
 """
 
 from __future__ import annotations

@@ -21,20 +21,20 @@ _LISTED = 8  # largest number of names shown for each kind of error
 
 
 class Tensors:
-    """The tensors of a checkpoint, by the names of the denoiser's parameters. Tensor names, types
-    and shapes are checked.
+    """The tensors of a checkpoint, under the names of the denoiser's parameters. Tensor names,
+    types and shapes are checked.
 
-    ``quantised`` has the algorithm of modelopt for each parameter whose matrix is stored quantised.
-    ``notes`` has messages about tensors that are unused or unexpected.
+    ``quantised`` contains the algorithm of modelopt for each parameter whose matrix is stored
+    quantised. ``notes`` contains messages about tensors that are unused or unexpected.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]
     ) -> None:
-        """``origins`` has the origin of each of the network's parameters.
+        """``origins`` contains the origin of each of the network's parameters.
 
-        Raises CheckpointError. The error names all tensors that are missing, are not known, or have
-        the wrong type or shape.
+        Raises CheckpointError. The error names all tensors that are missing or unknown, or whose
+        type or shape is wrong.
         """
         self.checkpoint = checkpoint
         self.shapes = network.parameters()
@@ -67,8 +67,8 @@ class Tensors:
         return {"BF16": BFLOAT16, "F16": FP16}.get(types.pop(), FP32) if len(types) == 1 else FP32
 
     def _expected(self) -> dict[str, Expected]:
-        """Return the types and shapes of the tensors that the denoiser needs, by their released
-        names.
+        """Return the types and shapes of the tensors that the denoiser needs. The keys are the
+        released names of the tensors.
         """
         expected: dict[str, Expected] = {}
         read: dict[str, list[tuple[int, int]]] = {}  # rows of tensors that several parameters share

@@ -65,11 +65,11 @@ def trunk_network(
     longest: int | None = None,
     mask_text: str | None = None,
 ) -> NetworkSpec:
-    """Read a config.json that has the keys of transformers' Llama, Qwen2 or Qwen3.
+    """Read a config.json that uses the keys of transformers' Llama, Qwen2 or Qwen3.
 
     If ``block_length`` is ``None``, attention is full. ``longest`` is the length of the canvases in
-    training, if it is less than the number of positions in config.json. ``special_tokens`` explains
-    ``mask_text``. Raises CheckpointError.
+    training, if this length is less than the number of positions in config.json. ``special_tokens``
+    explains ``mask_text``. Raises CheckpointError.
     """
     config = checkpoint.config
     norm_eps = config.number("rms_norm_eps", 1e-6)  # the default of all three classes
@@ -103,7 +103,7 @@ def network_of(
     mask_text: str | None = None,
 ) -> NetworkSpec:
     """Make the description of the whole network from ``layers``, and from config keys that most
-    releases have.
+    releases use.
 
     ``trunk_network`` explains ``longest`` and ``mask_text``. Raises CheckpointError.
     """
@@ -137,7 +137,7 @@ def mixture_network(
     block_length: int | None = None,
     shift: int = 0,
 ) -> NetworkSpec:
-    """Read a config.json that has the keys of transformers' Qwen3-MoE. Raises CheckpointError."""
+    """Read a config.json that uses the keys of transformers' Qwen3-MoE. Raises CheckpointError."""
     config = checkpoint.config
     config.require("attention_bias", False)
     for of_training in ("router_aux_loss_coef", "output_router_logits"):

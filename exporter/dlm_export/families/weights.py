@@ -32,7 +32,9 @@ _BF16_MAGNITUDE, _BF16_INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)
 
 
 class Weights(Tensors):
-    """Reads the tensors of a checkpoint by parameter name, one at a time. Each is checked once."""
+    """Reads the tensors of a checkpoint by parameter name, one at a time. Each tensor is checked
+    once.
+    """
 
     def __init__(
         self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]
@@ -45,9 +47,9 @@ class Weights(Tensors):
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
         """Read one parameter as an array of ``dtype``. A quantised matrix is dequantised.
 
-        A whole parameter is C-contiguous. It is assembled from parts, so only one large array is in
-        memory. Raises CheckpointError if an element is NaN, infinite, or outside the range of
-        ``dtype``.
+        A whole parameter is C-contiguous. The parameter is assembled from parts, so only one large
+        array is in memory. Raises CheckpointError if an element is NaN, infinite, or outside the
+        range of ``dtype``.
         """
         if at:
             return self._part(parameter, dtype, at)
@@ -121,10 +123,11 @@ class Weights(Tensors):
         return prequantised.read(self.checkpoint, tensor, algorithm)
 
     def _tensor(self, parameter: str) -> torch.Tensor:
-        """Return a parameter in its stored type, or dequantised. It is memory-mapped if it is one
-        whole tensor.
+        """Return a parameter in its stored type, or dequantised. The parameter is memory-mapped if
+        it is one whole tensor.
 
-        The tensor that was read last stays open, because the caller may read further parts of it.
+        The tensor that was read last stays open, because the caller may read further parts of this
+        tensor.
         """
         opened = self._opened
         if opened is not None and opened[0] == parameter:

@@ -15,9 +15,9 @@ The modules:
 This file imports neither torch nor onnx. Boards that build their own engines import this file, and
 may have neither package installed.
 
-The table lists the inputs and outputs of a graph. A pass has ``B`` canvases. For each canvas, it
-has ``T`` tokens, ``S`` cached tokens and ``R`` scored rows, and it returns the ``K`` best tokens of
-each scored row. Layer ``i`` has ``Hkv`` key heads of size ``D``.
+The table lists the inputs and outputs of a graph. A pass computes ``B`` canvases. For each canvas,
+the pass reads ``T`` tokens and ``S`` cached tokens, scores ``R`` rows, and returns the ``K`` best
+tokens of each scored row. Layer ``i`` has ``Hkv`` key heads of size ``D``.
 
 =====================================  ==========================  =================================================
 ``input_ids``, ``position_ids``        int64 ``[B, T]``            token ids, and their positions in the canvas
@@ -42,10 +42,10 @@ from __future__ import annotations
 OPSET = 23
 # opset for graphs with elementary operators only, which every TensorRT 10 can parse
 PLAIN_OPSET = 21
-# Best tokens per scored row. The margin is computed from the probabilities of the best two.
+# Best tokens per scored row. The margin is computed from the probabilities of the two best tokens.
 TOP_K = 2
-MICROSOFT_DOMAIN = "com.microsoft"  # domain of operators that only ONNX Runtime has
-# Node metadata has the module path under this key, for example blocks.3.mlp.down.
+MICROSOFT_DOMAIN = "com.microsoft"  # domain of operators that only ONNX Runtime defines
+# Node metadata stores the module path under this key, for example blocks.3.mlp.down.
 LAYER_KEY = "dlm_export.layer"
 GRAPH_FILE, DATA_FILE = "denoiser.onnx", "denoiser.onnx.data"
 DEVICE_FILE = "device.onnx"  # the graph for GPUs; it uses the same data file

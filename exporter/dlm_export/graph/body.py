@@ -90,7 +90,7 @@ class Body:
 
 
 class LoopBody(Body):
-    """The body of a loop. Its inputs are the number of the iteration, and one value that the
+    """The body of a loop. Its inputs are the index of the iteration, and one value that the
     previous iteration returned. The body may also use values from outside the loop.
     """
 

@@ -13,12 +13,12 @@ from dlm_export.graph.trace import Graph
 from dlm_export.targets import TargetError
 
 QUANTISED = (MICROSOFT_DOMAIN, "MatMulNBits")
-"""This operator multiplies fp16, bf16 or fp32 activations by INT8 or INT4 weights. Groups have 16
-to 128 inputs.
+"""This operator multiplies fp16, bf16 or fp32 activations by INT8 or INT4 weights. A group consists
+of 16 to 128 inputs.
 """
 
 # Operators of opset 23 that have kernels for fp16, bf16 and fp32. Some of these operators are used
-# with integers only. TopK and Log have no bf16 kernels, but graphs use them in fp32 only.
+# with integers only. TopK and Log have no bf16 kernels, but graphs use both operators in fp32 only.
 KERNELS = frozenset(
     [
         "Add",
@@ -56,8 +56,8 @@ KERNELS = frozenset(
 def check_operators(graph: Graph) -> None:
     """Check that the CUDA provider has a kernel for every operator of the graph.
 
-    ONNX Runtime would run all other operators on the CPU. If there are any, raises TargetError,
-    which names them.
+    ONNX Runtime would run operators without such a kernel on the CPU. If the graph contains such
+    operators, raises TargetError, which names these operators.
     """
     lacking: Counter[str] = Counter()
     for node in graph.model.graph:

@@ -4,7 +4,8 @@ In every trace, torch.onnx parses the Python source of about 500 operator defini
 a fifth of the tracing time, although a denoiser needs only a few dozen definitions.
 
 If ``network.denoiser`` uses a new operator that has a definition, add the operator to
-``OPERATORS``. Otherwise torch either decomposes the operator, or raises an error that names it.
+``OPERATORS``. Otherwise, torch either decomposes the operator, or raises an error that names the
+operator.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class _Chosen(registration.Registry):
     def items(self) -> Generator[tuple[str, registration.OverloadedFunction], None, None]:
         """Yield the operators that torch.onnx may see, with their definitions.
 
-        These are torch's operators in ``OPERATORS``, and all operators that are not torch's.
+        Torch may see torch's operators in ``OPERATORS``, and all operators that do not belong to
+        torch.
         """
         for name, found in self._whole.items():
             if not name.startswith("aten::") or name in OPERATORS:

@@ -18,9 +18,9 @@ def initialiser(graph: ir.Graph, name: str, shape: tuple[int, ...], dtype: ir.Da
 
 
 def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
-    """Return the small initialiser with this name, and add it if the graph does not have it.
+    """Return the small initialiser with this name, and add it if the graph does not contain it.
 
-    Its values are stored in the graph file, not in the data file.
+    The values of the initialiser are stored in the graph file, not in the data file.
     """
     if name not in graph.initializers:
         tensor = ir.tensor(np.asarray(array), name=name)
@@ -32,7 +32,7 @@ def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
 def take_place(new: ir.Value, old: ir.Value) -> None:
     """Replace the value ``old`` with ``new`` everywhere in the graph.
 
-    ``new`` gets the name and the type of ``old``. All nodes that used ``old`` then use ``new``.
+    ``new`` gets the name and the type of ``old``. All nodes that used ``old`` use ``new`` instead.
     """
     kept, new.shape, new.type = old.name, old.shape, old.type
     old.replace_all_uses_with(new, replace_graph_outputs=True)

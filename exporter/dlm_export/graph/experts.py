@@ -1,8 +1,8 @@
 """Replaces the mixtures of experts in a traced graph, and arranges their weights for the engine.
 
 In a traced graph, each mixture of experts is one node. The node has three stacks of matrices: gate,
-up and down. A stack ``[E, K, N]`` has one matrix for each of ``E`` experts, with ``K`` inputs and
-``N`` outputs.
+up and down. A stack ``[E, K, N]`` contains one matrix for each of ``E`` experts. Each matrix has
+``K`` inputs and ``N`` outputs.
 
 - For a CPU, ``lay_out`` replaces the node with a function that computes only the chosen experts.
   All three stacks must have the same number format. FP32, INT8 and INT4 have kernels. FP8 and NVFP4
@@ -75,8 +75,8 @@ def lay_out(
 ) -> dict[str, StackPart]:
     """Replace every mixture of an fp32 graph with a function for the format of its layers.
 
-    ``formats`` has the format of each layer. The three stacks of a mixture must have the same
-    format. A layer that is not listed stays in fp32. ``amax`` has the clipping range of each
+    ``formats`` contains the format of each layer. The three stacks of a mixture must have the same
+    format. A layer that is not listed stays in fp32. ``amax`` contains the clipping range of each
     layer's input, if the format needs a fixed range. Returns a description of each new initialiser
     by its name.
     """
@@ -120,10 +120,10 @@ def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
     """Replace every mixture of the graph with operators that compute all experts for every token.
 
     Each stack becomes one matrix. Gate and up are ``[K, E * N]``, with the experts side by side.
-    Down is ``[E * N, K]``, so its product also adds up the results of the experts. Before the down
-    projection, the features of each expert are multiplied by the token's routing weight for this
-    expert. The routing weight is 0 for experts that the token is not routed to. Returns a
-    description of each new initialiser by its name.
+    Down is ``[E * N, K]``, so the product with this matrix also adds up the results of the experts.
+    Before the down projection, the features of each expert are multiplied by the token's routing
+    weight for this expert. The routing weight is 0 for experts to which the token is not routed.
+    Returns a description of each new initialiser by its name.
     """
     parts: dict[str, StackPart] = {}
     for node, stacks in _nodes(model, network):
@@ -229,7 +229,7 @@ def _wide_shape(stack: LinearSpec) -> tuple[int, int]:
 def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
     """Join the matrices of a stack into one wide matrix, for ``spread``.
 
-    ``read`` is called with an index into the stack ``[E, K, N]``, and returns that slice.
+    ``read`` is called with an index into the stack ``[E, K, N]``, and returns the selected slice.
     """
 
     def rows(at: Index) -> np.ndarray:
@@ -245,7 +245,7 @@ def join(stack: LinearSpec, read: Callable[[Index], np.ndarray]) -> Lazy:
 
 
 def stacked(shape: tuple[int, ...], of_expert: Callable[[int], np.ndarray]) -> Lazy:
-    """Create an array with one entry per expert. An entry is computed when it is read."""
+    """Create an array with one entry per expert. Each entry is computed when it is read."""
 
     def read(at: Index) -> np.ndarray:
         return np.stack([of_expert(expert) for expert in range(shape[0])[at[0]]])

@@ -3,7 +3,7 @@
 A graph contains the definition of every function that it calls, so any engine can run the graph.
 For some functions, the native runtime registers a kernel with the function's name. ONNX Runtime
 then uses the kernel instead of the definition. A kernel must compute the same result as the
-definition. ``KERNELS`` lists the functions that have one.
+definition. ``KERNELS`` lists the functions with a kernel.
 
 ==========================  ===========================================================================================
 ``Int8Linear``              ``(x [.., K], panels, scales) -> x @ w [.., N]``. Quantises each row of x to -127..127
@@ -40,35 +40,36 @@ definition. ``KERNELS`` lists the functions that have one.
 ``NVFP4QuantizeDequantize`` ``(x [.., K], scale) -> x`` rounded to NVFP4
 ==========================  ===========================================================================================
 
-Weights ``[K, N]`` are stored in panels of 32 columns. CPU kernels read them in this order. The last
-panel is padded with zeros. The attribute ``columns`` is the number of columns without padding.
+Weights ``[K, N]`` are stored in panels of 32 columns. CPU kernels read weights in this order. The
+last panel is padded with zeros. The attribute ``columns`` is the number of columns without padding.
 
 - INT8: uint8 ``[N / 32, K / 4, 32, 4]``, each code + 128.
-- INT4: uint8 ``[N / 32, K / 8, 32, 4]``, each code + 8. A byte has two codes: the low four bits are
-  for input k, and the high four bits for input k + 4. Scales are fp16 ``[N / 32, groups, 32]``. A
-  group has ``group_size`` inputs; the last group may have fewer.
-- NVFP4: uint8 ``[N / 32, K, 16]``. A byte has two codes: the low four bits are for column n, and
-  the high four bits for column n + 16. Group scales are ``[N / 32, K / 16, 32]``.
+- INT4: uint8 ``[N / 32, K / 8, 32, 4]``, each code + 8. A byte contains two codes: the low four
+  bits are for input k, and the high four bits for input k + 4. Scales are fp16 ``[N / 32, groups,
+  32]``. A group consists of ``group_size`` inputs; the last group may be smaller.
+- NVFP4: uint8 ``[N / 32, K, 16]``. A byte contains two codes: the low four bits are for column n,
+  and the high four bits for column n + 16. Group scales are ``[N / 32, K / 16, 32]``.
 - fp32, for experts only: ``[N / 32, K, 32]``.
 
 Stacks of experts have one more axis in front, with one entry per expert.
 
-Attention rotates the first ``rotary_size`` features of each head, or all features if it is 0. The
-functions for block-causal attention have separate names. A runtime that has no kernel with such a
-name uses the definition.
+Attention rotates the first ``rotary_size`` features of each head, or all features if
+``rotary_size`` is 0. The functions for block-causal attention have separate names. A runtime that
+has no kernel with such a name uses the definition.
 
 ``segments`` ``[N, 4]`` describes N requests whose tokens are concatenated into one sequence (B =
-1). Its four columns are the index of the request's first cached row, the number of its cached rows,
+1). The four columns are the index of the request's first cached row, the number of its cached rows,
 the index of its first token, and the number of its tokens. A request sees only its own tokens and
-cached rows. With N = 0, each of the B sequences is one request, and sees all of its cached rows.
+cached rows. If N = 0, each of the B sequences is one request, and sees all cached rows of its
+sequence.
 
 A cached row is the key or the value of one position in one head. A pass computes with its own new
 rows in fp32. The cache stores these rows rounded, so later passes read rounded values. An INT8 row
-consists of ``D`` codes from -127 to 127, followed by two numbers m and e, all int8. Its values are
-``code * scale`` with ``scale = (128 + m) * 2 ** (e + 1)`` and m >= 0. The scale is the smallest
-such number that is at least ``amax / 127``, where ``amax`` is the largest magnitude in the row. A
-row that contains NaN or infinity is stored as codes 0 with e = 127. This means an infinite scale,
-so all elements of the row are read back as NaN.
+consists of ``D`` codes from -127 to 127, followed by two numbers m and e, all int8. The values of
+the row are ``code * scale`` with ``scale = (128 + m) * 2 ** (e + 1)`` and m >= 0. The scale is the
+smallest such number that is at least ``amax / 127``, where ``amax`` is the largest magnitude in the
+row. A row that contains NaN or infinity is stored as codes 0 with e = 127. This means an infinite
+scale, so all elements of the row are read back as NaN.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ KERNELS = (
 POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)
 """The fp32 number for each value of the exponent bits: ``2 ** (field - 127)``.
 
-The first entry is 0 and the last is infinity.
+The first entry is 0, and the last entry is infinity.
 """
 PANEL, DOT = 32, 4  # columns per panel, and number of products that one instruction adds up
 PAIRS = 2 * DOT  # inputs whose INT4 codes are packed together
@@ -131,7 +132,7 @@ def panels(codes: np.ndarray) -> np.ndarray:
     """
     inputs, columns = codes.shape
     # If the length of a row were a power of two, many rows would compete for the same cache lines
-    # when they are transposed. The 64 extra columns prevent this.
+    # during the transposition. The 64 extra columns prevent such conflicts.
     rows = np.full((padded(columns), inputs + 64), 128, np.uint8)[:, :inputs]
     np.bitwise_xor(codes.view(np.uint8).T, np.uint8(128), out=rows[:columns])
     dots = rows.view(np.uint32).reshape(-1, PANEL, inputs // DOT).transpose(0, 2, 1)
@@ -146,7 +147,7 @@ def int4_panels(codes: np.ndarray) -> np.ndarray:
     """
     inputs, columns = codes.shape
     rows = np.full((padded(columns), inputs + 64), 8, np.uint8)[:, :inputs]
-    # A byte has one code in its low four bits. Its other bits may have any value.
+    # The low four bits of a byte are one code. The other bits of the byte may have any value.
     np.bitwise_and(codes.view(np.uint8).T ^ np.uint8(8), np.uint8(15), out=rows[:columns])
     pairs = rows.view(np.uint32).reshape(-1, PANEL, inputs // PAIRS, 2)
     dots = (pairs[..., 0] | pairs[..., 1] << np.uint32(4)).transpose(0, 2, 1)
@@ -165,9 +166,9 @@ def lazy_blocks(codes: np.ndarray, bits: int, size: int) -> Lazy:
     """Pack codes ``[K, N]``, one per byte, for MatMulNBits: uint8 ``[N, ceil(K / size), size * bits
     / 8]``.
 
-    128 is added to INT8 codes and 8 to INT4 codes. The low four bits of a byte have the first of
-    two INT4 codes. The last block is padded with the code that means 0. Blocks are computed when
-    they are read.
+    128 is added to INT8 codes, and 8 is added to INT4 codes. The low four bits of a byte are the
+    first of two INT4 codes. The last block is padded with the code that means 0. Blocks are
+    computed when they are read.
     """
     inputs, columns = codes.shape
     count, middle = -(-inputs // size), np.uint8(1 << (bits - 1))
@@ -276,8 +277,8 @@ def _by_int8(
     body: Body, codes: ir.Value, row_scale: ir.Value, held: Sequence[ir.Value], count: ir.Value
 ) -> ir.Value:
     (stored, scales), op, ints = held, body.op, body.ints
-    # Both operands are unsigned. If one were signed, ONNX Runtime's product would saturate on CPUs
-    # without VNNI.
+    # Both operands are unsigned. If one operand were signed, ONNX Runtime's product would saturate
+    # on CPUs without VNNI.
     middle = body.constant(np.uint8(128))
     unsigned = body.cast(op("Add", codes, body.number(128)), ir.DataType.UINT8)
     # [N / 32, K / 4, 32, 4] -> [N / 32, 32, K] -> [K, N]
@@ -308,7 +309,7 @@ def _by_int4(
 
 
 def _group_of_input(body: Body, inputs: ir.Value) -> ir.Value:
-    """Add nodes that compute the group number of each of K inputs, as int64 ``[K]``.
+    """Add nodes that compute the group index of each of K inputs, as int64 ``[K]``.
 
     ``inputs`` is K.
     """
@@ -350,14 +351,14 @@ def _embedding(name: str, *, is_int4: bool) -> ir.Function:
 
 
 _Code = Callable[["Body", ir.Value], ir.Value]
-"""A function that converts rows ``[B, Hkv, rows, D]`` to the form in which the cache stores them,
-or that converts stored rows back.
+"""A function that converts rows ``[B, Hkv, rows, D]`` to the form in the cache, or that converts
+stored rows back.
 """
 
 
 def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
-    """Define an attention function. Its name says whether it is block-causal, and whether it has
-    norms.
+    """Define an attention function. The name of the function says whether it is block-causal, and
+    whether it has norms.
     """
     is_normed = NORMED in name
     norms = " q_norm k_norm" if is_normed else ""
@@ -397,7 +398,7 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         attributes["visible_block"] = ir.AttributeType.INT
         blocks = op("Div", positions, body.attribute("visible_block", ir.AttributeType.INT))
         rows = op("Concat", body.size(positions, 0), body.size(past_key, 2), axis=0)
-        # Cached rows are treated like rows of the first block, so that every query sees them.
+        # Cached rows are treated like rows of the first block, so that every query sees these rows.
         of_keys = op("Concat", op("Expand", ints(0), rows), blocks, axis=1)
         keys_first = op("Unsqueeze", of_keys, ints(1, 2))
         is_before = op("LessOrEqual", keys_first, op("Unsqueeze", blocks, ints(1, 3)))
@@ -435,8 +436,8 @@ def _own(
     """
     op, ints = body.op, body.ints
     tokens, cached = body.size(positions, 1), body.size(past_key, 2)
-    # Prepend a segment that covers all tokens and cached rows. In calls without segments, it is the
-    # only segment.
+    # Prepend a segment that covers all tokens and cached rows. In calls without segments, this
+    # segment is the only segment.
     everything = op("Unsqueeze", op("Concat", ints(0), cached, ints(0), tokens, axis=0), ints(0))
     all_segments = op("Concat", everything, segments, axis=0)
     start, count, first, _ = body.several(4, "Split", all_segments, axis=1, num_outputs=4)
@@ -466,7 +467,7 @@ def _store_int8(body: Body, rows: ir.Value) -> ir.Value:
     amax = op("Max", op("ReduceMax", op("Abs", finite), ints(-1)), body.constant(SMALLEST_ROW))
     wanted = op("Div", amax, body.number(127))
     # Find the first power of two p with 255 * p >= wanted, by counting the powers that are too
-    # small. The last eight powers are left out, because 255 * p is infinite for them.
+    # small. The last eight powers are left out, because for these powers 255 * p is infinite.
     is_short = op("Greater", wanted, body.constant(np.float32(255) * POWERS[:-8]))
     field = op("ReduceSum", body.cast(is_short, ir.DataType.INT64), ints(-1))
     mantissa = op("Ceil", op("Mul", wanted, op("Gather", powers, op("Sub", ints(254), field))))
@@ -541,7 +542,7 @@ def _nvfp4() -> ir.Function:
     """Define the function that rounds to NVFP4: E2M1 in groups of 16 along K, E4M3 group scales and
     one fp32 scale.
 
-    E2M1 has the magnitudes 0, .5, 1, 1.5, 2, 3, 4 and 6. Magnitudes below 2 are rounded to a
+    The magnitudes of E2M1 are 0, .5, 1, 1.5, 2, 3, 4 and 6. Magnitudes below 2 are rounded to a
     multiple of .5, magnitudes between 2 and 4 to a multiple of 1, and larger magnitudes to a
     multiple of 2. The operator Round rounds ties to the even multiple, which has the even E2M1
     code.

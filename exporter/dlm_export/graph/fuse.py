@@ -2,8 +2,8 @@
 
 ``graph.functions`` defines the functions. Only graphs for ONNX Runtime on a CPU are changed,
 because TensorRT fuses operators by itself. If the operators of a module do not match the pattern of
-a kernel, they are not replaced, and ``Fused`` reports the reason. The results of a graph stay the
-same.
+a kernel, these operators are not replaced, and ``Fused`` reports the reason. The results of a graph
+stay the same.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _MOST_WEIGHTS = 3  # the largest number of layers with the same input that one k
 
 @dataclass(frozen=True)
 class Fused:
-    """Reports which modules ``fuse`` replaced with kernels, and which it did not.
+    """Reports which modules ``fuse`` replaced with kernels, and which modules it did not replace.
 
-    ``calls`` has the number of nodes that call each native kernel. ``plain`` lists the modules that
-    a kernel could compute but that were not replaced: module path -> reason. It does not list
-    norms. ``has_segments`` is true if the attention of every layer reads the input ``segments``.
+    ``calls`` contains the number of nodes that call each native kernel. ``plain`` lists the modules
+    that a kernel could compute but that were not replaced: module path -> reason. ``plain`` does
+    not list norms. ``has_segments`` is true if the attention of every layer reads the input
+    ``segments``.
     """
 
     calls: Mapping[str, int]
@@ -62,8 +63,9 @@ def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
     - a residual sum that is the input of a norm;
     - the computation of the two best tokens and the entropy.
 
-    ``cache_dtype`` is the type of stored keys and values, as in the manifest. ``None`` stores them
-    in the type of the graph. Raises CacheError if the attention does not support the type.
+    ``cache_dtype`` is the type of stored keys and values, as in the manifest. If ``None``, keys and
+    values are stored in the type of the graph. Raises CacheError if the attention does not support
+    the type.
     """
     model = traced.model
     plain = _merge_linear_layers(model)
@@ -158,7 +160,9 @@ def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
 
 
 def _group_size(node: ir.Node) -> int:
-    """Number of inputs in a group with one scale, or 0 if there is one scale for a whole column."""
+    """Return the number of inputs in a group with one scale, or 0 if there is one scale for a whole
+    column.
+    """
     return node.attributes.get_int("group_size", 0)
 
 
@@ -201,8 +205,8 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
     """Replace the operators of an attention with a call of its kernel.
 
     The call replaces all nodes after the q, k and v projections, up to the node that merges the
-    heads. They include reshapes, rotation, and the concatenation of cached and new rows. Raises
-    _Unlike if an operator does not match.
+    heads. These nodes include reshapes, rotation, and the concatenation of cached and new rows.
+    Raises _Unlike if an operator does not match.
     """
     if traced.dtype.itemsize != 4:
         raise _Unlike("the kernel computes in fp32")
@@ -249,7 +253,7 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
 def _segments(model: ir.Model) -> ir.Value:
     """Return the input ``segments``, and add it if it is missing.
 
-    The input is optional. By default, it is an array without rows.
+    This input is optional. By default, the input is an array without rows.
     """
     if SEGMENTS not in model.graph.initializers:
         value = constant(model.graph, SEGMENTS, np.zeros((0, 4), np.int64))
@@ -267,7 +271,8 @@ _HIDDEN = (
 _HIDING = ("Unsqueeze", ("Mul", ("Cast", _HIDDEN), float(np.finfo(np.float32).min)), 1)
 """The pattern of nodes into which the function ``hiding`` of ``network.denoiser`` is traced.
 
-A tuple is an operator with its inputs. A number is a constant. A name matches any value.
+A tuple is an operator with its inputs. A number stands for a constant with this value. A name
+matches any value.
 """
 
 
@@ -283,10 +288,10 @@ def _visible_block(hidden: ir.Value, positions: ir.Value) -> int:
 
 
 def _looks_like(value: ir.Value | None, wanted: _Pattern, found: dict[str, ir.Value]) -> bool:
-    """True if the operators that compute ``value`` match a pattern.
+    """Return True if the operators that compute ``value`` match a pattern.
 
     A name that occurs twice in the pattern must match the same value both times. ``found`` maps
-    each name to its value, and new names are added to it.
+    each name to its value, and new names are added to ``found``.
     """
     if value is None:
         return False
@@ -307,7 +312,7 @@ def _number(value: ir.Value) -> float | None:
 
 
 def _expect(value: ir.Value | None, op_type: str, otherwise: str) -> ir.Node:
-    """Return the node that computes ``value`` if it is an ``op_type``.
+    """Return the node that computes ``value``, if this node is an ``op_type``.
 
     Otherwise raises _Unlike with the message ``otherwise``.
     """
@@ -326,8 +331,8 @@ def _refuse_settings(node: ir.Node, names: Sequence[str]) -> None:
 
 
 def _all(values: Sequence[ir.Value | None], count: int) -> list[ir.Value]:
-    """Return the values if there are exactly ``count`` of them and all are present. Otherwise
-    raises _Unlike.
+    """Return the values if there are exactly ``count`` values and none is missing. Otherwise raises
+    _Unlike.
     """
     found = [value for value in values if value is not None]
     if len(found) != count or len(values) != count:
@@ -388,7 +393,7 @@ def _heads_of(value: ir.Value | None) -> _Heads:
 
 
 def _norms_of(queries: _Heads, keys: _Heads, values: _Heads) -> list[_Norm]:
-    """Return the norms of queries and keys, or an empty list if neither has a norm.
+    """Return the norms of queries and keys, or an empty list if both have no norm.
 
     Raises _Unlike if only queries or only keys have a norm, or if the norms differ in epsilon.
     """

@@ -1,8 +1,8 @@
 """Cuts a written graph into parts at the borders of its layers.
 
 Each part is a separate ONNX model that uses the same weight file. The first part is ``embed``.
-After it, there is one part ``blocks.I`` for each layer ``I``. The last part is ``end``. It has the
-final norm and the head, and computes the best tokens.
+After ``embed``, there is one part ``blocks.I`` for each layer ``I``. The last part is ``end``. It
+contains the final norm and the head, and computes the best tokens.
 
 The inputs and outputs of a part keep the names that these values have in the whole graph. Running
 all parts in order therefore gives the same result as running the graph. Nodes that depend on
@@ -36,8 +36,8 @@ class Part:
 
     @property
     def inputs(self) -> list[str]:
-        """Names of the part's inputs. Each is an input of the graph or an output of an earlier
-        part.
+        """Names of the part's inputs. Each input is an input of the graph or an output of an
+        earlier part.
         """
         return [str(value.name) for value in self.model.graph.inputs]
 
@@ -48,7 +48,7 @@ class Part:
 
     @property
     def block(self) -> int | None:
-        """Number of the part's layer; ``None`` for the first and the last part."""
+        """Index of the part's layer; ``None`` for the first and the last part."""
         return int(self.name.removeprefix(BLOCKS)) if self.name.startswith(BLOCKS) else None
 
     def check_given(self, names: set[str]) -> None:
@@ -71,11 +71,11 @@ def cut(model: ir.Model) -> list[Part]:
     graph = model.graph
     layers = [block_of(node) for node in graph]
     end = max((layer for layer in layers if layer is not None), default=-1) + 2
-    # Inputs with an initialiser are optional, so they are treated as constants here.
+    # Inputs with an initialiser are optional, so these inputs are treated as constants here.
     made_in = {value: 0 for value in graph.inputs if not value.is_initializer()}
-    # part -> values that it reads from other parts
+    # part -> values that this part reads from other parts
     crossing: dict[int, dict[ir.Value, None]] = defaultdict(dict)
-    # part -> values that later parts read from it
+    # part -> values that later parts read from this part
     given: dict[int, dict[ir.Value, None]] = defaultdict(dict)
     for node, layer in zip(graph, layers, strict=True):
         read = [value for value in node.inputs if value is not None and value in made_in]
@@ -100,7 +100,7 @@ def cut(model: ir.Model) -> list[Part]:
 
 
 def block_of(node: ir.Node) -> int | None:
-    """Return the number of a node's layer, or ``None`` if the node is outside the layers."""
+    """Return the index of a node's layer, or ``None`` if the node is outside the layers."""
     path = node.metadata_props.get(LAYER_KEY, "")
     return int(path.split(".")[1]) if path.startswith(BLOCKS) else None
 

@@ -1,13 +1,13 @@
 """Quantises layers in a graph by replacing their MatMul nodes, or the operands of these nodes.
 
 A layer is found by the module path in the metadata of its node (``graph.LAYER_KEY``). At this
-point, the graph has only the shapes and types of weights. ``write_graph`` later asks for their
+point, the graph contains only the shapes and types of weights. ``write_graph`` later asks for the
 values, one weight at a time.
 
 A graph can be written for three engines (``Form``):
 
 - ``cpu``, for ONNX Runtime on a CPU, where accuracy is measured.
-- ``tensorrt``, for TensorRT's parser. It can share its initialisers with a CPU graph.
+- ``tensorrt``, for TensorRT's parser. The graph can share its initialisers with a CPU graph.
 - ``cuda``, for ONNX Runtime's CUDA provider. INT8 and INT4 weights use
   ``com.microsoft::MatMulNBits``, which has kernels for CPUs and for CUDA.
 
@@ -32,9 +32,9 @@ TensorRT
 ==============  ===================================================================================
 
 ONNX Runtime computes constant expressions when it opens a graph. A simulated format therefore needs
-more disk space, and passes do not become slower. Scales have the graph's type. The operators
-QuantizeLinear and DequantizeLinear are those of ONNX opset 23, and NVFP4 follows the two-level
-scheme in TensorRT's documentation.
+more disk space, but does not make passes slower. Scales have the graph's type. QuantizeLinear and
+DequantizeLinear are operators of ONNX opset 23. NVFP4 follows the two-level scheme in TensorRT's
+documentation.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class Part:
 
 
 def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
-    """Return why the shape of a layer does not fit a format, or ``None`` if it fits.
+    """Return the reason why the shape of a layer does not fit a format, or ``None`` if the shape
+    fits.
 
     Some formats have one scale per group of inputs. For a GPU, and for NVFP4 on any engine, the
     number of inputs must be a multiple of the group size.
@@ -95,7 +96,7 @@ def misfit(layer: LinearSpec, name: str, *, on_gpu: bool = False) -> str | None:
     if size is not None and inputs % size and (on_gpu or chosen.weights == "nvfp4"):
         return f"{name} has groups of {size}; {inputs} inputs is not a multiple"
     if layer.is_tied and on_gpu and chosen.weights is not None:
-        # TensorRT accepts codes only as the input of DequantizeLinear. It would therefore
+        # TensorRT accepts codes only as the input of DequantizeLinear. TensorRT would therefore
         # dequantise the whole table for each lookup.
         return "a GPU looks up rows of the embedding table, which is also the head's weight, in full precision"
     if layer.is_tied and not chosen.suits_table:
@@ -119,7 +120,7 @@ def rewrite(
     """Quantise the layers of a traced graph in place.
 
     Args:
-        traced: The graph. It must be in fp32 if a format computes input ranges in each pass.
+        traced: The graph. The graph must be in fp32 if a format computes input ranges in each pass.
         formats: The format of each layer, a key of ``FORMATS``.
         amax: The clipping range of each layer's input, for layers with a static range.
         rotated: The size of the Hadamard matrix, for each layer whose input is rotated.
@@ -128,7 +129,7 @@ def rewrite(
         is_shared: True if a CPU graph and a device graph use the same initialisers.
 
     Returns:
-        A description of each new initialiser, by name.
+        A dict that maps the name of each new initialiser to its description.
     """
     writer = _Writer(
         traced, form, has_panels=not is_shared and traced.element_type == ir.DataType.FLOAT
@@ -218,9 +219,9 @@ class _Writer:
         return tuple(made.outputs)
 
     def weight(self, layer: str, part: str, shape: tuple[int, ...], dtype: ir.DataType) -> ir.Value:
-        """Add an initialiser. ``write_graph`` asks for its values when it writes the graph."""
+        """Add an initialiser. ``write_graph`` asks for the values when it writes the graph."""
         name = f"{layer}.weight.{part}"
-        if name in self.graph.initializers:  # a tied head shares it with the embedding
+        if name in self.graph.initializers:  # a tied head shares the weight with the embedding
             return self.graph.initializers[name]
         self.parts[name] = Part(layer, part)
         return initialiser(self.graph, name, shape, dtype)
@@ -242,7 +243,7 @@ class _Writer:
     ) -> None:
         """Quantise a MatMul.
 
-        If its weight is the transposed embedding table, ``tied`` describes the head.
+        If the weight of the MatMul is the transposed embedding table, ``tied`` describes the head.
         """
         x, w = node.inputs
         assert x is not None
@@ -410,8 +411,8 @@ class _Writer:
         elif self.for_tensorrt:
             zero = self.constant("zero.int8", np.int8(0))
         else:
-            # ONNX Runtime multiplies uint8 by int8 in one instruction, but int8 by int8 in several.
-            # The values that the codes stand for are the same.
+            # ONNX Runtime multiplies uint8 by int8 in one instruction, but needs several
+            # instructions for int8 by int8. Both kinds of codes stand for the same values.
             zero = self.constant("zero.uint8", np.uint8(128))
         return self.nodes(
             node,
@@ -436,8 +437,8 @@ class _Writer:
             zeros = []
             if chosen.weights == "int8" and not self.for_tensorrt:
                 # When ONNX Runtime converts codes to unsigned, it adds zero points of another shape
-                # if there are none. It changes zero points in place, so each layer needs separate
-                # zero points.
+                # if a layer has no zero points. ONNX Runtime changes zero points in place, so each
+                # layer needs separate zero points.
                 zeros = [self.constant(f"{layer}.zeros", np.zeros(N, np.int8))]
             return self.nodes(
                 node, layer, ("DequantizeLinear", [codes, scales, *zeros], {"axis": 1})
@@ -490,7 +491,7 @@ class _Writer:
             ("MatMul", [None, self.number(f"hadamard.{size}", hadamard(size))], {}),
             ("Reshape", [None, whole], {"allowzero": 0}),
         )
-        # The last axis now has an unknown size, -1. MatMul infers it from the weight.
+        # The last axis now has an unknown size, -1. MatMul infers the size from the weight.
         node.replace_input_with(0, rotated)
 
     def embedding(self, node: ir.Node, layer: str, number_format: str) -> None:

@@ -18,11 +18,11 @@ from dlm_export.graph.parts import EMBED, block_of
 from dlm_export.network.spec import NetworkSpec
 
 _NUMBERED = re.compile(r"(blocks\.|(?:past|present)_(?:key|value)\.)(\d+)")
-"""Matches the start of a layer's module path or port name, including the layer's number."""
+"""Matches the start of a layer's module path or port name, including the layer's index."""
 
 
 def kinds(network: NetworkSpec) -> list[int]:
-    """Number the kinds of layers from 0, and return the kind of each layer."""
+    """Assign an index to each kind of layer, from 0, and return the index for each layer."""
     described = list(dict.fromkeys(network.layers))
     return [described.index(layer) for layer in network.layers]
 
@@ -30,8 +30,8 @@ def kinds(network: NetworkSpec) -> list[int]:
 def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
     """Build the graph whose layer ``i`` is a copy of block ``layers[i]`` of ``traced``.
 
-    Here, a block is the module of one layer. ``traced`` has one block of each kind. Each node must
-    have a module path (``LAYER_KEY``), and its result must be used. Blocks may exchange the
+    Here, a block is the module of one layer. ``traced`` contains one block of each kind. Each node
+    must have a module path (``LAYER_KEY``), and its result must be used. Blocks may exchange the
     residual stream and shared values only. Raises AssertionError otherwise, because then the trace
     is wrong.
     """
@@ -65,8 +65,8 @@ def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
 
 
 class _Copies:
-    """The copies of the traced graph's values. ``own`` has the values of each layer, and ``shared``
-    has all other values.
+    """The copies of the traced graph's values. ``own`` contains the values of each layer, and
+    ``shared`` contains all other values.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -113,7 +113,7 @@ class _Copies:
         return made
 
     def _of_node(self, node: ir.Node, layer: int | None) -> ir.Node:
-        is_constant = node.op_type == "Constant"  # the trace has one constant for several layers
+        is_constant = node.op_type == "Constant"  # layers may share one constant
         return ir.Node(
             node.domain,
             node.op_type,
@@ -143,7 +143,7 @@ def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.N
 
 
 def _handed(makers: Iterable[ir.Node], readers: Iterable[ir.Node]) -> ir.Value:
-    """Return the residual stream, the only value that one part passes to the next."""
+    """Return the residual stream, the only value that one part passes to the next part."""
     made = {value for node in makers if node.op_type != "Constant" for value in node.outputs}
     handed = list(
         dict.fromkeys(value for node in readers for value in node.inputs if value in made)
@@ -176,8 +176,8 @@ def _placed(values: Iterable[ir.Value], layers: Sequence[int]) -> list[tuple[ir.
 
 
 def _named(name: str | None, layer: int | None) -> str:
-    """Return the name of a value, or the path of a node, in a layer of the full graph. A layer of
-    ``None`` means outside the layers.
+    """Return the name of a value, or the path of a node, in a layer of the full graph. If the layer
+    is ``None``, the value or node is outside the layers.
     """
     assert name is not None
     if layer is None:

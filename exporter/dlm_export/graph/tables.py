@@ -1,10 +1,11 @@
-"""Stores the embedding table of a graph in the checkpoint's type, and shares it with a tied head.
+"""Stores the embedding table of a graph in the checkpoint's type, and shares the table with a tied
+head.
 
 A tied head multiplies by the embedding table, so both can share one initialiser. In a traced graph,
-a tied head is ``MatMul(x, Transpose(table))``. When ONNX Runtime opens such a graph, it transposes
-the table and keeps the result as a second copy in fp32. The functions in this module avoid the
-second copy. TensorRT makes no second copy (measured with TensorRT-RTX 1.7.1). Graphs for TensorRT
-therefore keep MatMul and Transpose.
+a tied head is ``MatMul(x, Transpose(table))``. When ONNX Runtime opens such a graph, ONNX Runtime
+transposes the table and keeps the result as a second copy in fp32. The functions in this module
+avoid the second copy. TensorRT makes no second copy (measured with TensorRT-RTX 1.7.1). Graphs for
+TensorRT therefore keep MatMul and Transpose.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from dlm_export.network.spec import EMBEDDING, HEAD
 def hold_once(graph: Graph, dtype: ir.DataType) -> None:
     """Change a CPU graph so that it stores its embedding table once, in ``dtype``.
 
-    If the head is tied, it is changed to use this table.
+    If the head is tied, the head is changed to use this table.
 
-    For an fp32 graph, ``dtype`` is the checkpoint's type. For other graphs it is the graph's type.
-    Each looked-up row is converted to the graph's type. A quantised table is not changed.
+    For an fp32 graph, ``dtype`` is the checkpoint's type. For other graphs, ``dtype`` is the
+    graph's type. Each looked-up row is converted to the graph's type. A quantised table is not
+    changed.
     """
     table = graph.model.graph.initializers.get(EMBEDDING)
     if table is None:
@@ -45,7 +47,7 @@ def multiply_transposed(graph: Graph) -> None:
     table.
 
     Uses Gemm, which accepts a transposed operand. Gemm has no batch axis, so the activations are
-    reshaped before and after it.
+    reshaped before and after Gemm.
     """
     product = _product_of(graph)
     if product is None:

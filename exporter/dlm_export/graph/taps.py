@@ -1,7 +1,7 @@
 """Finds the inputs and outputs of layers in a graph.
 
-A ``Tap`` has the names of a layer's input and output. ``show`` adds these values to the outputs of
-the graph.
+A ``Tap`` contains the names of a layer's input and output. ``show`` adds these values to the
+outputs of the graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dlm_export.graph.trace import Graph
 
 ROUTES = ".routes"
 """A mixture of experts has a second tap, whose path ends with this suffix. The input of this tap is
-the numbers of the chosen experts, and its output is their routing weights.
+the indices of the chosen experts. The output of this tap is the routing weights of these experts.
 """
 SHOWN = "tap:"
 """Prefix of the names of outputs that ``show`` adds."""
@@ -26,7 +26,7 @@ SHOWN = "tap:"
 
 @dataclass(frozen=True)
 class Tap:
-    """Names of a layer's input and output values. The output is the value after adding the bias."""
+    """Names of a layer's input and output values. The output includes the bias."""
 
     input: str
     output: str
@@ -48,8 +48,8 @@ def weight_of(node: ir.Node) -> ir.Value | None:
 
 
 def find_taps(traced: Graph) -> dict[str, Tap]:
-    """Return the tap of every layer, by module path. Later changes of the graph keep the names of
-    these values.
+    """Return the tap of every layer. The keys are module paths. Later changes of the graph keep the
+    names of inputs and outputs.
     """
     found: dict[str, Tap] = {}
     for node in traced.model.graph:
@@ -78,8 +78,8 @@ def find_taps(traced: Graph) -> dict[str, Tap]:
 def show(model: ir.Model, taps: Mapping[str, Tap]) -> None:
     """Add every value of ``taps`` that a graph or part contains to its outputs, in fp32.
 
-    The name of such an output is ``SHOWN`` plus the value's name. A value that is now inside a
-    fused operator cannot be read, and is left out.
+    The name of such an output is ``SHOWN`` plus the value's name. A value inside a fused operator
+    cannot be read, and is left out.
     """
     graph = model.graph
     wanted = {name for tap in taps.values() for name in (tap.input, tap.output)}

@@ -16,7 +16,7 @@ TIED_HEADS = {
     ir.DataType.BFLOAT16: "Bf16TiedHead",
     ir.DataType.FLOAT16: "Fp16TiedHead",
 }
-"""Type of an unquantised table -> name of the function that multiplies by it."""
+"""Type of an unquantised table -> name of the function that multiplies by this table."""
 FP8_TIED_HEAD = "Fp8TiedHead"
 
 

@@ -159,8 +159,8 @@ def describe(
 ) -> dict[str, Any]:
     """Describe the graph for the native reader. The manifest stores the result as ``loop.graph``.
 
-    ``for_device`` says whether the bundle also has a graph for GPUs. For ``has_segments``, see
-    ``Fused``.
+    ``for_device`` says whether the bundle also has a graph for GPUs. ``Fused`` explains
+    ``has_segments``.
     """
     kinds = ("past_key", "past_value", "present_key", "present_value")
     layers = [
@@ -212,8 +212,8 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
         ]
     auto = torch.export.Dim.AUTO
     rows_and_tokens, cached = {0: auto, 1: auto}, {0: auto, 2: auto}
-    # Hide torch's warnings and log lines, such as that torchvision is missing. They do not help
-    # users.
+    # Hide torch's warnings and log lines, for example the warning that torchvision is missing.
+    # These messages do not help users.
     with warnings.catch_warnings(), _quiet_logger("torch.onnx"), torch.no_grad(), definitions.few():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
@@ -246,7 +246,7 @@ def trace_pass(network: NetworkSpec, precision: str, *, is_plain: bool = False) 
         functions.declare(model, MIXTURE)
     passes.CommonSubexpressionEliminationPass()(model)
     _name_axes(model, network)
-    if is_plain:  # the remaining operators are the same in this opset and in the newer opset
+    if is_plain:  # the remaining operators are the same in both opsets
         model.graph.opset_imports[""] = PLAIN_OPSET
     return Graph(model, network, dtype)
 
@@ -289,8 +289,8 @@ def _name_layers(model: ir.Model) -> None:
 
 
 def _type_given_by(node: ir.Node) -> ir.TypeProtocol | None:
-    """Return the type of a node's output. Except for a few operators, it is the type of the first
-    input.
+    """Return the type of a node's output. Except for a few operators, the type of the output is the
+    type of the first input.
     """
     if node.op_type == "Cast":
         return ir.TensorType(ir.DataType(node.attributes["to"].as_int()))
@@ -324,7 +324,7 @@ def _simplify_reshapes(model: ir.Model) -> None:
         number, wanted = (
             ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None
         )
-        if number is not None and wanted is not None:  # torch made a list from a single number
+        if number is not None and wanted is not None:  # torch made a list from a single value
             folded = constant(node, number.numpy().reshape(wanted.numpy()), "value")
             node.outputs[0].replace_all_uses_with(folded)
             continue
@@ -336,7 +336,7 @@ def _simplify_reshapes(model: ir.Model) -> None:
         assert all(isinstance(dim, int) for dim in dims[2:]), (node.name, dims)
         shape = constant(node, np.array([0, 0, *dims[2:]], np.int64), "shape")
         node.replace_input_with(1, shape)
-        # torch sets allowzero. With it, a 0 in the shape would mean an empty dimension.
+        # torch sets allowzero. With allowzero, a 0 in the shape would mean an empty dimension.
         node.attributes.pop("allowzero", None)
 
 

@@ -1,4 +1,6 @@
-"""Changes bf16 graphs so that ONNX Runtime can run them on CPUs, with kernels that compute in fp32."""
+"""Changes bf16 graphs so that ONNX Runtime can run these graphs on CPUs, with kernels that compute
+in fp32.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Writes a graph file, and its weights piece by piece to a separate data file.
 
-This needs memory for the codes of one matrix, the largest. A graph for GPUs can use the same data
+Writing needs memory for the codes of the largest matrix. A graph for GPUs can use the same data
 file.
 """
 
@@ -23,8 +23,8 @@ from dlm_export.graph.trace import Graph
 from dlm_export.network.denoiser import cosines_and_sines
 from dlm_export.network.spec import HEAD, NetworkSpec
 
-_MOST_PARTS = 3  # the most initialisers that one weight has: codes, scales and a global scale
-DATA_ALIGNMENT = 4096  # in bytes; equals a page, so that the engine can map each tensor into memory
+_MOST_PARTS = 3  # the most initialisers of one weight: codes, scales and a global scale
+DATA_ALIGNMENT = 4096  # in bytes: one page, so that the engine can map each tensor into memory
 
 
 def data_bytes(
@@ -41,7 +41,7 @@ def data_bytes(
     Args:
         network: The denoiser's description.
         precision: A key of ``PRECISIONS``.
-        formats: The format of each layer whose format is not ``precision``.
+        formats: The formats of layers whose format is not ``precision``.
         table_bytes: Bytes per element of the embedding table, if its type is not ``precision``.
     """
     c = network
@@ -62,7 +62,7 @@ def data_bytes(
             columns = functions.padded(layer.outputs)
             plain = layer.inputs * layer.outputs * PRECISIONS[precision]
             saved += layer.count * (plain - chosen.weight_bytes(layer.inputs, columns))
-            # MatMulNBits uses whole blocks, and stores a scale for each.
+            # MatMulNBits uses whole blocks, and stores a scale for each block.
             if chosen.weights == "int8" and precision != "fp32":
                 size = functions.block_size(layer.inputs)
                 blocks = -(-layer.inputs // size)
@@ -86,17 +86,18 @@ def write_graph(
 
     Args:
         graph: The graph to write.
-        parameter: Called with the name and type of an initialiser. Returns its values; 4-bit values
-            take one byte each.
+        parameter: A function that is called with the name and type of an initialiser. The function
+            returns the values of the initialiser; 4-bit values take one byte each.
         folder: Destination.
         on_bytes: Called with the number of bytes written since the last call.
-        device: A second graph, written as ``device.onnx``. It uses the same data file.
+        device: A second graph, written as ``device.onnx``. The second graph uses the same data
+            file.
 
     Returns:
-        Size and SHA-256 of the data file, by file name.
+        A dict that maps the name of the data file to its size and SHA-256.
 
     Raises:
-        OSError: The disk is full. Exceptions of ``parameter`` are passed on.
+        OSError: The disk is full. Exceptions of ``parameter`` are also raised.
     """
     c, dtype = graph.network, graph.element_type.numpy()
     mask_token_bias = np.zeros(c.vocab_size, np.float32)
@@ -116,7 +117,7 @@ def write_graph(
 
         for name, value in graph.model.graph.initializers.items():
             if value.const_value is not None:
-                continue  # its value is stored in the graph file
+                continue  # the value is stored in the graph file
             assert value.dtype is not None
             array = buffers[name] if name in buffers else parameter(name, value.dtype.numpy())
             expected = tuple(value.shape or ())

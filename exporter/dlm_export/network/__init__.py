@@ -1,7 +1,7 @@
 """The denoiser: a description of the network as data, and torch modules built from that
 description.
 
-``spec`` has the description, and ``denoiser`` has the modules. ``reference`` is the unmasking loop
-in plain torch. The native loop is tested against it. This package reads no files. Its code does not
-depend on the names of released models.
+``spec`` contains the description, and ``denoiser`` contains the modules. ``reference`` is the
+unmasking loop in plain torch. The native loop is tested against ``reference``. This package reads
+no files. Its code does not depend on the names of released models.
 """

@@ -1,4 +1,4 @@
-"""Rounds keys and values in torch exactly as the caches of ``graph.functions`` round them."""
+"""Rounds keys and values in torch exactly as the caches of ``graph.functions`` do."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def read_back(rows: Tensor, cache_dtype: str) -> Tensor:
 
 
 def _through_int8(rows: Tensor) -> Tensor:
-    """Quantise each row to codes -127..127 and dequantise it.
+    """Quantise each row to codes -127..127, and dequantise the row.
 
-    The scale of a row is at least amax / 127, where amax is the largest magnitude in the row. It is
-    the smallest such number of the form ``mantissa * 2 ** n``, where the mantissa is an integer of
-    at most 255.
+    The scale of a row is at least amax / 127, where amax is the largest magnitude in the row. The
+    scale is the smallest such number of the form ``mantissa * 2 ** n``, where the mantissa is an
+    integer of at most 255.
     """
     is_bad = ~rows.isfinite().all(-1, keepdim=True)
     finite = rows.masked_fill(is_bad, 0)

@@ -1,8 +1,8 @@
 """Torch modules for the denoiser that a ``NetworkSpec`` describes.
 
-No code here depends on a family's name. Layers have RMSNorm, rotate-half RoPE, grouped-query
+No code here depends on a family's name. Layers use RMSNorm, rotate-half RoPE, grouped-query
 attention and gated MLPs, as in LLaDA (arXiv:2502.09992) and Dream (arXiv:2508.15487). Instead of an
-MLP, a layer may have a mixture of experts (``experts``).
+MLP, a layer may contain a mixture of experts (``experts``).
 
 Shapes: ``B`` canvases, ``T`` tokens of one pass, ``S`` cached tokens, ``H`` heads, ``D`` head size,
 ``V`` vocabulary size.
@@ -43,8 +43,8 @@ class Packed:
 
     Each pass sees its own tokens and its own cache only.
 
-    For each pass, ``passes`` has the slice of its tokens in the sequence, its additive attention
-    mask (see ``hiding``), and its cached keys and values ``[1, Hkv, S, D]``.
+    For each pass, ``passes`` contains the slice of its tokens in the sequence, its additive
+    attention mask (see ``hiding``), and its cached keys and values ``[1, Hkv, S, D]``.
     """
 
     passes: Sequence[tuple[slice, Tensor | None, Past | None]]
@@ -128,10 +128,10 @@ def hiding(
     """Return an additive mask for attention scores that hides later blocks, or ``None`` if every
     key is visible.
 
-    The mask is ``[B, 1, T, S + T]`` of type ``dtype``. It is 0 for visible keys, and the lowest
-    finite number for hidden keys. All ``cached`` (S) keys are visible. Minus infinity is not used,
-    because some kernels compute the softmax in tiles. If a tile had hidden keys only, its result
-    would be NaN.
+    The mask is ``[B, 1, T, S + T]`` of type ``dtype``. The mask is 0 for visible keys, and the
+    lowest finite number for hidden keys. All ``cached`` (S) keys are visible. Minus infinity is not
+    used, because some kernels compute the softmax in tiles. If a tile contained hidden keys only,
+    the result of the tile would be NaN.
     """
     if block_length is None:
         return None
@@ -163,7 +163,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Past]:
         B, T, _ = x.shape
         a = self.spec
-        if self.is_plain:  # queries that share a key get their own axis
+        if self.is_plain:  # the queries that share a key get a separate axis
             q = self.q_norm(self.q(x).view(B, T, a.kv_heads, a.group, a.head_size)).permute(
                 0, 2, 3, 1, 4
             )
@@ -203,7 +203,9 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer. If its description lacks a norm, this norm is an identity."""
+    """One transformer layer. If the description of the layer lacks a norm, this norm is an
+    identity.
+    """
 
     def __init__(self, spec: LayerSpec, hidden_size: int, is_plain: bool) -> None:
         super().__init__()
@@ -260,9 +262,9 @@ class Rotary(nn.Module):
 class Denoiser(nn.Module):
     """The network. It takes a canvas and predicts a token for every position.
 
-    Parameters are not initialised: ``families.load`` reads them from a checkpoint. If ``is_plain``
-    is true, the network uses elementary operations only, for engines that have no operators for
-    attention, norms and rotary embeddings. Raises UnbuiltNetworkError.
+    Parameters are not initialised: ``families.load`` reads the parameters from a checkpoint. If
+    ``is_plain`` is true, the network uses elementary operations only, for engines that have no
+    operators for attention, norms and rotary embeddings. Raises UnbuiltNetworkError.
     """
 
     def __init__(self, network: NetworkSpec, is_plain: bool = False) -> None:
@@ -287,9 +289,9 @@ class Denoiser(nn.Module):
         """Return the features after the final norm ``[B, T, hidden]``, and the new keys and values
         of each layer ``[B, Hkv, T, D]``.
 
-        ``past`` has the cached keys and values of each layer, ``[B, Hkv, S, D]``. The keys are
+        ``past`` contains the cached keys and values of each layer, ``[B, Hkv, S, D]``. The keys are
         already rotated by their positions. Cached positions may be in any order, because every
-        query sees all of them.
+        query sees all cached positions.
         """
         x = self.embed(input_ids)
         turns: list[Turn] = [(table.cos, table.sin, position_ids) for table in self.rotary]  # type: ignore[misc]
@@ -322,8 +324,8 @@ class Denoiser(nn.Module):
         """Return the raw logits ``[B, L, V]`` of a pass over whole canvases ``[B, L]``, without a
         cache.
 
-        Row i has the logits that the network computes at position i. With ``shift`` 1, they predict
-        the token at position i + 1.
+        Row i contains the logits that the network computes at position i. If ``shift`` is 1, these
+        logits predict the token at position i + 1.
         """
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         return self.project(self.hidden(input_ids, positions)[0])

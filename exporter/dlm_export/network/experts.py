@@ -1,5 +1,5 @@
-"""Mixture-of-experts layers in torch: a router, the MLPs that tokens are routed to, and an optional
-shared MLP.
+"""Mixture-of-experts layers in torch: a router, the MLPs to which tokens are routed, and an
+optional shared MLP.
 
 Each expert is computed once, for all tokens that are routed to it. Experts without tokens are not
 computed. If the weights are memory-mapped, the weights of such experts are never read from disk.
@@ -22,15 +22,15 @@ torch.library.define(
     "dlm_export::experts", "(Tensor x, Tensor chosen, Tensor weights, Tensor[] stacks) -> Tensor"
 )
 _NO_SUM = 1e-20
-"""This number is added to the sum of routing weights before weights are divided by the sum, as in
-released routers.
+"""This number is added to the sum of routing weights. The weights are then divided by the sum, as
+in released routers.
 """
 
 
 @torch.library.register_fake("dlm_export::experts")  # type: ignore[untyped-decorator]
 def _shape_of_experts(x: Tensor, chosen: Tensor, weights: Tensor, stacks: list[Tensor]) -> Tensor:
-    """Tells the exporter the shape of the output of ``RoutedMLPs``, which becomes a single graph
-    node.
+    """Return an empty tensor with the shape of the output of ``RoutedMLPs``. The exporter needs
+    this shape, because ``RoutedMLPs`` becomes a single graph node.
     """
     return torch.empty_like(x)
 
@@ -57,7 +57,8 @@ class Router(nn.Module):
         return chosen, self.weights_of(scores, judged, chosen)
 
     def scores(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two scores of every expert, both fp32 ``[.., E]``: without the bias, and with it.
+        """Return two scores of every expert, both fp32 ``[.., E]``: without the bias, and with the
+        bias.
 
         Experts are chosen by the scores with the bias.
         """
@@ -68,7 +69,7 @@ class Router(nn.Module):
     def weights_of(self, scores: Tensor, judged: Tensor, chosen: Tensor) -> Tensor:
         """Return the routing weights ``[.., k]`` of the experts ``chosen``.
 
-        The router would perhaps choose other experts.
+        These experts may differ from the experts that the router would choose.
         """
         r = self.spec
         weights = (judged if r.bias == "weights" else scores).gather(-1, chosen)
@@ -82,9 +83,9 @@ class Router(nn.Module):
 
         ``judged`` ``[.., E]`` are the scores by which experts are chosen. The groups of the chosen
         experts are compared with the best groups, and the chosen experts with the best experts of
-        the same groups. The result is the larger of the two differences. A choice with the same
-        scores as the best choice gives 0. The result is infinity if an expert is chosen twice, or
-        if the experts are from too many groups.
+        the same groups. The result is the larger of the two differences. If the chosen experts have
+        the same scores as the best experts, the result is 0. The result is infinity if an expert is
+        chosen twice, or if the experts are from too many groups.
         """
         r = self.spec
         taken = torch.zeros_like(judged).scatter(-1, chosen, 1.0)
@@ -127,12 +128,12 @@ class Router(nn.Module):
 class Stacked(nn.Module):
     """A matrix ``[in, out]`` for each of ``E`` experts.
 
-    The matrices are one parameter in memory, or each is read when it is needed.
+    The matrices are one parameter in memory, or each matrix is read when it is needed.
     """
 
     def __init__(self, count: int, inputs: int, outputs: int, *, is_down: bool = False) -> None:
-        """``is_down`` means that these are the matrices of the down projection. ``wide`` joins them
-        along the inputs, because the outputs of the experts are added up.
+        """``is_down`` means that these are the matrices of the down projection. ``wide`` joins
+        these matrices along the inputs, because the outputs of the experts are added up.
         """
         super().__init__()
         self.count, self.inputs, self.outputs, self.is_down = count, inputs, outputs, is_down
@@ -162,8 +163,8 @@ class Stacked(nn.Module):
 class RoutedMLPs(nn.Module):
     """``E`` gated MLPs, the experts. Each expert computes the tokens that are routed to it.
 
-    If ``is_dense`` is true, one wide MLP computes all experts for every token. It multiplies the
-    features of an expert by 0 if the token is not routed to this expert.
+    If ``is_dense`` is true, one wide MLP computes all experts for every token. The wide MLP
+    multiplies the features of an expert by 0 if the token is not routed to this expert.
     """
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
@@ -220,7 +221,7 @@ class RoutedMLPs(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts. A layer has it instead of an MLP."""
+    """A mixture of experts, which some layers use instead of an MLP."""
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
         super().__init__()

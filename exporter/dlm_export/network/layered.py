@@ -1,9 +1,9 @@
 """Runs canvases through a denoiser layer by layer, with only one layer in memory.
 
-This needs memory for one layer, and for the activations of all canvases. Each weight matrix is read
-once for all canvases. Canvases of equal length are computed together. If the activations exceed
-their memory limit, they are stored in a memory-mapped file. The disk space of this file is
-allocated in advance.
+A run needs memory for one layer, and for the activations of all canvases. Each weight matrix is
+read once for all canvases. Canvases of equal length are computed together. If the activations
+exceed their memory limit, all activations are stored in a memory-mapped file. The disk space of
+this file is allocated in advance.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dlm_export.network.spec import NetworkSpec, rotary_table
 from dlm_runtime.errors import DlmError
 
 BATCH_TOKENS = 2048
-"""Largest number of tokens in a batch. A longer canvas is a batch by itself.
+"""Largest number of tokens in a batch. A longer canvas is a separate batch.
 
 With this many tokens, matrix products already have full speed on a CPU.
 """
@@ -49,7 +49,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 class MemoryLimitError(DlmError):
-    """Raised if the requested work needs more memory or disk space than it may use."""
+    """Raised if the requested work needs more memory or disk space than is allowed."""
 
 
 class ReadTensor(Protocol):
@@ -111,10 +111,10 @@ class Layered:
         check_built(network)
         self.read, self.network, self.dtype = read, network, dtype
         self.device = device or torch.device("cpu")
-        # A weak reference to the layer that was read last. It returns None after that layer is
-        # freed.
+        # A weak reference to the layer that was read last. The reference returns None after that
+        # layer is freed.
         self._last: Callable[[], object] = lambda: None
-        self._rooms: list[Tensor] = []  # buffers that hold the converted weights of that block
+        self._rooms: list[Tensor] = []  # buffers for the converted weights of that layer
         tables = network.rotary_tables()
         self._rotary = [
             Rotary(table, network.max_canvas_length).to(self.device, dtype) for table in tables
@@ -160,8 +160,8 @@ class Layered:
         not changed.
 
         Where possible, the converted parameter is written to a buffer of ``spare``. New memory
-        would be slower: the system provides it page by page, which takes several times as long as
-        converting bf16.
+        would be slower: the system provides new memory page by page, which takes several times as
+        long as converting bf16.
         """
         stored = self.read(parameter, None)
         if stored.dtype == self.dtype or self.device.type != "cpu":
@@ -183,7 +183,7 @@ class Layered:
         attention mask and ``past``.
 
         The hidden states belong to the tokens ``ids`` ``[B, T]``, which start at position
-        ``first``. ``past`` has the cached keys and values of other positions.
+        ``first``. ``past`` contains the cached keys and values of other positions.
         """
         positions = torch.arange(first, first + ids.shape[1], device=self.device).expand_as(ids)
         return self._turn(i, positions), self._hiding(i, positions, past), past
@@ -192,10 +192,11 @@ class Layered:
         self, i: int, spans: Sequence[tuple[int, int]], past: Sequence[Past | None]
     ) -> tuple[Turn | None, None, Packed]:
         """Return the arguments that layer ``i`` needs besides the hidden states, for several passes
-        at once.
+        together.
 
         The hidden states of the passes are concatenated to ``[1, tokens, hidden]``. For each pass,
-        ``spans`` has its positions ``(first, end)``, and ``past`` has its cached keys and values.
+        ``spans`` contains its positions ``(first, end)``, and ``past`` contains its cached keys and
+        values.
         """
         positions = [
             torch.arange(first, last, device=self.device).unsqueeze(0) for first, last in spans
@@ -220,14 +221,14 @@ class Layered:
         return hiding(self.network.layers[i].attention.visible_block, positions, cached, self.dtype)
 
     def final_norm(self) -> RMSNorm:
-        """The norm after the last layer."""
+        """Return the norm after the last layer."""
         c = self.network
         with torch.device("meta"):
             norm = RMSNorm(c.hidden_size, c.norm_eps, is_plain=False)
         return _filled(norm, {"weight": self.read("final_norm.weight", self.dtype).to(self.device)})
 
     def head(self) -> Head:
-        """The head, with its weight in the stored type."""
+        """Return the head, with its weight in the stored type."""
         return Head(
             self.read("embed.weight", None).T
             if self.network.tied_head
@@ -245,7 +246,7 @@ def _filled(module: _Module, state: dict[str, Tensor]) -> _Module:
 class Head:
     """The head: it maps features to raw logits in fp32.
 
-    To save memory, it converts only a few columns of its weight matrix at a time.
+    To save memory, the head converts only a few columns of its weight matrix at a time.
     """
 
     def __init__(self, weight: Tensor, device: torch.device) -> None:
@@ -283,7 +284,7 @@ class Head:
 
 
 def named(i: int, block: nn.Module) -> dict[str, nn.Module]:
-    """The modules of layer ``i``, by their path in the whole denoiser."""
+    """Return the modules of layer ``i``. The keys are paths in the whole denoiser."""
     return {f"blocks.{i}.{name}": module for name, module in block.named_modules() if name}
 
 
@@ -306,8 +307,9 @@ class Carried:
     ) -> None:
         """Embed the canvases.
 
-        If the hidden states need more than ``memory_bytes``, they are stored in an unnamed file in
-        ``folder``. ``None`` means no limit. Raises MemoryLimitError if the disk is too full.
+        If the hidden states need more than ``memory_bytes``, the states are stored in an unnamed
+        file in ``folder``. If ``memory_bytes`` is ``None``, there is no limit. Raises
+        MemoryLimitError if the disk is too full.
         """
         self.layered, self.batches = layered, make_batches(canvases)
         tokens = sum(batch.ids.numel() for batch in self.batches)
@@ -318,7 +320,7 @@ class Carried:
             self.states[batch.rows] = layered.embed(batch.ids).flatten(0, 1).cpu()
 
     def read(self, batch: Batch) -> Tensor:
-        """The hidden states ``[B, L, hidden]`` of a batch, on the device."""
+        """Return the hidden states ``[B, L, hidden]`` of a batch, on the device."""
         return self.states[batch.rows].view(*batch.ids.shape, -1).to(self.layered.device)
 
     @torch.no_grad()
@@ -351,9 +353,9 @@ def room_for(
 ) -> Tensor:
     """Allocate an array without initialising it.
 
-    If the array needs more than ``memory_bytes``, it is in an unnamed, memory-mapped file in
-    ``folder``. The disk space of the file is allocated at once, so that later writes to the array
-    cannot fail. Raises MemoryLimitError if the disk is too full.
+    If the array needs more than ``memory_bytes``, the array is stored in an unnamed, memory-mapped
+    file in ``folder``. The disk space of the file is allocated immediately, so that later writes to
+    the array cannot fail. Raises MemoryLimitError if the disk is too full.
     """
     size = math.prod(shape) * dtype.itemsize
     if memory_bytes is None or size <= memory_bytes:

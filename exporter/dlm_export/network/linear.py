@@ -29,7 +29,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def has_bf16_kernels(device: torch.device) -> bool:
-    """True if torch multiplies bf16 on a device at least as fast as fp32."""
+    """Return True if torch multiplies bf16 on a device at least as fast as fp32."""
     return device.type != "cpu" or _processor_has_bf16_kernels()
 
 

@@ -1,8 +1,8 @@
-"""Runs the unmasking loop for many requests at once, reading the denoiser one layer at a time.
+"""Runs the unmasking loop for many requests together, and reads the denoiser one layer at a time.
 
 Each step computes the next pass of every running request. In a step, each layer is read once, and
 its matrices are multiplied with the tokens of all passes together. Attention is computed for each
-pass separately. This needs memory for one layer, for the keys and values of the running requests,
+pass separately. A run needs memory for one layer, for the keys and values of the running requests,
 and for the hidden states of one step. Each request gets the same result as with ``reference``,
 except that sums are rounded in a different order.
 """
@@ -33,7 +33,7 @@ SCORED_ROWS = 256  # number of rows whose logits are in memory at a time
 
 
 class _Course:
-    """A running request, with its canvases before and after each pass, and its cache."""
+    """A running request, with its cache and with the canvases before and after each pass."""
 
     def __init__(self, network: NetworkSpec, canvas: Canvas, policy: Policy) -> None:
         self.run = Run(network, canvas, policy)
@@ -64,7 +64,7 @@ class _Course:
             self.cache = []
 
     def left(self) -> int:
-        """The number of positions that are still undecided."""
+        """Return the number of positions that are still undecided."""
         return 0 if self.span is None else int(np.count_nonzero(self.run.canvas.undecided))
 
 
@@ -81,8 +81,8 @@ def courses(
 
     After each step, ``on_decided`` is called with the number of positions that the step decided.
 
-    Requests run together as long as their tokens fit ``BATCH_TOKENS``, and their keys and values
-    fit half of ``memory_bytes``. If ``memory_bytes`` is ``None``, memory is not limited. At least
+    Requests run together if their tokens fit into ``BATCH_TOKENS``, and their keys and values fit
+    into half of ``memory_bytes``. If ``memory_bytes`` is ``None``, memory is not limited. At least
     one request runs at a time. Raises MemoryLimitError if the keys and values of the longest canvas
     need more than ``memory_bytes``.
     """
@@ -122,7 +122,7 @@ def courses(
 
 
 def cache_bytes(layered: Layered) -> int:
-    """Bytes of one token's keys and values."""
+    """Return the bytes of one token's keys and values."""
     return layered.network.cache_bytes(layered.dtype.itemsize)
 
 

@@ -1,13 +1,13 @@
-"""Plans the passes of a request: which rows each pass computes, which it reads from the cache, and
-which it stores.
+"""Plans the passes of a request: which rows each pass computes, which rows it reads from the cache,
+and which rows it stores.
 
 The native loop makes the same plan in ``decode/plan.cc``. There are five cache modes. In this
 module, a row is a position of the canvas.
 
-- ``none`` has no cache. Every pass computes the whole canvas.
+- ``none`` uses no cache. Every pass computes the whole canvas.
 - ``prefix`` and ``dual`` (Fast-dLLM, arXiv:2505.22618) approximate full attention.
-- ``block`` is exact for block-causal networks (SDAR, arXiv:2510.06303). It stores only finished
-  blocks.
+- ``block`` is exact for block-causal networks (SDAR, arXiv:2510.06303). The cache stores only
+  finished blocks.
 - ``block-dual`` (Fast-dLLM v2, arXiv:2509.26328) works like ``block``, and applies ``dual`` within
   each block.
 """
@@ -24,7 +24,7 @@ import numpy as np
 from dlm_runtime.policy import Policy
 
 FULL_CACHES = ("prefix", "dual")
-"""Cache modes for full attention. They cannot be used with block-causal networks."""
+"""Cache modes for full attention. These modes cannot be used with block-causal networks."""
 
 
 class Looped(Protocol):
@@ -44,10 +44,11 @@ class Looped(Protocol):
 class Span:
     """The canvas rows ``[first, last)`` that a pass computes.
 
-    The pass reads the keys and values of all other rows from the cache. It does not see rows that
-    are not in the cache. ``kept`` says what the cache does with the keys and values of the pass:
+    The pass reads the keys and values of all other rows from the cache. The pass does not see rows
+    that are missing in the cache. ``kept`` says what the cache does with the keys and values of the
+    pass:
 
-    - "drop" discards them.
+    - "drop" discards these keys and values.
     - "keep" overwrites the cached rows at the same positions.
     - "append" keeps the cached rows of ``[0, first)``, adds the new rows, and discards all other
       rows.
@@ -58,7 +59,9 @@ class Span:
     kept: str
 
     def is_whole(self, length: int) -> bool:
-        """True if the span covers a whole canvas of this length, so that its pass reads no cache."""
+        """Return True if the span covers a whole canvas of this length, so that its pass reads no
+        cache.
+        """
         return (self.first, self.last) == (0, length)
 
     @property
@@ -93,7 +96,7 @@ class Stage:
 def block_length_of(policy: Policy, visible_block: int | None) -> int:
     """Return the block length of a policy for a network with this ``visible_block``.
 
-    0 means that the whole generation is one block.
+    A result of 0 means that the whole generation is one block.
     """
     return policy.block_length or visible_block or 0
 
@@ -134,11 +137,11 @@ def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[
     """Yield the stages for full attention.
 
     With a cache, the first pass of each block computes the whole canvas. If ``refresh`` is set,
-    this is true of the first block only. The first pass of a later block starts ``refresh`` tokens
-    before the block. It starts earlier if it must include rows that were decided after the cache
-    stored them.
+    only the first pass of the first block computes the whole canvas. The first pass of a later
+    block starts ``refresh`` tokens before the block. This pass starts earlier if it must include
+    rows that were decided after the cache stored them.
     """
-    before: int | None = None  # start of the block that was decided before this one
+    before: int | None = None  # start of the block that was decided before this block
     for start, end, steps in blocks:
         of_block = functools.partial(
             Stage, first=start, last=end, steps=steps, start=start, end=end
@@ -162,14 +165,14 @@ def _block_causal_stages(
 
     Before a block is decided, one pass stores the keys and values of the finished blocks. With
     ``store=open``, this pass also computes the new block and decides some of its positions. Without
-    a cache, there is no such pass.
+    a cache, there is no such storing pass.
 
     A denoiser with ``shift`` 1 predicts the token after each row. The first token of a block is
     therefore predicted by the row before the block, which the storing pass computes.
 
     With ``block-dual``, blocks are divided into sub-blocks. The first pass of each sub-block
-    computes the whole block, and stores its keys and values. Further passes compute only the
-    sub-block, and read the stored keys and values of the other rows.
+    computes the whole block, and stores the keys and values of the block. Further passes compute
+    only the sub-block, and read the stored keys and values of the other rows.
     """
     length = len(undecided)
     has_cache, stored = policy.cache != "none", 0

@@ -1,8 +1,8 @@
 """A proposer chooses a token for each scored position, and gives this token a score.
 
-Every request has its own proposer. The unmasking loop then commits the tokens that ``turns``
-chooses by their scores. The native loop has the same interface, with the same names, in
-``decode/proposer.h``. The proposers in this module get the logits of the whole vocabulary.
+Every request has a separate proposer. The unmasking loop then commits the tokens that ``turns``
+chooses by their scores. ``decode/proposer.h`` defines the same interface for the native loop, with
+the same names. The proposers in this module get the logits of the whole vocabulary.
 
 Two rules are not in the papers: the mask token is never proposed, and among equal logits the lowest
 token id wins.
@@ -22,7 +22,7 @@ from dlm_runtime.policy import Policy
 
 @dataclass(frozen=True, eq=False)
 class Proposals:
-    """The proposed tokens of a turn's positions, with their scores and probabilities.
+    """The proposed tokens for a turn's positions, with their scores and probabilities.
 
     All three arrays are ``[M]``, for M positions. Tokens are int64. Scores and probabilities are
     float64. A higher score means a surer token. Probabilities are the softmax of the denoiser's
@@ -56,7 +56,8 @@ class Proposer:
         )
 
     def limit(self, turn: Turn, proposals: Proposals, chosen: np.ndarray) -> np.ndarray:
-        """Of the positions that the policy chose, select those that may commit in the same step.
+        """Select the positions that may commit in the same step, among the positions that the
+        policy chose.
 
         ``chosen`` and the result are bool ``[M]``. At least one position is selected, unless the
         turn edits.
@@ -74,7 +75,7 @@ class Proposer:
     def complete(self, canvas: Canvas, guess: np.ndarray) -> np.ndarray:
         """Return tokens, int64 ``[L]``, for the undecided positions of a request that stops early.
 
-        ``guess`` int64 ``[L]`` has the tokens that the last pass proposed, and -1 elsewhere.
+        ``guess`` int64 ``[L]`` contains the tokens that the last pass proposed, and -1 elsewhere.
         Positions that are still -1 in the result are filled with an end token.
         """
         return guess
@@ -93,8 +94,8 @@ class Sampled(Proposer):
     """Samples tokens as LLaDA's loop does (arXiv:2502.09992).
 
     The proposed token has the largest sum of logit / T and Gumbel noise, where T is the
-    temperature. A turn that edits does not sample. To find better tokens, it proposes the most
-    likely token.
+    temperature. A turn that edits does not sample. Such a turn looks for better tokens, so it
+    proposes the most likely token.
     """
 
     def propose(self, turn: Turn, canvas: Canvas, logits: Tensor) -> Proposals:
@@ -132,9 +133,9 @@ class Sampled(Proposer):
 def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
     """Return the probabilities to sample from, float64 ``[M, V]``.
 
-    ``behind`` has each row's logits / T, minus the largest of the row. First, only the ``top_k``
-    most likely tokens are kept (0 keeps all). Then, the most likely of these are kept until their
-    probabilities add up to more than ``top_p``.
+    ``behind`` contains each row's logits / T, minus the largest value of the row. First, only the
+    ``top_k`` most likely tokens are kept (0 keeps all tokens). Among these tokens, the most likely
+    tokens are then kept until their probabilities add up to more than ``top_p``.
     """
     kept = np.where(kept_tokens(behind, behind, top_p, top_k), np.exp(behind), 0)
     found: np.ndarray = kept / kept.sum(-1, keepdims=True)
@@ -142,9 +143,9 @@ def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
 
 
 def kept_tokens(behind: np.ndarray, ranked_by: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
-    """Return which tokens ``cut`` keeps, bool ``[M, V]``.
+    """Return the tokens that ``cut`` keeps, as bool ``[M, V]``.
 
-    Tokens are ranked by ``ranked_by`` ``[M, V]``, highest first. Tokens with equal numbers are
+    Tokens are ranked by ``ranked_by`` ``[M, V]``, highest first. Tokens with equal values are
     ranked by id, lowest first.
     """
     order = np.argsort(-ranked_by, axis=-1, kind="stable")

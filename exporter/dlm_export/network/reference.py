@@ -1,5 +1,5 @@
-"""The unmasking loop in plain torch. It is short and slow, and the native loop is tested against
-it.
+"""The unmasking loop in plain torch. This loop is short and slow. The native loop is tested against
+this loop.
 
 A ``Policy`` selects the algorithm. The algorithms are from these papers:
 
@@ -10,7 +10,8 @@ A ``Policy`` selects the algorithm. The algorithms are from these papers:
 - entropy-bounded sampling (arXiv:2505.24857).
 
 This module runs the passes of one request. ``turns`` schedules the passes and decides which
-positions commit. ``proposers`` chooses their tokens. ``lockstep`` runs many requests at once.
+positions commit. ``proposers`` chooses the tokens of these positions. ``lockstep`` runs many
+requests together.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Reference:
 def outside(past: Past | None, span: Span) -> Past | None:
     """Return the cached keys and values of the rows that a pass does not compute.
 
-    Returns ``None`` if the cache has no such rows.
+    Returns ``None`` if the cache contains no such rows.
     """
     if past is None:
         return None
@@ -176,12 +177,13 @@ def generate(
         denoiser: The network to run.
         tokens: Token ids of the prompt, which may include mask tokens.
         policy: Rules for scoring, committing and caching.
-        max_new_tokens: Positions to generate after ``tokens``.
-        steps: Passes planned for the whole generation, divided evenly among its blocks. 0 uses the
-            policy's own number.
+        max_new_tokens: Number of positions to generate after ``tokens``.
+        steps: Number of passes planned for the whole generation, divided evenly among its blocks.
+            If 0, the number of the policy is used.
         on_step: Called with the canvas after each step.
         cache_dtype: Type of stored keys and values, as the manifest names it.
-        proposer: Chooses tokens. ``None`` uses the policy's default proposer.
+        proposer: The object that chooses tokens. If ``None``, the policy's default proposer is
+            used.
     """
     canvas = start_canvas(tokens, max_new_tokens, denoiser.network.mask_token_id)
     return fill(

@@ -1,7 +1,8 @@
 """Describes a denoiser as plain data, layer by layer. This module does not import torch.
 
 The adapter of a model family reads a ``NetworkSpec`` from a checkpoint. The manifest of a bundle
-stores the same description (``as_dict``, ``from_dict``). The following are derived from it:
+stores the same description (``as_dict``, ``from_dict``). The following are derived from this
+description:
 
 - the torch modules (``denoiser``);
 - the tensors that a checkpoint must contain (``parameters``);
@@ -10,8 +11,8 @@ stores the same description (``as_dict``, ``from_dict``). The following are deri
 - the cache (``cache_shapes``);
 - the work and memory of a pass (``planning.roofline``, ``tensorrt.estimate``).
 
-Sizes are numbers of heads, of features or of tokens. If a description contains something that
-``Denoiser`` does not support, ``Denoiser`` raises an error that names it.
+Sizes are counts of heads, of features or of tokens. If ``Denoiser`` does not support a feature of
+the description, ``Denoiser`` raises an error that names this feature.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ BIASES = (None, "choice", "weights")
 NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 """Possible RMSNorms of a layer: before and after attention, before and after the MLP."""
 CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": (1, 2)}
-"""The bytes per element of each cache type, and the bytes of the scale of each row. A row is the
-key or value of one position in one head.
+"""For each cache type, the bytes per element, and the bytes of the scale of a row. A row is the key
+or value of one position in one head.
 
 The keys are the types' names in the manifest.
 """
@@ -40,7 +41,7 @@ NEVER_QUANTISED = ("router",)
 HEAD = "head"
 """Module path and role of the matrix that maps features to logits."""
 EMBEDDING = "embed.weight"
-"""Name of the embedding table ``[V, hidden]``. A tied head uses it too."""
+"""Name of the embedding table ``[V, hidden]``. A tied head uses this table too."""
 
 
 @dataclass(frozen=True)
@@ -118,18 +119,18 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How a router chooses a token's experts and their routing weights. Everything is computed in
-    fp32.
+    """Describes how a router chooses a token's experts and their routing weights. Everything is
+    computed in fp32.
 
     - ``score``: the function that computes scores from the router's outputs, ``softmax`` or
       ``sigmoid``.
     - ``bias``: with ``choice``, a bias is added to the scores by which experts are chosen, and not
       to their routing weights (DeepSeek-V3, arXiv:2412.19437). With ``weights``, the bias is added
       to the routing weights too. ``None`` means no bias.
-    - ``renormalise``: divide the routing weights of the chosen experts by their sum.
+    - ``renormalise``: whether the routing weights of the chosen experts are divided by their sum.
     - ``scale``: factor of the routing weights.
     - ``groups``, ``active_groups``: experts form ``groups`` groups, and are chosen from the best
-      ``active_groups`` of them. The score of a group is the sum of the scores of its two best
+      ``active_groups`` groups. The score of a group is the sum of the scores of its two best
       experts.
     """
 
@@ -155,7 +156,7 @@ class ExpertsSpec:
     """A mixture of experts.
 
     Each token is routed to ``active`` of ``count`` gated MLPs. In addition, a shared MLP with
-    ``shared_size`` features processes every token. 0 means that there is no shared MLP.
+    ``shared_size`` features processes every token. If ``shared_size`` is 0, there is no shared MLP.
     """
 
     count: int
@@ -227,7 +228,7 @@ class LinearSpec:
       the same input.
     - ``fold``: the parameters into which scales of the input can be folded, if there are any.
     - ``count``, ``share``: in a mixture, the number of experts with this shape, and the share of
-      tokens that each of them processes.
+      tokens that each expert processes.
     - ``is_tied``: whether this is a head that multiplies by the transposed embedding table, so that
       both are one parameter.
     """
@@ -293,7 +294,8 @@ class NetworkSpec:
 
     @property
     def end_token_id(self) -> int | None:
-        """The end token. It ends a completion, and fills the remaining positions of its blocks.
+        """The end token. It ends a completion, and fills the remaining positions of the
+        completion's blocks.
 
         ``None`` if the denoiser has no end token.
         """
@@ -317,7 +319,8 @@ class NetworkSpec:
     # ---- Derived: tensors ----
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every parameter of ``Denoiser`` by its name, layer by layer.
+        """Return the shape of every parameter of ``Denoiser``, layer by layer. The keys are the
+        names.
 
         A tied head has no entry, because it uses the embedding table.
         """
@@ -345,12 +348,12 @@ class NetworkSpec:
         return shapes
 
     def parameter_count(self) -> int:
-        """Number of parameters. A tied head and the embedding are counted once."""
+        """Return the number of parameters. A tied head and the embedding are counted once."""
         return sum(math.prod(shape) for shape in self._parameters.values())
 
     def active_parameter_count(self) -> int:
-        """Number of parameters that are used for one token. Experts that the token is not routed to
-        are not counted.
+        """Return the number of parameters that are used for one token. Experts that do not process
+        the token are not counted.
         """
         idle = (
             round(math.prod(linear.shape) * (1 - linear.share)) for linear in self.linear_layers()
@@ -368,7 +371,7 @@ class NetworkSpec:
     # ---- Derived: matrices ----
 
     def largest_matrix(self) -> int:
-        """Number of elements of the largest matrix except the head."""
+        """Return the number of elements of the largest matrix except the head."""
         return max(
             linear.inputs * linear.outputs
             for linear in self.linear_layers()
@@ -388,8 +391,8 @@ class NetworkSpec:
             for i, layer in enumerate(self.layers)
             for linear in self._linear_layers_of(f"blocks.{i}", layer)
         ]
-        # The input scales of a tied head cannot be folded, because they would scale the embedding
-        # too.
+        # The input scales of a tied head cannot be folded, because these scales would scale the
+        # embedding too.
         fold = None if self.tied_head else Fold(("final_norm.weight",))
         found.append(
             LinearSpec(
@@ -449,20 +452,20 @@ class NetworkSpec:
         ]
 
     def mixtures(self) -> list[tuple[LinearSpec, LinearSpec, LinearSpec]]:
-        """The gate, up and down stacks of every mixture of experts."""
+        """Return the gate, up and down stacks of every mixture of experts."""
         stacks = [layer for layer in self.linear_layers() if layer.is_stacked]
         return list(zip(stacks[::3], stacks[1::3], stacks[2::3], strict=True))
 
     def quantisable(self) -> dict[str, LinearSpec]:
-        """Return the linear layers that a recipe may quantise, by path, in the order in which a
-        pass computes them.
+        """Return the linear layers that a recipe may quantise, in the order of their computation.
+        The keys are paths.
         """
         return {
             layer.path: layer for layer in self.linear_layers() if layer.role not in NEVER_QUANTISED
         }
 
     def units(self) -> dict[str, tuple[LinearSpec, ...]]:
-        """Return groups of layers, by path, in the order in which a pass computes them.
+        """Return groups of layers, in the order of their computation. The keys are paths.
 
         All layers of a group must have the same format.
 
@@ -478,7 +481,7 @@ class NetworkSpec:
 
     @property
     def visible_block(self) -> int | None:
-        """The smallest block length for which no query of any layer sees a key of a later block.
+        """The smallest block length for which queries never see keys of later blocks in any layer.
 
         Blocks are counted from position 0. ``None`` if any layer has full attention.
         """
@@ -490,7 +493,7 @@ class NetworkSpec:
         return tuple((layer.attention.kv_heads, layer.attention.head_size) for layer in self.layers)
 
     def cache_bytes(self, element_bytes: int, scale_bytes: int = 0) -> int:
-        """Bytes of one token's keys and values in all layers.
+        """Return the bytes of one token's keys and values in all layers.
 
         For each key and each value of a head, ``scale_bytes`` are added (see ``CACHE_ROWS``).
         """
@@ -500,7 +503,7 @@ class NetworkSpec:
         )
 
     def rotary_tables(self) -> tuple[RotaryTable, ...]:
-        """The different rotary tables that layers use."""
+        """Return the distinct rotary tables that layers use."""
         return tuple(
             dict.fromkeys(
                 table
@@ -512,7 +515,7 @@ class NetworkSpec:
     # ---- Conversion to and from plain values ----
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields and the derived numbers, for ``network`` in the manifest and for
+        """Return the fields and the derived values, for ``network`` in the manifest and for
         ``inspect --json``.
         """
         values = asdict(self) | {
@@ -529,7 +532,7 @@ class NetworkSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> NetworkSpec:
-        """Read a description that ``as_dict`` returned. Derived numbers are ignored. Raises
+        """Read a description that ``as_dict`` returned. Derived values are ignored. Raises
         ValueError.
         """
         chosen = {field.name: values[field.name] for field in fields(cls)}
@@ -571,12 +574,12 @@ def _difference(name: str, mine: Any, theirs: Any) -> str | None:
 
 
 def has_router_bias(layer: LayerSpec) -> bool:
-    """True if a layer's router has a bias."""
+    """Return True if a layer's router has a bias."""
     return isinstance(layer.mlp, ExpertsSpec) and layer.mlp.router.bias is not None
 
 
 def rotary_table(attention: AttentionSpec) -> RotaryTable | None:
-    """The rotary table of an attention layer, or ``None`` if attention does not depend on
+    """Return the rotary table of an attention layer, or ``None`` if attention does not depend on
     positions.
     """
     if attention.rope is None:

@@ -1,7 +1,8 @@
-"""Schedules the unmasking loop: which passes run, and which of the scored positions commit.
+"""Schedules the unmasking loop: which passes run, and which scored positions commit.
 
-This module uses only numpy and needs no denoiser. Two kinds of code use it: the reference loop, and
-code that replays the canvases of a finished run. A turn is one pass and the commit after it.
+This module uses only numpy and needs no denoiser. Two kinds of code use this module: the reference
+loop, and code that replays the canvases of a finished run. A turn is one pass and the commit after
+it.
 
 Two rules are not in the papers: every step commits at least one token, and positions with equal
 scores commit from left to right. Scores are compared with thresholds in float64.
@@ -21,8 +22,8 @@ from dlm_runtime.policy import Policy
 
 @dataclass(frozen=True, eq=False)
 class Canvas:
-    """A canvas between two passes: its token ids, int64 ``[L]``, and which positions are undecided,
-    bool ``[L]``.
+    """A canvas between two passes: its token ids, int64 ``[L]``, and its undecided positions, bool
+    ``[L]``.
 
     The tokens at undecided positions are part of the denoiser's input, and have no other use.
     """
@@ -46,8 +47,8 @@ class Turn:
 
     - ``passes``: the number of earlier passes of the request.
     - ``step``: the number of earlier passes for the same positions.
-    - ``positions``: the scored positions, int64 ``[M]``, in ascending order. Empty if the pass only
-      fills the cache.
+    - ``positions``: the scored positions, int64 ``[M]``, in ascending order. The array is empty if
+      the pass only fills the cache.
     - ``planned``: the number of positions that the schedule commits in this step.
     - ``is_forced``: whether the first position must commit, even with a low score.
     - ``standing``: the current tokens of the positions, int64 ``[M]``, if the turn edits decided
@@ -75,13 +76,13 @@ def turns(
     """Yield the passes of ``plan`` that fill the undecided positions of a canvas.
 
     The caller writes the committed tokens to ``canvas`` before it requests the next turn. If the
-    policy stops at end tokens and a finished block contains one, all undecided positions become end
-    tokens.
+    policy stops at end tokens and a finished block contains an end token, all undecided positions
+    become end tokens.
 
     ``steps`` is the number of passes planned for the whole generation, divided evenly among its
-    blocks. 0 uses the policy's own number. ``scaffold(first, last)`` fills the positions of
-    ``[first, last)`` where only one token is possible. It is called once for the whole canvas, and
-    then before each pass for the block of that pass.
+    blocks. If 0, the number of the policy is used. ``scaffold(first, last)`` fills the positions of
+    ``[first, last)`` where only one token is possible. ``scaffold`` is called once for the whole
+    canvas, and then before each pass for the block of that pass.
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     scaffold(0, len(tokens))
@@ -94,7 +95,7 @@ def turns(
         before, is_made = stage, False
         # The first pass of a block is skipped on two conditions: no position of the block is
         # undecided, and no later block needs the rows that the pass stores. With ``refresh``, later
-        # blocks do need them.
+        # blocks need these rows.
         is_whole_block = (stage.span.first, stage.span.last) == (stage.start, stage.end)
         is_for_block = not policy.refresh if policy.cache in FULL_CACHES else is_whole_block
         own = slice(stage.first, stage.last)
@@ -174,8 +175,8 @@ def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
     if step >= steps - 1:
         return masked
     # The function returns the same numbers as torch.linspace(1, eps, steps + 1) in fp32. Like
-    # torch, it computes the first half of the numbers from the start, and the second half from the
-    # end. The increment is rounded to fp32, and each number is rounded once.
+    # torch, the function computes the first half of the numbers from the start, and the second half
+    # from the end. The increment is rounded to fp32, and each number is rounded once.
     end, places = np.float32(eps), np.arange(steps + 1)
     increment = float((end - np.float32(1)) / np.float32(steps))
     from_end = float(end) - increment * (steps - places)
@@ -184,12 +185,12 @@ def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
 
 
 Word = TypeVar("Word", int, Any)
-"""32-bit random words: an integer, or an array of uint64."""
+"""Random 32-bit integers: one integer, or an array of uint64."""
 
 
 def philox(key: int, counter: tuple[Word, Word, Word, Word]) -> tuple[Word, Word, Word, Word]:
-    """Compute four random words from a 64-bit key and a counter of four words, with Philox4x32-10
-    (Salmon et al., SC 2011).
+    """Compute four random 32-bit integers from a 64-bit key and a counter of four 32-bit integers,
+    with Philox4x32-10 (Salmon et al., SC 2011).
 
     Arrays are processed element by element.
     """
@@ -202,7 +203,7 @@ def philox(key: int, counter: tuple[Word, Word, Word, Word]) -> tuple[Word, Word
 
 
 def unit(high: Word, low: Word) -> Any:
-    """Convert two random words to a random number, uniform in the open interval (0, 1).
+    """Convert two random 32-bit integers to a random number, uniform in the open interval (0, 1).
 
     The number is (a random 52-bit integer plus one half) / 2^52, which a double represents exactly.
     """
@@ -232,7 +233,7 @@ def gumbels(seed: int, step: int, position: int, vocab_size: int) -> np.ndarray:
 
 
 def random_scores(turn: Turn, policy: Policy) -> np.ndarray:
-    """Return random scores, float64 ``[M]``, which depend on the number of the pass and on the
+    """Return random scores, float64 ``[M]``, which depend on the index of the pass and on the
     position.
     """
     return np.array(
@@ -254,9 +255,9 @@ def scored_by(turn: Turn, policy: Policy) -> str:
 def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
     """Choose which undecided positions to commit, bool ``[M]``.
 
-    ``score`` has the scores of the positions in ascending order, float64 ``[M]``. ``count`` is the
-    number of positions that the schedule plans for this step. The rules static, dynamic, timestep
-    and sequential use ``count``. At least one position is chosen.
+    ``score``, float64 ``[M]``, contains the scores of the positions. Positions are in ascending
+    order. ``count`` is the number of positions that the schedule plans for this step. The rules
+    static, dynamic, timestep and sequential use ``count``. At least one position is chosen.
     """
     order = np.argsort(-score, kind="stable")
     ranked = score[order]
@@ -288,8 +289,8 @@ def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
 def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) -> np.ndarray:
     """Choose which positions of a turn to commit. Returns bool ``[M]``.
 
-    ``guess`` int64 ``[M]`` has the token proposed for each position, and ``score`` float64 ``[M]``
-    has its score.
+    ``guess`` int64 ``[M]`` contains the token proposed for each position, and ``score`` float64
+    ``[M]`` contains the score of this token.
     """
     if turn.standing is not None:
         changed: np.ndarray = (guess != turn.standing) & (score > policy.edit_threshold)

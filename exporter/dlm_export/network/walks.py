@@ -3,7 +3,8 @@ time.
 
 The recorded passes of one run are a *walk*. The canvas of each pass is already known. Each layer
 can therefore compute all passes before the next layer is read. Each pass computes the same rows as
-in the original run. It reads the keys and values that the recomputed earlier passes have cached.
+in the original run. Each pass reads the keys and values that the recomputed earlier passes have
+cached.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dlm_export.network.layered import BATCH_TOKENS, Layered
 from dlm_export.network.reference import outside, store
 from dlm_export.network.turns import Walk
 
-_Pass = tuple[int, int]  # index of the walk, index of the pass in it
+_Pass = tuple[int, int]  # index of the walk, index of the pass in the walk
 
 
 class Walked:
@@ -30,7 +31,7 @@ class Walked:
     def __init__(
         self, layered: Layered, walks: Sequence[Walk], cache_dtype: str | None = None
     ) -> None:
-        """``cache_dtype`` is the type of the cache, as the manifest names it. With ``None``, the
+        """``cache_dtype`` is the type of the cache, as the manifest names it. If ``None``, the
         cache is not rounded.
         """
         self.layered, self.walks, self._cache_dtype = layered, walks, cache_dtype
@@ -86,8 +87,8 @@ class Walked:
         ]
 
     def _together(self, ready: Sequence[_Pass]) -> Iterator[list[_Pass]]:
-        """Group passes into batches of at most ``BATCH_TOKENS`` tokens. A longer pass is a batch by
-        itself.
+        """Group passes into batches of at most ``BATCH_TOKENS`` tokens. A longer pass is a separate
+        batch.
         """
         batch: list[_Pass] = []
         tokens = 0
@@ -112,8 +113,8 @@ def _stretches(walk: Walk) -> Iterator[Sequence[int]]:
     """Split the passes of a walk into groups, in order. The passes of a group do not depend on each
     other.
 
-    A pass that stores keys and values is a group by itself. Other passes form one group as long as
-    they follow each other.
+    A pass that stores keys and values is a separate group. Other passes form one group if they
+    directly follow each other.
     """
     for is_stored, run in itertools.groupby(
         range(len(walk)), lambda number: walk[number].span.is_stored

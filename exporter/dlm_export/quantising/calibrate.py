@@ -4,13 +4,13 @@ The inputs are a recipe and calibration states. The denoiser runs layer by layer
 (``network.layered``), and an observer records the input of each quantised matrix. Each layer is
 processed in three steps, before the next layer is read:
 
-- Smoothing or AWQ find scales, which are folded into norms and neighbouring matrices. The folded
-  layer computes the same function as before.
+- Smoothing or AWQ finds scales. The scales are folded into norms and neighbouring matrices. The
+  folded layer computes the same function as before.
 - The observers record the inputs of the folded layer.
 - The matrices of the layer are solved.
 
-The network's ``LinearSpec`` says which matrices have the same input, and where scales of that input
-can be folded.
+The network's ``LinearSpec`` says which matrices have the same input, and into which parameters the
+scales of that input can be folded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from dlm_export.quantising.solved import Solved
 from dlm_export.workplace import Workplace
 
 LARGE = 500_000_000
-"""Denoisers with more parameters are calibrated in bf16, on devices where bf16 is fast.
+"""Denoisers with more parameters than this are calibrated in bf16, on devices where bf16 is fast.
 
 bf16 is exact enough for ranges. Judging uses fp32.
 """
@@ -91,10 +91,11 @@ def calibrate(
         workplace: Memory and device to use.
         fewest_tokens: The weights of an expert are solved if at least this many calibration tokens
             are routed to it.
-        is_dense: See ``Quantisation``.
+        is_dense: ``Quantisation`` explains this argument.
 
     Raises:
-        CalibrationError, ModeloptError, MemoryLimitError: The numbers cannot be found.
+        CalibrationError, ModeloptError, MemoryLimitError: The ranges, scales or weights cannot be
+            found.
     """
     workplace = workplace or Workplace()
     done = Quantisation(
@@ -148,7 +149,7 @@ def units(
     states: int,
     calibrator: str = "own",
 ) -> int:
-    """The number of times that ``calibrate`` calls ``on_done``."""
+    """Return the number of times that ``calibrate`` calls ``on_done``."""
     if not recipe.needs_states(formats):
         return 0
     theirs = 0
@@ -206,9 +207,9 @@ def _sweep(
         *,
         keep: bool,
     ) -> Entered | None:
-        """Run layer ``i`` with hooks that observe it. After the last layer, run the head.
+        """Run layer ``i`` with hooks that observe the layer. After the last layer, run the head.
 
-        Returns the inputs of the layer's quantised experts, if it has any.
+        Returns the inputs of the layer's quantised experts, if the layer has quantised experts.
         """
         entered = None
         if i < len(c.layers):
@@ -285,7 +286,8 @@ def _sweep(
 
 
 def _unsolved(done: Quantisation, readers: Iterable[LinearSpec]) -> bool:
-    """True if some matrix of a site is not solved, so that the site's Gram matrix is needed.
+    """Return True if some matrix of a site is not solved yet. The site's Gram matrix is then
+    needed.
 
     Stacks are ignored, because each expert has a separate Gram matrix.
     """
@@ -294,8 +296,8 @@ def _unsolved(done: Quantisation, readers: Iterable[LinearSpec]) -> bool:
 
 @torch.no_grad()
 def _solve_experts(done: Quantisation, entered: Entered, path: str) -> None:
-    """Solve the weights of each expert with the tokens routed to it. Experts with too few tokens
-    are skipped.
+    """Solve the weights of each expert with the tokens routed to this expert. Experts with too few
+    tokens are skipped.
     """
     gate, up, down = (f"{path}.{role}" for role in STACKS)
     few, device = done.reached[path].few, entered.device
@@ -311,10 +313,11 @@ def _solve_experts(done: Quantisation, entered: Entered, path: str) -> None:
 
 
 def _is_byte_head(done: Quantisation, layer: LinearSpec) -> bool:
-    """True if a layer is a head in INT8. Such a head is rounded to nearest instead of solved.
+    """Return True if a layer is a head in INT8. Such a head is rounded to nearest instead of
+    solved.
 
-    The head is the largest matrix, and a solver would need several fp32 copies of it. With eight
-    bits, solving would improve accuracy very little.
+    The head is the largest matrix, and a solver would need several fp32 copies of this matrix. With
+    eight bits, solving would improve accuracy very little.
     """
     return layer.role == "head" and FORMATS[done.formats[layer.path]].weights == "int8"
 
@@ -326,8 +329,8 @@ class _Seen:
         self.states = states
         self.is_masked = [state.canvas == mask_token_id for state in states]
         self.predicted = [np.flatnonzero(is_masked) for is_masked in self.is_masked]
-        """Positions for which the head is computed: the masked positions, or all if no state has
-        masked positions.
+        """Positions for which the head is computed: the masked positions, or all positions if no
+        state contains masked positions.
         """
         if not any(map(len, self.predicted)):
             self.predicted = [np.arange(len(is_masked)) for is_masked in self.is_masked]
@@ -344,8 +347,8 @@ class _Seen:
     ) -> None:
         """Give the inputs ``x`` ``[B, L, K]`` of a layer to the observer of its site.
 
-        ``numbers`` has the index of each of the B canvases among the states. ``rows`` selects the
-        positions of a canvas that are in ``x``. If ``turn`` is true, ``x`` is rotated first.
+        ``numbers`` contains the index of each of the B canvases among the states. ``rows`` selects
+        the positions of a canvas that are in ``x``. If ``turn`` is true, ``x`` is rotated first.
         """
         wide = x.float().cpu().numpy()
         if turn:
@@ -430,10 +433,10 @@ def simulate(
     the graph, except that sums are added in a different order.
 
     Args:
-        modules: The modules of the denoiser, by their path in it.
+        modules: The modules of the denoiser. The keys are paths in the denoiser.
         done: The result of ``calibrate`` or ``take_stored``.
-        layers: Layers to change. ``None`` changes all layers, and the embedding table if it is
-            quantised.
+        layers: Layers to change. If ``None``, all layers are changed, and the embedding table if it
+            is quantised.
 
     Returns:
         A function that undoes the change.
@@ -471,8 +474,8 @@ def _dequantised_expert(done: Quantisation, layer: str, expert: int) -> Tensor:
 
 
 def as_seen(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray:
-    """Return the input of a quantised layer in the form in which it is multiplied: rotated if
-    needed, quantised, and dequantised.
+    """Return the input of a quantised layer as the layer multiplies it: rotated if needed,
+    quantised, and dequantised.
     """
     chosen = FORMATS[done.formats[layer]]
     if layer in done.rotated:

@@ -1,10 +1,11 @@
-"""Calibrates experts: counts the tokens that are routed to each expert, and collects their inputs.
+"""Calibrates experts: counts the tokens that are routed to each expert, and collects the expert
+inputs of these tokens.
 
 To limit memory, experts are processed one after the other. The inputs of a mixture are stored for
 all tokens, in memory or in a memory-mapped file. The inputs of one expert are then selected from
-them. Only one expert's Gram matrix is in memory at a time. If too few tokens are routed to an
-expert, its weights are rounded to nearest. An activation range applies to all experts of a stack,
-so even an expert without tokens has a range.
+the stored inputs. Only one expert's Gram matrix is in memory at a time. If too few tokens are
+routed to an expert, its weights are rounded to nearest. An activation range applies to all experts
+of a stack, so even an expert without tokens has a range.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def member(layer: str, expert: int) -> str:
 class Entered:
     """The recorded inputs of a layer's mixture of experts, for all states.
 
-    ``x`` has the inputs, ``[tokens, hidden]``, in the order of the batches. ``chosen`` has the k
-    experts of each token, ``[tokens, k]``, and ``weights`` their routing weights. ``counts_for``
-    has the factor of each token in a Gram matrix.
+    ``x`` contains the inputs, ``[tokens, hidden]``, in the order of the batches. ``chosen``
+    contains the k experts of each token, ``[tokens, k]``, and ``weights`` contains the routing
+    weights of these experts. ``counts_for`` contains the factor of each token in a Gram matrix.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class Entered:
         memory_bytes: int | None,
         folder: Path | None,
     ) -> None:
-        """If ``x`` needs more than ``memory_bytes``, it is stored in a file in ``folder``. Raises
-        MemoryLimitError.
+        """If ``x`` needs more than ``memory_bytes``, ``x`` is stored in a file in ``folder``.
+        Raises MemoryLimitError.
         """
         self.module, self._carried, self._states = module, carried, states
         self.device = carried.layered.device
@@ -72,8 +73,8 @@ class Entered:
         self.module.register_forward_hook(lambda *_: self._show(hidden))
 
     def rows(self, expert: int) -> tuple[Tensor, Tensor]:
-        """Return the indices of an expert's tokens in order, ``[n]``, and their routing weights,
-        ``[n, 1]``.
+        """Return the indices of an expert's tokens in order, ``[n]``, and the routing weights of
+        these tokens, ``[n, 1]``.
         """
         rows, places = (self.chosen == expert).nonzero(as_tuple=True)
         return rows, self.weights[rows, places, None]
@@ -84,7 +85,8 @@ class Entered:
         return self.chosen.flatten().bincount(minlength=self.module.count).numpy()
 
     def inputs(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the inputs of the tokens ``rows`` in batches, on the layer's device.
+        """Yield the inputs of the tokens with the indices ``rows`` in batches, on the layer's
+        device.
 
         Each batch comes with the factors of its tokens in the Gram matrix.
         """
@@ -157,7 +159,7 @@ def factor_of(
 class Reached:
     """The number of calibration tokens that were routed to each expert of a mixture.
 
-    If an expert has less than ``fewest`` tokens, its weights are rounded to nearest.
+    If an expert has fewer than ``fewest`` tokens, its weights are rounded to nearest.
     """
 
     layer: str
@@ -170,7 +172,7 @@ class Reached:
 
     @property
     def few(self) -> list[int]:
-        """Experts with less than ``fewest`` tokens, including experts without tokens."""
+        """Experts with fewer than ``fewest`` tokens, including experts without tokens."""
         return [expert for expert, count in enumerate(self.tokens) if count < self.fewest]
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Finds the scales of SmoothQuant and AWQ for layer inputs, and folds them into the operators that
-compute these inputs.
+"""Finds the scales of SmoothQuant and AWQ for layer inputs, and folds these scales into the
+operators that compute the inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dlm_export.quantising.experts import Entered, hidden_of, kept_rows
 from dlm_export.quantising.numbers import Quantisation
 
 AWQ_ROWS = 256
-# AWQ tries the scales that all experts of a mixture share on this many experts.
+# All experts of a mixture share scales. AWQ tries these scales on this many experts.
 AWQ_EXPERTS = 8
 
 
@@ -28,7 +28,9 @@ def fold(
     entered: Entered | None,
     fewest_tokens: int,
 ) -> None:
-    """Find scales for the layer inputs that can be scaled, and fold them into ``done.parameters``."""
+    """Find scales for the layer inputs that can be scaled, and fold these scales into
+    ``done.parameters``.
+    """
     found = {}
     for of, observer in observers.items():
         readers = sites[of]
@@ -53,8 +55,8 @@ def _rounded_by(done: Quantisation, layer: LinearSpec) -> Callable[[np.ndarray],
 
 
 def _row_amax(done: Quantisation, layer: LinearSpec) -> np.ndarray:
-    """Return the largest weight magnitude of each input, fp32 ``[K]``, over all experts if the
-    layer is a stack.
+    """Return the largest weight magnitude of each input, fp32 ``[K]``. If the layer is a stack, all
+    experts are included.
     """
     found: np.ndarray
     if layer.is_stacked:
@@ -101,8 +103,8 @@ def _scales_by_expert(
     """Return the scales by which each expert's features are divided before the down projection,
     fp32 ``[E, K]``.
 
-    The scales of an expert are found from the tokens that were routed to it. If there are too few
-    tokens, SmoothQuant uses the ranges of the whole stack, and AWQ uses scale 1.
+    The scales of an expert are found from the tokens that were routed to it. If an expert has too
+    few tokens, SmoothQuant uses the ranges of the whole stack, and AWQ uses scale 1.
     """
     scales = np.ones((down.count, down.inputs), np.float32)
     alpha, tokens = done.recipe.smoothing, entered.tokens

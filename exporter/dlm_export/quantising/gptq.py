@@ -1,8 +1,9 @@
 """GPTQ (arXiv:2210.17323): rounds the rows of a weight matrix one by one, and changes later rows to
 compensate for the rounding errors.
 
-The expensive work, which grows with the cube of the number of inputs, runs in torch: on a GPU if
-there is one. The codes are computed in numpy, by the functions that define the formats.
+The expensive work, which grows with the cube of the number of inputs, runs in torch. If there is a
+GPU, this work runs on the GPU. The codes are computed in numpy, by the functions that define the
+formats.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ from dlm_calibration.formats import (
 )
 
 COMMITTED_WEIGHT = 0.5
-"""The factor of a committed position in a Gram matrix. It is less than 1, the factor of a masked
-position, because only the predictions at masked positions are used.
+"""The factor of a committed position in a Gram matrix. The factor of a masked position is 1. The
+factor of a committed position is smaller, because only the predictions at masked positions are
+used.
 """
 _BATCH = 128  # number of rows in a batch; their errors are applied to all later rows in one product
-_STEP = 16  # number of rows in a small batch; inside it, errors are applied row by row
+_STEP = 16  # number of rows in a small batch; inside a batch, errors are applied row by row
 _STRIP = 1024  # number of columns of a Gram matrix that are summed at a time
 # Lower bound of a vector's mean square, so that a vector of zeros adds nothing.
 _SMALLEST_SQUARE = 1e-20
 EXACT = 4096
 """Largest number of inputs for which the Cholesky factor is computed in float64.
 
-For more inputs, it is computed in fp32, as in the paper.
+For more inputs, the factor is computed in fp32, as in the paper.
 """
 
 
@@ -48,8 +50,8 @@ class Gram:
     ``[K, K]``.
 
     Only the upper triangle is computed. The vectors are normalised first. In trained denoisers, the
-    vectors of a few tokens are a thousand times as long as all others. Without normalisation, the
-    rounding would depend on these tokens only (figures in BENCHMARKS.md).
+    vectors of a few tokens are a thousand times as long as all other vectors. Without
+    normalisation, the rounding would depend on these tokens only (figures in BENCHMARKS.md).
     """
 
     def __init__(self, channels: int, device: torch.device) -> None:
@@ -67,8 +69,8 @@ class Gram:
 
 
 def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
-    """Return the upper triangular matrix ``U``, fp32 ``[K, K]``, with ``U^T U`` = the inverse of
-    the damped Gram matrix.
+    """Return the upper triangular matrix ``U``, fp32 ``[K, K]``. ``U^T U`` is the inverse of the
+    damped Gram matrix.
 
     An input that was always zero does not change other rows. The function needs memory for two
     matrices of this size, in float64 if there are at most ``EXACT`` inputs.
@@ -94,9 +96,9 @@ def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
     added = damping * diagonal[~is_dead].mean() if not bool(is_dead.all()) else torch.zeros(())
     # Let R be the upper triangular matrix for which R R^T is the damped matrix. Then U is the
     # inverse of R. To find R, the order of rows and columns is reversed, the Cholesky factor is
-    # computed, and the order is reversed again. This needs one factorisation. To invert the matrix
-    # first would need two, and would lose digits. The upper triangle of ``gram`` is the lower
-    # triangle of the reversed matrix.
+    # computed, and the order is reversed again. This needs one factorisation. Inverting the matrix
+    # first would need two factorisations, and would lose digits. The upper triangle of ``gram`` is
+    # the lower triangle of the reversed matrix.
     lower = gram.to(torch.float64 if size <= EXACT else torch.float32).flip(0, 1)
     lower.diagonal().copy_((torch.where(is_dead, 1.0, diagonal) + added).flip(0))
     info = torch.empty((), dtype=torch.int32, device=gram.device)
@@ -147,11 +149,12 @@ def gptq(
 
     Args:
         w: The weight.
-        factor: ``inverse_factor`` of the layer's Gram matrix; layers with the same input share it.
+        factor: ``inverse_factor`` of the layer's Gram matrix; layers with the same input share this
+            factor.
         format: Number format; default int4.
         group_size: Rows in a group of int4; default 128.
-        amax: Range to use instead of the column's range. For nvfp4: instead of the range of the
-            whole tensor.
+        amax: Range to use instead of the column's range. For nvfp4, this range replaces the range
+            of the whole tensor.
         scale_dtype: Type of scales in the graph.
         is_signed: Allow negative scales in int4.
 
@@ -167,8 +170,8 @@ def gptq(
             f"a Gram matrix of shape {list(factor.shape)} does not belong to a weight of {rows} input channels."
         )
     is_grouped, size = group_size is not None, group_size or rows
-    # There is one row of scales per group. It is computed before the first row of the group is
-    # rounded.
+    # There is one row of scales per group. This row is computed before the first row of the group
+    # is rounded.
     scales, global_scale = scales_of(ranges, format, scale_dtype), None
     if format == "nvfp4":
         global_scale = np.float32(scales_of(ranges.max(), format, scale_dtype))

@@ -1,13 +1,13 @@
 """Finds ranges and scales with NVIDIA's modelopt, as an alternative to our own calibration.
 
 modelopt (https://github.com/NVIDIA/Model-Optimizer, Apache-2.0) quantises ``nn.Linear`` modules in
-place. It is therefore given a copy of the denoiser that consists of such modules. Only two of its
-results are used: the range of each layer's input, and the scales of SmoothQuant (arXiv:2211.10438)
-and AWQ (arXiv:2306.00978). Our own code rounds and writes the weights.
+place. This code therefore gives modelopt a copy of the denoiser that consists of such modules. Only
+two results of modelopt are used: the range of each layer's input, and the scales of SmoothQuant
+(arXiv:2211.10438) and AWQ (arXiv:2306.00978). Our own code rounds and writes the weights.
 
-modelopt is optional. It is installed without its extra ``[onnx]``, because that extra requires
-other versions of onnx and onnxruntime than this project. Only ``modelopt.torch`` is imported. Only
-AWQ on NVFP4 weights needs CUDA.
+modelopt is optional. It is installed without its extra ``[onnx]``, because this extra and this
+project require different versions of onnx and onnxruntime. Only ``modelopt.torch`` is imported.
+Only AWQ on NVFP4 weights needs CUDA.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dlm_export.network.linear import Linear
 from dlm_runtime.errors import DlmError
 
 PACKAGE = "nvidia-modelopt"
-OLDEST = (0, 47)  # the oldest tested version; quantiser settings became a list shortly before it
+OLDEST = (0, 47)  # the oldest tested version; quantiser settings became a list shortly before
 INSTALL = "pip install 'dlm-export[modelopt]'"
 
 # modelopt's settings for number formats. Activations have one static scale per tensor.
@@ -59,12 +59,12 @@ class ModeloptError(DlmError):
 
 
 def version() -> str | None:
-    """The version of modelopt that is installed, or ``None``."""
+    """Return the version of modelopt that is installed, or ``None``."""
     return _version(PACKAGE)
 
 
 def require() -> Any:
-    """Import ``modelopt.torch.quantization``. Raises ModeloptError, which names the versions."""
+    """Import ``modelopt.torch.quantization``. Raises ModeloptError, which says what to install."""
     found = version()
     if found is None:
         raise ModeloptError(
@@ -148,22 +148,23 @@ def scales(
     alpha: float | None = None,
     on_state: Callable[[], None] = lambda: None,
 ) -> dict[str, np.ndarray]:
-    """Find the scales for the inputs of each group of layers. A group with K inputs has scales fp32
-    ``[K]``.
+    """Find the scales for the inputs of each group of layers. For a group with K inputs, the scales
+    are fp32 ``[K]``.
 
-    The inputs are divided by the scales, and the rows of the weights are multiplied by them.
+    The inputs are divided by the scales, and the rows of the weights are multiplied by the scales.
 
     Args:
         denoiser: The denoiser to run.
         states: Calibration states.
         formats: The format of each layer, a key of ``recipes.FORMATS``.
-        groups: Groups of layers that have the same input, by name. The scales of the layers in a
-            group are averaged, as in modelopt's export.
-        alpha: Strength of SmoothQuant. ``None`` uses AWQ instead, for the formats of the weights.
+        groups: Groups of layers that have the same input. The keys are the names of the groups. The
+            scales of the layers in a group are averaged, as in modelopt's export.
+        alpha: Strength of SmoothQuant. If ``None``, AWQ is used instead, for the formats of the
+            weights.
         on_state: Called once per state by SmoothQuant, and ``AWQ_SWEEPS`` times by AWQ.
 
     Raises:
-        ModeloptError, CalibrationError: See ``amaxes``.
+        ModeloptError, CalibrationError: Raised in the same cases as by ``amaxes``.
     """
     mtq = require()
     layers = [layer for members in groups.values() for layer in members]
@@ -172,8 +173,8 @@ def scales(
         chosen = FORMATS[formats[layer]]
         assert chosen.weights is not None
         if alpha is not None:
-            # These scales depend only on ranges. They are the same for every format, but modelopt
-            # computes them only for INT8.
+            # These scales depend only on ranges. The scales are the same for every format, but
+            # modelopt computes such scales only for INT8.
             settings.append(
                 {"quantizer_name": f"{layer}.weight_quantizer", "cfg": _WEIGHTS["int8"]}
             )
@@ -278,7 +279,7 @@ def _with_torch_linears(
 
 
 def _torch_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """An ``nn.Linear`` that uses ``weight`` and ``bias`` without copying them."""
+    """Return an ``nn.Linear`` that uses ``weight`` and ``bias`` without copying these tensors."""
     outputs, inputs = weight.shape
     with torch.device("meta"):
         linear = nn.Linear(inputs, outputs, bias=bias is not None)
@@ -289,7 +290,7 @@ def _torch_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 class _Rotation(nn.Module):
-    """``solvers.rotate`` with a Hadamard matrix of ``size``, in torch."""
+    """Does the same as ``solvers.rotate`` with a Hadamard matrix of ``size``, in torch."""
 
     matrix: Tensor
 
@@ -303,8 +304,8 @@ class _Rotation(nn.Module):
 
 
 def _path(layer: str, rotated: Mapping[str, int]) -> str:
-    """Return the path of a layer's ``nn.Linear`` in the copy. It differs from the path in the
-    denoiser if the layer's input is rotated.
+    """Return the path of a layer's ``nn.Linear`` in the copy. This path differs from the path in
+    the denoiser if the layer's input is rotated.
     """
     return f"{layer}.1" if layer in rotated else layer
 

@@ -49,9 +49,9 @@ def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
 class Folded:
     """The parameters of a checkpoint with scales folded in.
 
-    ``rows`` has the scales of a parameter's inputs. ``columns`` has the scales of its outputs, or
-    of the elements of a norm or bias. The scales of a stack are ``[E, K]`` if each of its E experts
-    has its own.
+    ``rows`` contains the scales of a parameter's inputs. ``columns`` contains the scales of the
+    parameter's outputs, or of the elements of a norm or bias. The scales of a stack are ``[E, K]``
+    if each of its E experts has separate scales.
     """
 
     source: Parameters
@@ -93,7 +93,7 @@ class Folded:
 
     def fold(self, of: str, scales: np.ndarray) -> None:
         """Divide the input of a site by ``scales``, and multiply the rows of the site's matrices by
-        them.
+        ``scales``.
 
         ``scales`` is ``[K]`` for K inputs, or ``[E, K]`` with separate scales for each of E
         experts.
@@ -116,7 +116,7 @@ class Folded:
 
 
 def _transposed(matrix: Lazy) -> Lazy:
-    """Return the transposed matrix as a ``Lazy`` array. An index must have both axes."""
+    """Return the transposed matrix as a ``Lazy`` array. An index must select along both axes."""
     return Lazy(matrix.shape[::-1], lambda at: matrix[at[::-1]].T)
 
 
@@ -143,7 +143,7 @@ class Quantisation:
     observers: Observers | None = None
     stored: families.Weights | None = None
     scale_dtype: ScaleType = FP32
-    """Type of scales in the graph. Some formats always have fp16 scales."""
+    """Type of scales in the graph. Some formats always use fp16 scales."""
     solved: Solved = field(default_factory=Solved)
     is_dense: bool = False
     """True if the graph computes all experts for every token, and each stack is joined into one
@@ -167,7 +167,7 @@ class Quantisation:
         return solvers.rotate_rows(w) if layer in self.rotated else w
 
     def _stored(self, layer: str) -> Lazy:
-        """Return the unquantised weight of a layer, fp32 ``[K, N]``, which is read when it is
+        """Return the unquantised weight of a layer, fp32 ``[K, N]``. The weight is read when it is
         indexed.
 
         Scales are folded in, but rotation is not applied.
@@ -177,8 +177,8 @@ class Quantisation:
         return _transposed(parameter) if spec.is_tied else parameter
 
     def expert(self, layer: str, expert: int) -> QuantisedWeight:
-        """Return the quantised weight of one expert. If it was not solved, it is rounded to nearest
-        now.
+        """Return the quantised weight of one expert. If the weight was not solved, it is rounded to
+        nearest now.
         """
         name = member(layer, expert)
         if name in self.solved:
@@ -195,11 +195,11 @@ class Quantisation:
         )
 
     def _shared_range(self, layer: str) -> np.ndarray | float | None:
-        """Return the range that all experts of a stack share, or ``None`` if each expert has its
-        own range.
+        """Return the range that all experts of a stack share, or ``None`` if each expert has a
+        separate range.
 
         In NVFP4, experts share the range of the whole stack. If experts are joined into one matrix
-        along their inputs, they share one range per column.
+        along their inputs, the experts share one range per column.
         """
         chosen = FORMATS[self.formats[layer]]
         is_column = self.is_dense and layer.endswith(".down") and chosen.weights in ("int8", "fp8")
@@ -219,7 +219,7 @@ class Quantisation:
         along = 0 if is_down != (first.format == "nvfp4") else 1  # codes of NVFP4 are transposed
         codes = np.concatenate([weight.codes for weight in each], along)
         scales = first.scales
-        # In the other case, all experts have the same scales.
+        # Otherwise, all experts have the same scales.
         if not is_down or first.group_size is not None:
             scales = np.concatenate(
                 [weight.scales for weight in each], 0 if first.group_size is None else along
@@ -227,8 +227,8 @@ class Quantisation:
         return replace(first, codes=codes, scales=scales)
 
     def weight(self, layer: str) -> QuantisedWeight:
-        """Return the quantised weight of a layer. If it was not solved, it is rounded to nearest
-        now.
+        """Return the quantised weight of a layer. If the weight was not solved, it is rounded to
+        nearest now.
 
         A stack of experts becomes one matrix.
         """
@@ -268,7 +268,7 @@ class Quantisation:
     def solve(self, layer: str, factor: Tensor, expert: int | None = None) -> None:
         """Round the weight of a layer or of an expert with GPTQ.
 
-        ``factor`` is ``gptq.inverse_factor`` of its input.
+        ``factor`` is ``gptq.inverse_factor`` of the input of this weight.
         """
         chosen = FORMATS[self.formats[layer]]
         assert chosen.weights is not None
@@ -321,7 +321,7 @@ class Quantisation:
         """Return the embeddings that the quantised graph looks up for ``ids`` ``[N]``, fp32
         ``[N, hidden]``.
 
-        ``table`` ``[N, hidden]`` has the unquantised embeddings of these ids.
+        ``table`` ``[N, hidden]`` contains the unquantised embeddings of these ids.
         """
         if self.has_tied_table and HEAD in self.solved:
             return np.ascontiguousarray(self.solved[HEAD].columns(ids).dequantise().T)

@@ -1,4 +1,4 @@
-"""Chooses the text for calibration and judging, and makes calibration states from it."""
+"""Chooses the text for calibration and judging, and makes calibration states from this text."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from dlm_export.network.layered import Layered
     from dlm_export.sources import Source
 
-# If the checkpoint's folder has this file, it is the default data.
+# If the checkpoint's folder contains this file, the file is the default data.
 CALIBRATION_FILE = "calibration.jsonl"
 MIXES = {"denoising": (0.5, 0.4, 0.1), "text": (0.0, 0.0, 1.0)}
 """The shares of masked, trajectory and clean states in each mix. "denoising" is the default. "text"
-has clean states only, like the calibration data of other language models.
+contains clean states only, like the calibration data of other language models.
 """
 # Every fourth sample of a file is used for judging. The other samples are used for calibration.
 JUDGED_EVERY = 4
@@ -33,8 +33,8 @@ FEWEST_TOKENS = 32
 """By default, the weights of an expert are solved if at least this many tokens are routed to it.
 
 With independent inputs, GPTQ is better than rounding to nearest from 8 tokens on. From 32 tokens
-on, its loss is a third less. The limit is higher because the tokens of a few texts are often
-similar.
+on, the loss of GPTQ is a third less. This minimum is higher, because the tokens of a few texts are
+often similar.
 """
 RANDOM_LENGTH = 64  # length of a random sample in tokens; the first half is the prompt
 # Largest number of passes per block. Without a limit, an unsure denoiser would need one pass per
@@ -74,11 +74,11 @@ class Data:
     is_shared: bool
 
     def doubts(self, *, option: str, has_ranges: bool = False, is_judged: bool = True) -> list[str]:
-        """Return warnings about numbers that were measured with this data.
+        """Return warnings about results that were measured with this data.
 
         ``option`` is the command-line option with which the user can give better data.
         ``has_ranges`` says whether static activation ranges were found with this data.
-        ``is_judged`` says whether a loss was measured with it.
+        ``is_judged`` says whether a loss was measured with this data.
         """
         found = []
         if self.is_made_up and has_ranges:
@@ -132,8 +132,8 @@ def load_data(
 ) -> Data:
     """Load the samples for calibration and judging.
 
-    The samples come from the file in ``options``. If there is no such file, they come from the
-    checkpoint's own file, and if that is missing too, from the built-in samples. Without a
+    The samples come from the file in ``options``. If there is no such file, the samples come from
+    the checkpoint's own file. If that file is missing too, the built-in samples are used. Without a
     tokenizer, the samples are random ids. If nothing is calibrated, all samples of the file in
     ``options`` are used for judging. Raises CalibrationError or RequestError if a file is unusable.
     """
@@ -181,8 +181,8 @@ def trajectories(
     """Return a function that generates text from samples, and returns the canvases of each
     generation.
 
-    The first canvas of a generation is the sample with a masked response. One more canvas follows
-    for each pass. A block has at most ``TRAJECTORY_PASSES`` passes. ``lockstep.courses`` explains
+    The first canvas of a generation is the sample with a masked response. Each pass adds one
+    canvas. A block has at most ``TRAJECTORY_PASSES`` passes. ``lockstep.courses`` explains
     ``memory_bytes``. ``on_done`` is called as many times as there are samples, at equal intervals
     of decided positions.
     """
@@ -228,8 +228,8 @@ def calibration_states(
     on_sample: Callable[[], None],
     memory_bytes: int | None = None,
 ) -> Iterator[State]:
-    """Return the states of ``data.calibration``. If the mix has trajectory states, the denoiser
-    generates them.
+    """Return the states of ``data.calibration``. If the mix contains trajectory states, the
+    denoiser generates these states.
     """
     _, policy = threshold_preset(source.network, source.presets, options.preset)
     runs = (

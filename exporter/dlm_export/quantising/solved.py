@@ -21,8 +21,8 @@ from dlm_runtime.precision import NUMBER_FORMATS
 class Solved:
     """The rounded weight of each layer that a solver has processed.
 
-    With a ``folder``, each weight is stored in a file. The file is written atomically and contains
-    its hash. Without a ``folder``, the weights are in memory.
+    If ``folder`` is set, each weight is stored in a file. The file is written atomically and
+    contains a hash of its content. If ``folder`` is not set, the weights are in memory.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -60,7 +60,9 @@ class Solved:
         os.replace(partial, self._path(layer))
 
     def __getitem__(self, layer: str) -> QuantisedWeight:
-        """Return the rounded weight of a layer. Raises CalibrationError if its file is damaged."""
+        """Return the rounded weight of a layer. Raises CalibrationError if the file of this weight
+        is damaged.
+        """
         if layer in self._held:
             return self._held[layer]
         path = self._path(layer)

@@ -1,11 +1,11 @@
 """Compares the format of each layer in an engine with the recipe, so that every fallback is
 noticed.
 
-Here, a layer is a matrix multiplication. Its module path is part of the names of its nodes in the
-device graph. There are two sources of formats:
+Here, a layer is a matrix multiplication. The module path of a layer is part of the names of its
+nodes in the device graph. The formats come from two sources:
 
-- The parsed network, which needs no GPU. It is strongly typed, so both operands of a multiplication
-  can be traced back to their dequantisation.
+- The parsed network, which needs no GPU. This network is strongly typed, so both operands of a
+  multiplication can be traced back to their dequantisation.
 - The report of the engine inspector, on a device only.
 
 The result maps module paths to format names of recipes.
@@ -24,11 +24,11 @@ from dlm_runtime.precision import NUMBER_FORMATS
 
 MATMUL = "MatMul"  # nodes of a device graph are named <module path>/<operator>
 FULL = {"HALF": "float16", "BF16": "bfloat16", "FLOAT": "float32"}
-# TensorRT's names of number formats. The inspector uses them in "Format/Datatype", for example in
-# "Row major linear FP8 format".
+# TensorRT's names of number formats. The inspector uses these names in "Format/Datatype", for
+# example in "Row major linear FP8 format".
 NUMBERS = {word: name for name, known in NUMBER_FORMATS.items() for word in known.tensorrt}
 # An engine contains the weights of the data file without padding, plus kernels and constants. These
-# are the limits of its size.
+# are the limits of the engine's size.
 SIZE_LEAST, SIZE_MOST, SIZE_KERNELS_BYTES = 0.9, 1.15, 48 << 20
 
 
@@ -39,12 +39,14 @@ class AuditError(DlmError):
 
 
 def differs(asked: str, held: str) -> bool:
-    """True if a layer does not have the requested format. ``high`` matches any unquantised type."""
+    """Return True if a layer does not have the requested format. ``high`` matches any unquantised
+    type.
+    """
     return held not in FULL.values() if asked == HIGH else held != asked
 
 
 def fallbacks(table: Mapping[str, str], asked: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The layers that do not have the requested format, for the manifest."""
+    """Return the layers that do not have the requested format, for the manifest."""
     return {
         layer: {"asked": name, "held": table[layer]}
         for layer, name in asked.items()
@@ -57,8 +59,8 @@ def check(
 ) -> None:
     """Check that no layer is missing, and that all layers have the requested formats.
 
-    Raises AuditError, which names the wrong layers. With ``allow_fallback``, other formats are
-    accepted.
+    Raises AuditError, which names the wrong layers. If ``allow_fallback`` is true, other formats
+    are accepted.
     """
     missing = [layer for layer in asked if layer not in table]
     if missing:
@@ -80,7 +82,7 @@ def _more(names: list[str]) -> str:
 def check_size(engine_bytes: int, weights_bytes: int, target: str, *, allow_fallback: bool) -> None:
     """Check that the size of an engine matches the size of its weights.
 
-    Raises AuditError otherwise. The engine then contains weights in a wider type, or lacks weights.
+    Raises AuditError if the engine contains weights in a wider type, or lacks weights.
     """
     low, high = int(SIZE_LEAST * weights_bytes), int(SIZE_MOST * weights_bytes) + SIZE_KERNELS_BYTES
     padding = 4096 * 2048  # bytes of padding in a data file; no denoiser's tensors need more
@@ -126,7 +128,9 @@ def _dtype(tensor: Any) -> str:
 
 
 def network_table(network: Any) -> dict[str, str]:
-    """Return the format of every multiplication by a weight in a parsed network, by module path."""
+    """Return the format of every multiplication by a weight in a parsed network. The keys are
+    module paths.
+    """
     parsed = _Network(network)
     table: dict[str, str] = {}
     for layer in parsed.layers:
@@ -136,8 +140,8 @@ def network_table(network: Any) -> dict[str, str]:
         made = parsed.source(layer.get_input(1))
         # Products of two activations are not layers.
         if made is not None and _kind(made) in ("CONSTANT", "DEQUANTIZE"):
-            # If the input of a layer is rotated, its path has two products: the rotation, and then
-            # the layer.
+            # If the input of a layer is rotated, its path contains two products: the rotation, and
+            # then the layer.
             table[path] = _format(parsed, layer)
     return table
 
@@ -150,8 +154,8 @@ def _format(parsed: _Network, matmul: Any) -> str:
         return FULL.get(dtype, dtype.lower())
     for name, known in FORMATS.items():
         is_group = known.weights != "int4" or known.group_size == group_size
-        # TensorRT cannot compute ranges per row in each pass, so its quantised activations are
-        # static.
+        # TensorRT cannot compute ranges per row in each pass, so quantised activations in TensorRT
+        # are static.
         if (
             (known.weights, known.activations) == (weights, activations)
             and is_group
@@ -179,7 +183,7 @@ def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str |
     if not is_weight or len(tuple(scales.shape)) < 2:
         return name, None
     # int4 codes are [K, N] with scales [K / group, N]. nvfp4 codes are [N, K] with scales [N, K /
-    # group]. In both formats, one axis of the scales is shorter.
+    # group]. In both formats, one axis of the scales is shorter than the same axis of the codes.
     ratios = [
         -(-size // groups)
         for size, groups in zip(tuple(codes.shape), tuple(scales.shape), strict=True)
@@ -195,8 +199,8 @@ def inspector_table(information: str, expected: Mapping[str, str]) -> dict[str, 
     verbosity).
 
     An engine layer contains one or more nodes of the graph. A layer has its ``expected`` format if
-    the engine layer that contains its node has an input of this format. Otherwise, the entry of the
-    layer names the types of these inputs. Raises AuditError if the JSON has no layers.
+    the engine layer that contains its node has an input of this format. Otherwise, the result names
+    the types of the engine layer's inputs. Raises AuditError if the JSON contains no layers.
     """
     try:
         layers = json.loads(information).get("Layers")

@@ -22,7 +22,7 @@ from dlm_export.tensorrt.estimate import BuilderError, EngineError, EngineOption
 class Builder:
     """A TensorRT that can build engines for a target on this machine.
 
-    ``sms`` are compute capabilities without the point: 89 is 8.9.
+    ``sms`` are compute capabilities without the point: 89 means 8.9.
     """
 
     kind: str
@@ -39,8 +39,8 @@ def find_builder(target: Target, options: EngineOptions) -> Builder | None:
     """Find the TensorRT on this machine that can build for ``target``.
 
     Returns ``None`` if the engine must be built on the device. Raises BuilderError if TensorRT-RTX
-    could build the engine but is not installed, or if this machine has another GPU. Raises
-    EngineError for an option that the builder does not support.
+    could build the engine but is not installed, or if the GPU of this machine does not match the
+    target. Raises EngineError for an option that the builder does not support.
     """
     wanted = options.builder
     assert target.sm is not None, target.name
@@ -53,8 +53,8 @@ def find_builder(target: Target, options: EngineOptions) -> Builder | None:
         module = _rtx_module()
         if module is not None:
             if options.timing_cache is not None:
-                # Since version 1.2, the timing caches of TensorRT-RTX are empty. They cannot be
-                # created without a GPU.
+                # Since version 1.2, the timing caches of TensorRT-RTX are empty. Timing caches
+                # cannot be created without a GPU.
                 raise EngineError("TensorRT-RTX keeps no timings: omit --timing-cache")
             return Builder(RTX.name, module, (target.sm,))
         if wanted == RTX.name or importlib.util.find_spec("tensorrt") is None:

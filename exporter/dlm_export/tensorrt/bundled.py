@@ -1,8 +1,8 @@
 """Adds an engine to an existing bundle, or removes an engine from it.
 
-The bundle is locked during a change, and files are replaced by renaming. Its manifest never lists
-an engine that is missing or different. The bundle can therefore be opened even if the process is
-killed.
+The bundle is locked during a change, and files are replaced by renaming. The bundle's manifest
+never lists an engine that is missing or different. The bundle can therefore be opened even if the
+process is killed.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ def add_engine(
     """Build an engine and add it to an existing bundle.
 
     The engine and the manifest are written to temporary files. An old engine of the same target is
-    removed from the manifest. Then the engine is renamed, and then the manifest.
+    removed from the manifest. Then the engine file is renamed, and after that, the manifest file is
+    renamed.
 
     Args:
         folder: The bundle.
         manifest: The bundle's manifest, which the runtime has checked.
         target: The device.
-        options: How to build.
+        options: Options of the build.
         force: Replace an engine of the same target.
         progress: Receives the stages of the build.
 
@@ -121,8 +122,8 @@ def _changing(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
                 f"{path.parent}: is a symbolic link, which may lead out of the bundle: not written"
             )
         path.parent.mkdir(exist_ok=True)
-        # A killed process left this file. No other process uses it, because this process holds the
-        # lock.
+        # A killed process left this file. No other process uses this file, because this process
+        # holds the lock.
         for left in path.parent.glob("*.engine.new"):
             left.unlink()
         try:

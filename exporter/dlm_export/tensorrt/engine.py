@@ -3,8 +3,8 @@ TensorRT-RTX.
 
 All versions parse ``device.onnx`` from its file, so the weights are memory-mapped and not copied.
 Networks are strongly typed, which means that the engine uses the types of the graph. If the builder
-logs an error, an exception with the text of the error is raised. This includes warnings that a part
-of the graph was ignored.
+logs an error, an exception with the text of the error is raised. A warning that a part of the graph
+was ignored also raises an exception.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from dlm_export.tensorrt.estimate import (
 )
 from dlm_runtime.files import read_bytes
 
-# Warnings with these texts mean that the engine would not compute the whole graph, so they are
-# errors. Other warnings are shown.
+# Warnings with these texts mean that the engine would not compute the whole graph, so such warnings
+# are errors. Other warnings are shown.
 TIMINGS_LIMIT_BYTES = 1 << 30
 FATAL_WARNINGS = (
     "unused input",
@@ -54,8 +54,8 @@ FATAL_WARNINGS = (
 class Built:
     """The result of building an engine.
 
-    ``entry`` is the engine's record for ``loop.engines`` in the manifest, and ``audit`` its record
-    for ``audits``. ``seconds`` is the duration of the build.
+    ``entry`` is the engine's record for ``loop.engines`` in the manifest, and ``audit`` is the
+    engine's record for ``audits``. ``seconds`` is the duration of the build.
     """
 
     target: str
@@ -100,7 +100,7 @@ def without_engine(manifest: Mapping[str, Any], target: str) -> dict[str, Any]:
 
 
 def check_device_graph(folder: Path, manifest: Mapping[str, Any], target: Target) -> None:
-    """Check that the bundle has a graph from which an engine for ``target`` can be built.
+    """Check that the bundle contains a graph from which an engine for ``target`` can be built.
 
     Raises EngineError otherwise.
     """
@@ -130,11 +130,11 @@ def build_engine(
     Args:
         folder: The bundle.
         manifest: The bundle's manifest.
-        files: Size and SHA-256 of each of the bundle's files, by name.
+        files: A dict that maps the name of each file of the bundle to its size and SHA-256.
         target: The device.
         builder: The TensorRT to use.
-        options: How to build.
-        output: The file to write. After an error, the caller removes it.
+        options: Options of the build.
+        output: The file to write. After an error, the caller removes this file.
         progress: Receives the phases of the builder.
 
     Raises:
@@ -217,10 +217,11 @@ def build_engine(
 
 
 def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Path) -> bool:
-    """Build the engine, and write it to a file. If the result is False, the logger has the reason.
+    """Build the engine, and write it to a file. If the result is False, the logger contains the
+    reason.
 
-    Newer builders write the engine in pieces. The whole engine is then never in memory together
-    with the weights.
+    Newer builders write the engine in pieces. Memory then never holds both the whole engine and the
+    weights.
     """
     if not hasattr(trt_builder, "build_serialized_network_to_stream"):
         plan = trt_builder.build_serialized_network(network, config)
@@ -266,13 +267,13 @@ def seal(entry: Mapping[str, Any]) -> str:
 
 def _network_flags(trt: Any) -> int:
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
-    # TensorRT 11 has no such flag, because its networks are always strongly typed.
+    # TensorRT 11 does not define this flag, because its networks are always strongly typed.
     return 0 if flag is None else 1 << int(flag)
 
 
 @functools.cache
 def _logger(base: Any) -> Any:
-    """The ILogger that collects errors and warnings. TensorRT allows one logger per process."""
+    """Return the ILogger that collects errors and warnings. TensorRT allows one per process."""
     levels = base.Severity
 
     class Logger(base):  # type: ignore[misc]

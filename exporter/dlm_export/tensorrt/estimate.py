@@ -14,7 +14,7 @@ WORKSPACE_BYTES = 1 << 30
 # Host memory of a build: a constant, plus a factor times the size of the weights. See
 # BENCHMARKS.md.
 HOST_OVERHEAD_BYTES, HOST_FACTOR = 1 << 30, 2.5
-# Memory on the device for CUDA's context, kernels, and the builder's temporary data.
+# Device memory for CUDA's context, for kernels, and for the builder's temporary data.
 DEVICE_OVERHEAD_BYTES = 768 << 20
 
 
@@ -37,7 +37,7 @@ class EngineOptions:
     """How an engine is built.
 
     ``canvas`` is the length of the longest canvas in tokens. ``block`` is the length of the longest
-    pass with a cache, in tokens. ``None`` uses the bundle's setting.
+    pass with a cache, in tokens. If ``None``, the bundle's setting is used.
     """
 
     canvas: int | None = None
@@ -60,10 +60,10 @@ class Limits:
     block: int
 
     def profiles(self) -> dict[str, dict[str, list[int]]]:
-        """Return TensorRT's optimisation profiles, by kind of pass.
+        """Return TensorRT's optimisation profiles. The keys are the kinds of passes.
 
-        Each profile has ``[min, opt, max]`` for three numbers: the tokens, the cached tokens and
-        the scored rows of a pass.
+        Each profile contains ``[min, opt, max]`` for three counts: the tokens, the cached tokens
+        and the scored rows of a pass.
         """
         rows = [1, min(32, self.block), self.block]
         return {
@@ -113,10 +113,11 @@ def limits_of(longest: int, block_length: int, options: EngineOptions) -> Limits
 def estimate(network: NetworkSpec, weights_bytes: int, limits: Limits) -> Estimate:
     """Estimate memory in bytes with these formulas.
 
-    The cache has the keys and values of the whole canvas, with 2 bytes per element. It is counted
-    twice, because a pass reads one cache and writes another. A pass needs the activations of the
-    widest layer: residual, norm, q, k, v, attention, gate and up of the MLP, and their product. For
-    each scored row, it also needs fp32 logits, fp32 probabilities and a sorted copy.
+    The cache contains the keys and values of the whole canvas, with 2 bytes per element. The cache
+    is counted twice, because a pass reads one copy and writes another copy. A pass needs the
+    activations of the widest layer: residual, norm, q, k, v, attention, gate and up of the MLP, and
+    their product. For each scored row, a pass also needs fp32 logits, fp32 probabilities and a
+    sorted copy.
     """
     canvas, rows = limits.canvas, limits.block
     cache = 2 * canvas * network.cache_bytes(2)
@@ -138,11 +139,11 @@ def _inner_width(layer: LayerSpec) -> int:
 def check_memory(
     network: NetworkSpec, target: Target, weights_bytes: int, limits: Limits, *, on_host: bool
 ) -> Estimate:
-    """Estimate the memory, and check that it is available.
+    """Estimate the memory, and check that this much memory is available.
 
-    Raises EngineError if the target has too little memory. With ``on_host``, raises BuilderError if
-    this machine has too little memory to build the engine. Both errors state the bytes needed and
-    available.
+    Raises EngineError if the target has too little memory. If ``on_host`` is true, raises
+    BuilderError if this machine has too little memory to build the engine. Both errors state the
+    bytes needed and available.
     """
     found = estimate(network, weights_bytes, limits)
     if target.memory_bytes is not None and found.device > target.memory_bytes:

@@ -2,9 +2,9 @@
 
 - ``vocabulary`` reads tokenizer.json.
 - ``splits`` converts the split patterns of tokenizer.json to automata.
-- ``composition`` has tables of Unicode's canonical composition.
+- ``composition`` contains tables of Unicode's canonical composition.
 - ``chat`` finds the texts that a chat template writes around messages.
-- ``proof`` compares the results of the native library with those of the tokenizers library and
-  Jinja.
+- ``proof`` compares the results of the native library with the results of the tokenizers library
+  and of Jinja.
 - ``compiled`` leaves out the parts whose results differ, and records the reason.
 """

@@ -1,5 +1,5 @@
-"""Converts a chat template to segments: the texts that it writes before, between and after
-messages.
+"""Converts a chat template to segments: the texts that the template writes before, between and
+after messages.
 
 A template is a program, and only some templates can be converted:
 
@@ -9,7 +9,7 @@ A template is a program, and only some templates can be converted:
   second message is the last.
 
 To find the segments, all conversations of up to four messages are rendered. Conversations that
-break these rules are not supported. The runtime rejects them.
+break these rules are not supported. The runtime rejects such conversations.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dlm_export.text.refusal import NotCompiled
 
 ROLES = ("system", "user", "assistant", "tool")
 LEADING = "leading system"
-"""The name for the role of a system message that is the first message of a chat. Templates often
-treat such a message differently.
+"""The name of a separate role for a system message that is the first message of a chat. Templates
+often treat such a message differently.
 """
 REFUSED, AS_IS, STRIPPED = 0, 1, 2
 MOST_MESSAGES = 4  # largest number of messages in the conversations that are tried
-MOST_LITERALS = 200  # largest number of string constants in a template, each tried in all contexts
+MOST_LITERALS = 200  # largest number of string constants in a template; limits the trials
 _EXAMPLES_PER_CONTEXT = 3
 _CONTENTS = (
     *(
@@ -68,17 +68,18 @@ template rejects.
 
 @dataclass(frozen=True)
 class Chat:
-    """The segments of a template. They are empty by default.
+    """The segments of a template. By default, there are no segments.
 
-    Roles are numbered from 0, and R is their number. The *context* of a message is the number of
-    its role times 2, plus 1 if the message is the last.
+    Roles have the indices 0 to R - 1. The *context* of a message is the index of its role times 2,
+    plus 1 if the message is the last message.
 
     - ``transforms``, ``[2 R]``: for each context, whether the template writes the content unchanged
       or stripped, or whether the context is not supported.
     - ``gaps``, ``[R + 1, 2 R]``, as a flat list: the text before a message. The first index is 0
-      for the first message, otherwise 1 plus the number of the previous message's role. The second
+      for the first message, otherwise 1 plus the index of the previous message's role. The second
       index is the context of the message.
-    - ``ends``, ``[R]``: the text after the last message. It includes the start of the answer.
+    - ``ends``, ``[R]``: the text after the last message. This text includes the start of the
+      answer.
     - ``literals``: pairs of a context and a text. The content of a message in this context must not
       contain the text.
     - ``empties``: contexts whose content must not be empty.
@@ -100,7 +101,7 @@ class Chat:
 
 @dataclass(eq=False)
 class _Segments:
-    """The texts found so far, before and after messages, by the names of roles."""
+    """The texts found so far, before and after messages. The keys contain the names of roles."""
 
     gaps: dict[tuple[str | None, str, bool], str | None]
     ends: dict[str, str | None]
@@ -176,7 +177,9 @@ def _led(order: Sequence[str]) -> tuple[str, ...]:
 
 
 def _segments(orders: Sequence[Sequence[str]], texts: Sequence[str | None]) -> _Segments:
-    """Collect the texts between markers. A text is ``None`` if it differs between conversations."""
+    """Collect the texts between markers. A text is ``None`` if the text differs between
+    conversations.
+    """
     found = _Segments({}, {})
     for order, text in zip(orders, texts, strict=True):
         pieces = None if text is None else _between(text, _markers(order))
@@ -194,7 +197,7 @@ def _segments(orders: Sequence[Sequence[str]], texts: Sequence[str | None]) -> _
 def _between(text: str, markers: Sequence[str]) -> list[str] | None:
     """Return the texts before, between and after the markers.
 
-    Returns ``None`` unless each marker appears once, and in this order.
+    Returns ``None`` unless each marker appears exactly once, and the markers are in this order.
     """
     pieces = []
     for marker in markers:
@@ -238,10 +241,10 @@ def _holds(
     transform: int,
     contents: Sequence[str],
 ) -> bool:
-    """True if the segments give the same text as the template.
+    """Return True if the segments give the same text as the template.
 
-    An example is a conversation and the position of one message in it. Each of ``contents`` is
-    tried as the content of this message.
+    An example is a conversation, and the position of one message in the conversation. Each of
+    ``contents`` is tried as the content of this message.
     """
     chats, expected = [], []
     for (order, at), content in itertools.product(examples, contents):
@@ -254,8 +257,8 @@ def _holds(
 
 
 def _literals(template: str) -> tuple[list[str], list[str]]:
-    """Return the string constants that a template searches for in contents, and all its other
-    string constants.
+    """Return two lists of a template's string constants: the constants that the template searches
+    for in contents, and all other constants.
     """
     from jinja2 import Environment, TemplateError, nodes
 

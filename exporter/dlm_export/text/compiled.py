@@ -1,7 +1,7 @@
 """Compiles a checkpoint's tokenizer and chat template into one file.
 
-The results of the file are compared with those of the original tokenizer. If they differ, no file
-is written, and the reason is recorded.
+The results of the file are compared with the results of the original tokenizer. If the results
+differ, no file is written, and the reason is recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dlm_runtime.errors import BundleError, RequestError
 from dlm_runtime.text.tokenizer import Tokenizer
 
 TEXT_FILE = "text.bin"
-MOST_TOKENS = 1 << 20  # the largest released vocabulary has 262,144
+MOST_TOKENS = 1 << 20  # the largest released vocabulary contains 262,144
 _CHATS_AT_ONCE = 200
 _REASON_LIMIT = 400  # characters
 
@@ -77,7 +77,7 @@ def _with_wholes(tables: TextTables) -> TextTables:
     without merging.
     """
     compiled, token_flags = CompiledText(as_bytes(tables)), tables.token_flags.copy()
-    # If an added token's text appears as ordinary text, it is encoded to other tokens.
+    # If the text of an added token appears as ordinary text, the text is encoded to other tokens.
     added = {each.token for each in tables.added}
     for token, text in enumerate(tables.tokens):
         if (

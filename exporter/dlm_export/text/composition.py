@@ -24,10 +24,11 @@ class Composition:
 
     - ``classes``, uint8 ``[0x110000]``: 0 for characters that never change, STARTS, or the
       combining class of a mark.
-    - ``decompositions``: the full decomposition of characters, by code point.
+    - ``decompositions``: the full decomposition of characters. The keys are code points.
     - ``pairs``: the composition of two code points.
 
-    Hangul syllables are computed by a rule. They are in neither ``decompositions`` nor ``pairs``.
+    Hangul syllables are computed by a rule. These syllables are in neither ``decompositions`` nor
+    ``pairs``.
     """
 
     classes: np.ndarray

@@ -1,7 +1,7 @@
-"""Writes the compiled text file: a header with the sizes of arrays, and then the arrays, of int32
+"""Writes the compiled text file: a header with the sizes of arrays, and then the arrays of int32
 and of bytes.
 
-runtime/native/src/text/text_file.cc reads it.
+runtime/native/src/text/text_file.cc reads this file.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dlm_export.text.splits import Splits
 
 MAGIC = b"DLMTEXT\x01"
 SPECIAL, WHOLE, BYTE = 1, 2, 4
-"""Flags of a token. SPECIAL: the token is decoded to an empty text. WHOLE: its text is encoded to
-this token alone. BYTE: the token is one byte of a character that the vocabulary lacks.
+"""Flags of a token. SPECIAL: the token is decoded to an empty text. WHOLE: the token's text is
+encoded to this token alone. BYTE: the token is one byte of a character that the vocabulary lacks.
 """
 STRIPS_LEFT, STRIPS_RIGHT = 1, 2
 SPACE_LETTER, STARTS_WITH_SPACE, BYTE_FALLBACK, STRIPS_SPACE = 1, 2, 4, 8
@@ -30,7 +30,7 @@ class Added:
     """A text that is always encoded as one token.
 
     If ``is_raw`` is true, the search for this text takes place before normalisation, otherwise
-    after it.
+    after normalisation.
     """
 
     text: bytes
@@ -46,7 +46,7 @@ class TextTables:
     - ``tokens``: the text of each token.
     - ``token_flags``: the flags of each token, uint8 ``[V]``.
     - ``byte_ids``: the token of each byte, int32 ``[256]``, or -1 if no token stands for the byte.
-    - ``chars``: the tokens that consist of one character, by code point.
+    - ``chars``: the tokens that consist of one character. The keys are code points.
     - ``merges``: int32 ``[M, 3]`` for M merges in order. The columns are the left token, the right
       token and the resulting token.
     """
@@ -161,7 +161,7 @@ def _starts(parts: Sequence[Sequence[object] | np.ndarray]) -> np.ndarray:
 def _pages(values: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """Compress a table with one entry per code point. Equal pages of 256 entries are stored once.
 
-    Returns the index of the page for each 256 code points, int32 ``[4352]``, and the P different
+    Returns the index of the page for each 256 code points, int32 ``[4352]``, and the P distinct
     pages, uint8 ``[P * 256]``.
     """
     if values is None:

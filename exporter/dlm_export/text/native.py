@@ -16,13 +16,13 @@ _PROMPT, _SPECIAL = 1, 2  # flags of dlm_text_encode
 class CompiledText:
     """A compiled text file in the native library, created from its bytes.
 
-    Raises BundleError if the file is damaged, and RequestError for input that it rejects.
+    Raises BundleError if the file is damaged, and RequestError if the library rejects an input.
     """
 
     def __init__(self, data: bytes) -> None:
         self._library, self._handle = _native.library(), C.c_void_p()
         self._message = C.create_string_buffer(_native.MESSAGE_BYTES)
-        # Buffers for results. They grow as needed.
+        # Buffers for results. The buffers grow as needed.
         self._ids_out, self._text = np.empty(1024, np.int32), np.empty(4096, np.uint8)
         self._check(
             self._library.dlm_text_read(data, len(data), *self._report, C.byref(self._handle))

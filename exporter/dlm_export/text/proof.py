@@ -24,7 +24,8 @@ def prove_tokens(
     added: Sequence[str],
     lines: int = LINES,
 ) -> None:
-    """Compare the compiled tokenizer with Python's, on generated texts and lists of token ids.
+    """Compare the compiled tokenizer with Python's tokenizer, on generated texts and lists of token
+    ids.
 
     Raises NotCompiled at the first text that is encoded differently, or at the first list of ids
     that is decoded differently.
@@ -61,11 +62,11 @@ def prove_chats(
     special: Sequence[str] = (),
     chats: int = CHATS,
 ) -> int:
-    """Render and encode generated conversations, and compare the results with Python's.
+    """Render and encode generated conversations, and compare the results with Python's results.
 
     Messages may contain the texts in ``special``.
 
-    Returns the number of conversations that the compiled template rendered instead of rejecting.
+    Returns the number of conversations that the compiled template rendered and did not reject.
     Raises NotCompiled at the first conversation whose text or token ids differ.
     """
     rendered = 0

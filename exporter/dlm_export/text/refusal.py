@@ -6,6 +6,6 @@ from __future__ import annotations
 class NotCompiled(Exception):
     """Raised if a tokenizer or chat template cannot be compiled.
 
-    The message says why. It is written to the manifest, and the C library shows it in its error
-    messages.
+    The message says why. The message is written to the manifest, and the C library shows it in
+    error messages.
     """

@@ -146,7 +146,7 @@ def lines(
 def rows(count: int, vocab_size: int, seed: int = 0) -> Iterator[list[int]]:
     """Yield ``count`` lists of random token ids.
 
-    Two of three lists use only a few different ids, so that ids repeat.
+    Two of every three lists use only a few distinct ids, so that ids repeat.
     """
     source = random.Random(seed)
     for number in range(count):

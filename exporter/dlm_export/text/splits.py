@@ -1,17 +1,17 @@
 """Compiles split patterns to automata over character classes.
 
 A tokenizer cuts text at the matches of a regular expression. The expression is matched by
-backtracking: the leftmost match is used, and among several matches at the same position, the first
-that is tried.
+backtracking: the leftmost match is used, and among several matches at the same position, the match
+that is tried first.
 
 Here, the expression is first compiled to *places*. A place is one instruction, such as "consume a
 character of this set". A state of the automaton is a list of places, in the order in which
 backtracking would try them (R. Cox, "Regular Expression Matching in the Wild", 2010). If a place
-ends the expression, the places after it in the list are dropped. The automaton therefore finds the
-same matches.
+ends the expression, later places in the list are dropped. The automaton therefore finds the same
+matches.
 
-A match may depend on the character after it, as in ``\\s+(?!\\S)``. The automaton therefore reports
-a match only when it reads the next character. The tokenizers library is called to find which
+A match may depend on the next character, as in ``\\s+(?!\\S)``. The automaton therefore reports a
+match only when it reads the next character. The tokenizers library is called to find which
 characters ``\\s`` or ``\\p{L}`` match.
 """
 
@@ -39,8 +39,8 @@ _FOLDED = {"s": "\N{LATIN SMALL LETTER LONG S}", "k": "\N{KELVIN SIGN}"}
 
 @dataclass(frozen=True)
 class Split:
-    """The source of a split pattern. The pre-tokenizer "Digits" has no pattern, so its name is used
-    instead.
+    """The source of a split pattern. The pre-tokenizer "Digits" has no pattern, so the name
+    "Digits" is used instead.
     """
 
     pattern: str
@@ -51,10 +51,10 @@ class Split:
 class Splits:
     """Compiled split patterns.
 
-    ``classes``, uint8 ``[0x110000]``, has the class of each code point. Each pattern has a table,
-    int32 ``[states, classes + 1]``. The last column is for the end of the text. An entry is 0 if
-    there is no next state, otherwise 2 * (next state + 1). If a match ends before this character, 1
-    is added to the entry.
+    ``classes``, uint8 ``[0x110000]``, contains the class of each code point. Each pattern has a
+    table, int32 ``[states, classes + 1]``. The last column is for the end of the text. An entry is
+    0 if there is no next state, otherwise 2 * (next state + 1). If a match ends before this
+    character, the entry is larger by 1.
     """
 
     classes: np.ndarray
@@ -65,13 +65,13 @@ class Splits:
 # The kinds of places: consume a character, choose between places, look ahead, end the expression.
 @dataclass(frozen=True)
 class _Take:
-    characters: int  # number of a set of characters
+    characters: int  # index of a set of characters
     to: int
 
 
 @dataclass(frozen=True)
 class _Choose:
-    to: tuple[int, ...]  # in the order in which they are tried
+    to: tuple[int, ...]  # in the order in which places are tried
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ class _End:
 
 
 _Place = _Take | _Choose | _Look | _End
-# Creates the places of a part of the expression. Its argument is the place that follows the part.
-# Returns the first place of the part.
+# Creates the places of a part of the expression. The argument is the place that follows the part.
+# The result is the first place of the part.
 _Make = Callable[[int], int]
 
 
 @dataclass(eq=False)
 class _Sets:
-    """The sets of characters that occur in the patterns. Each set has a number."""
+    """The sets of characters that occur in the patterns. Each set has an index."""
 
     numbers: dict[bytes, int] = field(default_factory=dict)
     members: list[np.ndarray] = field(default_factory=list)
@@ -127,7 +127,7 @@ def _classes(sets: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
     sets.
 
     Returns the class of each code point, and a bit mask for each class that says which sets contain
-    it.
+    the class.
     """
     signature = np.zeros(CODE_POINTS, np.uint64)
     for number, members in enumerate(sets):
@@ -263,8 +263,8 @@ class _Parser:
         def make(to: int) -> int:
             if most == 1:  # x?
                 return self._new(_Choose((part(to), to)))
-            # Repeating a part that can match an empty text is rejected, because engines differ: the
-            # tokenizers library stops at the first empty iteration, and other engines continue.
+            # A repeated part must not match an empty text, because engines differ: the tokenizers
+            # library stops at the first empty iteration, and other engines continue.
             again = self._new(_Choose(()))
             first = part(again)
             if self._is_empty(first, again):
@@ -283,7 +283,9 @@ class _Parser:
         return make
 
     def _is_empty(self, first: int, last: int) -> bool:
-        """True if place ``last`` can be reached from place ``first`` without consuming a character."""
+        """Return True if place ``last`` can be reached from place ``first`` without consuming a
+        character.
+        """
         waiting, seen = [first], set[int]()
         while waiting:
             at = waiting.pop()
@@ -393,7 +395,7 @@ class _Parser:
         return ~members if is_negative else members
 
     def _letter(self) -> str | np.ndarray:
-        """Parse a character or an escape. Returns the set of characters that it matches."""
+        """Parse a character or an escape. Returns the set of characters that this part matches."""
         if self._text[self._at] != "\\":
             self._at += 1
             return self._text[self._at - 1]
@@ -458,8 +460,8 @@ def _digits() -> np.ndarray:
 def _filled(members: np.ndarray) -> np.ndarray:
     """Complete a set of characters that was found by testing.
 
-    Surrogates are excluded. In some planes, only the first character was tested. Its result is used
-    for the whole plane.
+    Surrogates are excluded. In some planes, only the first character was tested. The result of this
+    character is used for the whole plane.
     """
     members[0xD800:0xE000] = False
     for plane in _ALIKE:
@@ -468,7 +470,7 @@ def _filled(members: np.ndarray) -> np.ndarray:
 
 
 # Planes that are empty or for private use. All code points of such a plane behave alike, so only
-# the first is tested.
+# the first code point is tested.
 _ALIKE = (*range(4, 14), 15, 16)
 
 

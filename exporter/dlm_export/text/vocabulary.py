@@ -2,8 +2,9 @@
 
 Two kinds of BPE are supported. The first is BPE over bytes, as in GPT-2. The second is BPE over
 characters. Characters that the vocabulary lacks are encoded as bytes (byte fallback). Everything
-else is rejected with an error that names it. Some vocabularies (SentencePiece) have U+2581 instead
-of spaces. The tables then have spaces, because the tokenizer treats both alike.
+else is rejected with an error that names the unsupported part. Some vocabularies (SentencePiece)
+contain U+2581 instead of spaces. The tables then contain spaces, because the tokenizer treats both
+characters alike.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Part = Mapping[str, Any]
 def read_tables(found: Part, spelled: Sequence[str | None]) -> TextTables:
     """Make the tables of a tokenizer.json, without the chat template. Raises NotCompiled.
 
-    ``spelled`` has the text of each token id, as the tokenizers library returns it.
+    ``spelled`` contains the text of each token id, as the tokenizers library returns it.
     """
     model = found["model"]
     if model["type"] != "BPE":
@@ -129,7 +130,7 @@ def _of_characters(
         raise NotCompiled(
             f"it normalises by {_named(normalisers)}; without ByteLevel, only U+2581 for spaces is compiled"
         )
-    # The text has no spaces at this point, so a split at spaces does nothing.
+    # The text contains no spaces at this point, so a split at spaces does nothing.
     if any(
         part
         != {
@@ -185,8 +186,8 @@ def _of_characters(
 def _parts(part: Part | None, members: str) -> list[Part]:
     """Return a normaliser, pre-tokenizer or decoder as a list.
 
-    A "Sequence" has several members, which are returned in order. ``None`` gives an empty list.
-    Anything else gives a list with one element.
+    A "Sequence" contains several members, which are returned in order. ``None`` gives an empty
+    list. Anything else gives a list with one element.
     """
     if part is None:
         return []

@@ -1,8 +1,8 @@
 """Parses ``dlm_runtime.h`` into ctypes: structs, callbacks, functions and constants.
 
-C functions and struct fields are declared only in this header. Its syntax is simple, so that a few
-regular expressions can parse it. Each statement has one declaration. Structs are written as
-``typedef struct NAME { ... } NAME;``, and constants as ``NAME = number``.
+C functions and struct fields are declared only in this header. The syntax of this header is simple,
+so that a few regular expressions can parse the header. Each statement contains one declaration.
+Structs are written as ``typedef struct NAME { ... } NAME;``, and constants as ``NAME = number``.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _DEFINE = re.compile(r"#define (DLM_\w+) \(?(-?\d+)\)?\s*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Header:
-    """The declarations of the header, by name.
+    """The declarations of the header. The keys of each dict are the declared names.
 
     Args:
         structs: The structs, as ctypes structures.
         callbacks: The types of function pointers.
         functions: For each function, its result type (None for void) and the types of its
             arguments.
-        constants: The members of enums, and the macros that are numbers.
+        constants: The members of enums, and the macros whose values are numbers.
     """
 
     structs: dict[str, Any]

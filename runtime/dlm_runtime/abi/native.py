@@ -1,5 +1,5 @@
-"""Loads ``libdlm_runtime`` once, with the types from its header, and converts its status codes to
-exceptions.
+"""Loads ``libdlm_runtime`` once, with the types from its header, and converts the status codes of
+the library to exceptions.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ i32p, i64p, f32p = C.POINTER(C.c_int32), C.POINTER(C.c_int64), C.POINTER(C.c_flo
 
 
 def package_folders() -> list[Path]:
-    """The folders of the package. An editable install has two folders: the sources, and the built
-    files.
+    """Return the folders of the package. An editable install has two folders: one contains the
+    sources, and one contains the built files.
     """
     spec = importlib.util.find_spec("dlm_runtime")
     return [
@@ -125,7 +125,7 @@ def library() -> C.CDLL:
                 f"{path} has no function {name}: it is older than this package. Install the matching version"
             )
         function.restype, function.argtypes = result, arguments
-        # This is checked first, because the library of another version may lack functions.
+        # The version is checked first, because the library of another version may lack functions.
         if name == "dlm_abi_version" and function() != ABI_VERSION:
             raise EngineError(
                 f"{path} has ABI version {function()}, this package needs {ABI_VERSION}"
@@ -134,8 +134,8 @@ def library() -> C.CDLL:
 
 
 def initialised(kind: Any) -> Any:
-    """Return a new struct of this kind. The library sets ``struct_size``, and all other fields to
-    their defaults.
+    """Return a new struct of this kind. The library sets ``struct_size``, and sets all other fields
+    to their defaults.
     """
     struct = kind()
     getattr(library(), f"{kind.__name__}_init")(C.byref(struct), C.sizeof(struct))
@@ -151,10 +151,10 @@ def policy_fields() -> list[Any]:
 
 
 def kernel_sets() -> dict[str, str | None]:
-    """Return the kernel sets for this architecture, fastest first: name -> why it cannot run on
-    this processor.
+    """Return the names of the kernel sets for this architecture, fastest first. The value of each
+    name is the reason why the kernel set cannot run on this processor.
 
-    The reason is None if the kernel set can run.
+    The value is None if the kernel set can run.
     """
     found: dict[str, str | None] = {}
     while there := library().dlm_kernel_set_at(len(found)):
@@ -164,8 +164,8 @@ def kernel_sets() -> dict[str, str | None]:
 
 
 def onnxruntime_library() -> str | None:
-    """Return the path of libonnxruntime in the installed onnxruntime package, or None if there is
-    none.
+    """Return the path of libonnxruntime in the installed onnxruntime package, or None if it is
+    missing.
 
     The package is not imported.
     """
@@ -173,7 +173,8 @@ def onnxruntime_library() -> str | None:
 
 
 def tensorrt_libraries() -> dict[str, str]:
-    """Return the paths of TensorRT's libraries in its installed wheels, by builder.
+    """Return the paths of TensorRT's libraries in its installed wheels. The keys are the names of
+    the builders.
 
     The wheels are not imported.
     """

@@ -1,9 +1,9 @@
-"""Reads the automaton of a compiled constraint. It says which tokens lead from one state to
-another. The native library builds the automaton, and checks its arrays.
+"""Reads the automaton of a compiled constraint. The automaton defines which tokens lead from one
+state to another state. The native library builds the automaton, and checks its arrays.
 
 Tokens that lead to the same next state from every state form a *class*. The classes that lead from
-one given state to another form a *group*. The work per pass depends on the numbers of classes and
-groups, and hardly on the size of the vocabulary.
+one given state to another given state form a *group*. The work per pass depends on how many classes
+and groups there are. The size of the vocabulary has little effect.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ class Automaton:
     """The arrays of an automaton with Q states. All arrays are int32, and state 0 is the start
     state.
 
-    ``distances`` ``[Q]`` has the smallest number of tokens from each state to the end of a text. It
-    is 0 for a state in which a text may end. ``token_class`` ``[V]`` has the class of each token of
-    the vocabulary, or -1 for a token that no state accepts. Group ``g`` consists of the classes
-    ``group_classes[group_starts[g] : group_starts[g + 1]]``, in ascending order.
+    ``distances`` ``[Q]`` contains the smallest number of tokens from each state to the end of a
+    text. The distance is 0 for a state in which a text may end. ``token_class`` ``[V]`` contains
+    the class of each token of the vocabulary, or -1 for a token that no state accepts. Group ``g``
+    consists of the classes ``group_classes[group_starts[g] : group_starts[g + 1]]``, in ascending
+    order.
 
     State ``s`` has the edges ``edge_starts[s] : edge_starts[s + 1]``. Edge ``e`` leads to the state
     ``edge_states[e]`` with the tokens of the group ``edge_groups[e]``. The edges of a state are
-    ordered by the state to which they lead, and their groups have no class in common.
+    ordered by the state to which they lead. The groups of these edges have no class in common.
     """
 
     token_class: np.ndarray

@@ -1,4 +1,4 @@
-"""Compiles constraints for one vocabulary, and stores them in a cache folder."""
+"""Compiles constraints for one vocabulary, and stores the results in a cache folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from dlm_runtime.errors import BundleError, DlmError, RequestError, SchemaWarnin
 from dlm_runtime.files import read_bytes
 
 FILE_LIMIT_BYTES = 1 << 30
-# Version of the cached files. Increase it when the same source compiles to another automaton.
+# Version of the cached files. Increase this version if the same source compiles to a different
+# automaton.
 _FORMAT = 5
 _HASH_BYTES = 32
 _MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # the bytes of made_of in a file
@@ -49,13 +50,13 @@ class Content:
     """The source of a constraint, before it is compiled.
 
     Args:
-        kind: "regex", "schema", "enum", "json_object", "tree", "grammar" or "decisions". They match
-            the constants ``DLM_CONSTRAINT_...`` in ``dlm_runtime.h``.
+        kind: "regex", "schema", "enum", "json_object", "tree", "grammar" or "decisions". These
+            names match the constants ``DLM_CONSTRAINT_...`` in ``dlm_runtime.h``.
         text: The source text: a regular expression, a grammar, or JSON for the other kinds.
         layout: The layout of JSON texts.
         max_depth, any_order, more_properties: As in ``Bundle.constraint``.
-        before, behind: Fixed texts before and after the generated text. The constraint covers them
-            too.
+        before, behind: Fixed texts before and after the generated text. The constraint covers these
+            texts too.
     """
 
     kind: str
@@ -72,7 +73,7 @@ class Constraint:
     """A compiled constraint, owned by the native library."""
 
     def __init__(self, data: bytes) -> None:
-        """Load a constraint from the bytes of a file. Raises BundleError if they are damaged."""
+        """Load a constraint from the bytes of a file. Raises BundleError for damaged bytes."""
         given = _native.initialised(_native.Constraint)
         given.kind = _native.HEADER.constants["DLM_CONSTRAINT_COMPILED"]
         given.content = C.cast(C.c_char_p(data), C.POINTER(C.c_char))
@@ -194,8 +195,8 @@ def _utf8(name: str, text: str) -> bytes:
 
 
 def default_folder() -> Path:
-    """Return the folder for compiled constraints. It is in $DLM_CACHE_DIR, or else in the folder
-    dlm-export of the user's cache folder.
+    """Return the folder for compiled constraints. The folder is in $DLM_CACHE_DIR, or else in the
+    folder dlm-export of the user's cache folder.
     """
     chosen = os.environ.get("DLM_CACHE_DIR")
     base = (
@@ -213,11 +214,12 @@ def keep_compiled(
     folder: Path | None,
     compile_now: Callable[[bytes], Constraint],
 ) -> Constraint:
-    """Load a compiled constraint from ``folder``. If the folder does not have it, compile it and
-    store it.
+    """Load a compiled constraint from ``folder``. If the folder does not contain the constraint,
+    compile the constraint and store it there.
 
     ``vocabulary`` is JSON that identifies the vocabulary. If ``folder`` is None, nothing is stored.
-    ``compile_now`` compiles the constraint. Its argument is the hash that is stored in the file.
+    ``compile_now`` compiles the constraint. The argument of this function is the hash that is
+    stored in the file.
     """
     if folder is None:
         return compile_now(bytes(_HASH_BYTES))
@@ -232,7 +234,9 @@ def keep_compiled(
 
 
 def _kept(path: Path, key: bytes) -> Constraint | None:
-    """Load the constraint in a file. Returns None if the file is missing or has another constraint."""
+    """Load the constraint in a file. Returns None if the file is missing or contains a different
+    constraint.
+    """
     try:
         data = read_bytes(path, FILE_LIMIT_BYTES, BundleError)
         return Constraint(data) if data[_MADE_OF] == key else None
@@ -241,7 +245,7 @@ def _kept(path: Path, key: bytes) -> Constraint | None:
 
 
 def _keep(path: Path, data: bytes) -> None:
-    # Without space or permission, the constraint is compiled again each time.
+    # If the file cannot be written, the constraint is compiled again each time.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

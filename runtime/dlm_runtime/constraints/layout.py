@@ -16,10 +16,10 @@ class Layout:
         item_separator: Text between two items of an array, and between two properties of an object,
             as in ``json.dumps``.
         key_separator: Text between a property's name and its value, as in ``json.dumps``.
-        indent: Number of spaces per level, 0..64. Each item and property is then on a line by
-            itself, as in ``json.dumps(indent=...)``. None means no line breaks.
-        has_lines: If True and the whole text is an array, each of its items is on a line by itself,
-            without indentation.
+        indent: Number of spaces per level, 0..64. Each item and property is then on a separate
+            line, as in ``json.dumps(indent=...)``. None means no line breaks.
+        has_lines: If True and the whole text is an array, each item of this array is on a separate
+            line, without indentation.
     """
 
     item_separator: str = ","
@@ -31,8 +31,8 @@ class Layout:
         """Return the texts after the opening bracket, between two items, and before the closing
         bracket.
 
-        ``level`` is the number of arrays and objects that enclose this one. Empty arrays and
-        objects have no such texts.
+        ``level`` is the number of arrays and objects that enclose this array or object. Empty
+        arrays and objects have no such texts.
         """
         if self.indent is not None:
             inner, outer = (

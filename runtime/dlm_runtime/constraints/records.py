@@ -30,7 +30,7 @@ class Csv:
         schema: The JSON Schema of a row, or a class with a method ``model_json_schema``. The schema
             must describe an object. Its properties are the columns. A null, or a property that is
             left out, becomes an empty field.
-        header: If True, the first line has the names of the columns.
+        header: If True, the first line contains the names of the columns.
         delimiter: The text between two fields: a comma, semicolon, vertical bar or tab.
         line_end: The text between two lines: ``"\\n"`` or ``"\\r\\n"``.
         min_rows: The smallest number of rows, without the header.

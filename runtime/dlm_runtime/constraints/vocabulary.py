@@ -27,8 +27,8 @@ class Vocabulary:
     def first_tokens(self, texts: Sequence[str]) -> list[int]:
         """Return the first token of each text.
 
-        A result of -1 means that there is no tokenizer, that it rejects the text, or that the text
-        does not start with the bytes of the token.
+        A result of -1 means that there is no tokenizer, that the tokenizer rejects the text, or
+        that the text does not start with the bytes of the token.
         """
         if self.tokenizer is None:
             return [-1] * len(texts)
@@ -42,9 +42,9 @@ class Vocabulary:
     def native(self) -> tuple[Any, Any, Any]:
         """The fields ``tokens``, ``token_sizes`` and ``first_token`` of a ``dlm_constraint``.
 
-        The fields are created once and reused. The native library makes an index of a vocabulary.
-        It uses this index again as long as the constraints of a bundle pass the same tokens and the
-        same callback.
+        The fields are created once and reused. The native library makes a lookup index for a
+        vocabulary. The library reuses this index while the constraints of a bundle pass the same
+        tokens and the same callback.
         """
 
         def first_token(_: object, string: int, size: int) -> int:
@@ -67,7 +67,9 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """Read the vocabulary of a bundle's tokenizer. Raises RequestError if it is not byte-level."""
+    """Read the vocabulary of a bundle's tokenizer. Raises RequestError if the vocabulary is not
+    byte-level.
+    """
     decoder, names = tokenizer.vocabulary()
     if decoder != ["ByteLevel"]:
         raise RequestError(
@@ -85,10 +87,10 @@ def _spelled(name: str) -> bytes | None:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte that each letter means in GPT-2's vocabulary files.
+    """Return the byte for which each letter stands in GPT-2's vocabulary files.
 
-    The letter of a printable byte is the character with this code. The other bytes have the letters
-    from U+0100 on, in ascending order.
+    For a printable byte, the letter is the character whose code is this byte. For the other bytes,
+    in ascending order, the letters are the characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -98,4 +100,4 @@ def _byte_letters() -> dict[str, int]:
 
 
 BYTES = _byte_letters()
-"""The byte that each letter means in a byte-level vocabulary."""
+"""The byte for which each letter stands in a byte-level vocabulary."""

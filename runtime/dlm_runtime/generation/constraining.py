@@ -1,5 +1,5 @@
-"""Reads constraints from the options of requests, and compiles them. A bundle stores its last
-compiled constraints.
+"""Reads constraints from the options of requests, and compiles these constraints. A bundle stores
+its last compiled constraints.
 
 This module also adds up how much log probability the constraints cost, and warns once if the cost
 is large.
@@ -42,11 +42,11 @@ KEPT = 64  # compiled constraints
 MOST_RECORDS = 1_000_000  # bounds on lines and rows
 RECORD_KINDS = ("json_lines", "csv", "xml")
 UNLIKELY_NATS = 1.0
-"""A bundle warns if its constraints cost more nats per token than this on average.
+"""A bundle warns if its constraints cost more nats per token than this limit on average.
 
-The second demo was measured on 100 commands. In the layout that it was trained on, constraints cost
-0.013 nats per token, and at most 1.35 in one command. In the layout "compact", they cost 2.5 nats
-per token. In the layout "spaced", they cost 3.6 nats per token.
+The second demo was measured on 100 commands. In the layout that this demo was trained on,
+constraints cost 0.013 nats per token, and at most 1.35 in one command. In the layout "compact",
+constraints cost 2.5 nats per token. In the layout "spaced", constraints cost 3.6 nats per token.
 """
 
 
@@ -64,7 +64,7 @@ class Constraints:
         self.json_layout = str(handle.manifest.get("json_layout", "compact"))
         """The layout of the JSON that the denoiser was trained on: a name of ``LAYOUTS``."""
         self.tokens = 0
-        """The number of tokens that all constrained requests have generated so far."""
+        """The number of tokens that all constrained requests generated so far."""
 
     def of_request(
         self, tokenizer: Tokenizer | None, options: Options, tools: Tools | None
@@ -109,11 +109,12 @@ class Constraints:
         limits: CompileLimits | None = None,
         cache_dir: str | Path | None = "",
     ) -> compiled.Constraint:
-        """Return the constraint for the arguments of ``Bundle.constraint``. It is compiled if it is
-        not stored.
+        """Return the constraint for the arguments of ``Bundle.constraint``. If the constraint is
+        not stored, it is compiled.
 
-        ``asked`` has the arguments that define the texts, by name. Exactly one must be set. None
-        and False mean that an argument is not set. Raises RequestError and DlmError.
+        ``asked`` maps the names of the arguments that define the allowed texts to their values.
+        Exactly one argument must be set. None and False mean that an argument is not set. Raises
+        RequestError and DlmError.
         """
         kind, value = _chosen(asked)
         if tokenizer is None:
@@ -158,8 +159,8 @@ class Constraints:
         return layout_of(self.json_layout)
 
     def of_decisions(self, tokenizer: Tokenizer, content: str) -> compiled.Constraint:
-        """The constraint on the answer of a decision. ``content`` is that of
-        ``DLM_CONSTRAINT_DECISIONS``. Raises RequestError.
+        """Return the constraint on the answer of a decision. ``content`` is the source of a
+        constraint of the kind ``DLM_CONSTRAINT_DECISIONS``. Raises RequestError.
         """
         key = ("decisions", content)
         return self._kept_or_compiled(
@@ -174,7 +175,9 @@ class Constraints:
         limits: CompileLimits,
         folder: Path | None,
     ) -> compiled.Constraint:
-        """The constraint that was kept for ``key``. If there is none, compile it and keep it."""
+        """Return the constraint that is stored for ``key``. If no constraint is stored, compile one
+        and store it.
+        """
         with self._lock:
             made = self._kept.get(key)
         if made is not None:
@@ -233,7 +236,7 @@ class Constraints:
 def _chosen(asked: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the name and the value of the only argument that is set.
 
-    Raises RequestError if no argument is set, or more than one.
+    Raises RequestError if no argument is set, or if more than one argument is set.
     """
     flag_of("json_object", asked.get("json_object", False))
     given = [
@@ -263,7 +266,7 @@ def _content(kind: str, value: Any) -> str:
         value = [value.listed, value.choice, asdict(value.written), value.is_parallel]
     elif kind == "schema":
         if isinstance(value, str):
-            return value  # the native compiler parses it
+            return value  # the native compiler parses the text
         value = _schema(kind, value)
     elif kind in RECORD_KINDS:
         value = _record(kind, value)
@@ -332,7 +335,9 @@ def _text(kind: str, content: str, layout: Layout, tools: Tools | None) -> str:
 
 
 def _folder(cache_dir: str | Path | None) -> Path | None:
-    """Return the caller's folder for compiled constraints. Raises RequestError if it is not a path."""
+    """Return the caller's folder for compiled constraints. Raises RequestError if the argument is
+    not a path.
+    """
     if cache_dir is None:
         return None
     try:

@@ -1,9 +1,9 @@
 """Decisions: named questions about a state, and a probability for each option of each question.
 
-The answer to all questions is one text on the canvas, by default a JSON object. The place of each
-question in this text is its slot, and the options of the question are the only legal texts there. A
-pass predicts all positions of the answer. From these predictions, the native library computes how
-probable each option is among all legal answers.
+The answer to all questions is one text on the canvas, by default a JSON object. The part of this
+text that answers a question is the question's slot. Only the options of the question are legal
+texts in its slot. A pass predicts all positions of the answer. From these predictions, the native
+library computes how probable each option is among all legal answers.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Choice:
     """A question whose answer is one of several options.
 
     Args:
-        options: The options, 1 to 255. A mapping also has a description of each option, or None.
-        instructions: The question in words. None: only its name says what is asked.
+        options: The options, 1 to 255. A mapping maps each option to its description, or to None.
+        instructions: The question in words. If None, only the question's name says what is asked.
     """
 
     options: Sequence[str] | Mapping[str, str | None]
@@ -61,7 +61,7 @@ class YesNo:
     """A question whose answer is ``true`` or ``false``.
 
     Args:
-        instructions: The question in words. None: only its name says what is asked.
+        instructions: The question in words. If None, only the question's name says what is asked.
         true, false: Descriptions of the two answers, or None.
     """
 
@@ -76,8 +76,8 @@ class Score:
 
     Args:
         levels: Descriptions of the levels, 1 to 255, from the lowest to the highest. The answer is
-            the number of a level, counted from 0.
-        instructions: The question in words. None: only its name says what is asked.
+            the index of a level, counted from 0.
+        instructions: The question in words. If None, only the question's name says what is asked.
     """
 
     levels: Sequence[str]
@@ -92,12 +92,12 @@ class Answer:
     """The answer to one question.
 
     Args:
-        probabilities: The probability of each option. They add up to 1. The options of a ``YesNo``
-            are "true" and "false", and those of a ``Score`` are "0", "1", and so on.
-        made_in: The pass that gave the probabilities, counted from 1. A pass after the first sees
-            the answers that earlier passes committed.
+        probabilities: The probability of each option. The probabilities add up to 1. The options of
+            a ``YesNo`` are "true" and "false". The options of a ``Score`` are "0", "1", and so on.
+        made_in: The pass that gave the probabilities, counted from 1. A later pass sees the answers
+            that earlier passes committed.
         score: For a ``Score``, the expected level: the mean of the levels, weighted with their
-            probabilities. None for other questions.
+            probabilities. The value is None for other questions.
     """
 
     probabilities: dict[str, float]
@@ -106,7 +106,7 @@ class Answer:
 
     @property
     def best(self) -> str:
-        """The most probable option. If several are equally probable, the first of them."""
+        """The most probable option, or the first of several equally probable options."""
         return max(self.probabilities, key=self.probabilities.__getitem__)
 
     @property
@@ -120,9 +120,10 @@ class Decision:
     """The answers to all questions.
 
     Args:
-        answers: The answer to each question, by name, in the order of the questions.
+        answers: A dict with the answer to each question, in the order of the questions. The keys
+            are the names of the questions.
         text: The answer text with the most probable option of each question.
-        generations: The results of the requests, one for each time that the answer was predicted.
+        generations: The results of the requests. Each request predicted the answer once.
     """
 
     answers: dict[str, Answer]
@@ -137,7 +138,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A question with what is written for it.
+    """A question, and the texts that are written for its options.
 
     Args:
         labels: The names of the options.
@@ -152,10 +153,11 @@ class _Slot:
 
 
 class Deciding:
-    """A decision that is being made. ``Bundle.deciding`` creates it.
+    """A decision that is not yet complete. ``Bundle.deciding`` creates it.
 
-    While ``is_open``, run a request with ``arguments``, for example with ``Scheduler.submit``, and
-    pass its result to ``take``. Then ``decision`` has the answers.
+    While ``is_open`` is True, run a request with ``arguments``, for example with
+    ``Scheduler.submit``, and pass the result of the request to ``take``. When ``is_open`` is False,
+    ``decision`` returns the answers.
     """
 
     def __init__(
@@ -182,7 +184,7 @@ class Deciding:
         return len(self._answers) < len(self._slots)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of ``Bundle.generate`` for the next request. Raises RequestError."""
+        """Return the arguments of ``Bundle.generate`` for the next request. Raises RequestError."""
         parts = [part if isinstance(part, str) else self._texts_of(part[0]) for part in self._parts]
         room = self._room(parts)
         content = {"parts": parts, "is_open": self._rest > 0}
@@ -215,7 +217,7 @@ class Deciding:
             self._answers[name] = _answer(self._slots[name], found[name], number)
 
     def decision(self) -> Decision:
-        """The answers to all questions, once ``is_open`` is False."""
+        """Return the answers to all questions. ``is_open`` must be False."""
         assert not self.is_open
         text = "".join(
             part if isinstance(part, str) else self._texts_of(part[0])[0] for part in self._parts
@@ -223,14 +225,18 @@ class Deciding:
         return Decision({name: self._answers[name] for name in self._slots}, text, self._made)
 
     def _texts_of(self, name: str) -> tuple[str, ...]:
-        """The legal texts of a question: all of its options, or the one that was chosen."""
+        """Return the legal texts of a question: all of its options, or only the option that was
+        chosen.
+        """
         slot, answer = self._slots[name], self._answers.get(name)
         if answer is None:
             return slot.written
         return (slot.written[slot.labels.index(answer.best)],)
 
     def _room(self, parts: Sequence[str | tuple[str, ...]]) -> int:
-        """The number of tokens in which every answer fits, followed by an end token or the rest."""
+        """Return the number of tokens that suffices for any answer, and for the end token or the
+        rest after the answer.
+        """
         plain = [part if isinstance(part, str) else part[0] for part in parts]
         texts, owners = ["".join(plain)], [-1]
         for at, part in enumerate(parts):
@@ -247,7 +253,7 @@ class Deciding:
             extra[at] = max(extra.get(at, 0), count - counts[0])
         answer = counts[0] + sum(extra.values())
         rest = self._rest or 1
-        if self._visible_block is not None:  # the answer sees nothing after its last block
+        if self._visible_block is not None:  # the answer does not see later blocks
             rest = min(rest, max(1, -(len(self._given) + answer) % self._visible_block))
         return answer + rest
 
@@ -280,27 +286,30 @@ class Decides:
     ) -> Decision:
         """Answer named questions about a state, with a probability for each option.
 
-        The probability of an option is its share of the probability of all legal answers. The
-        probability of an answer is the product of its tokens' probabilities in one pass over the
-        masked answer, summed over the ways to split it into tokens. If attention is block-causal,
-        each block of the answer takes one pass, and sees the answers in earlier blocks.
+        The probability of an answer is the product of its tokens' probabilities in one pass over
+        the masked answer. If the answer can be split into tokens in several ways, the products of
+        all ways are added. The probability of an option is the total probability of all legal
+        answers with this option, divided by the total probability of all legal answers. If
+        attention is block-causal, each block of the answer takes one pass, which sees the answers
+        in earlier blocks.
 
         Args:
-            questions: The questions by name: ``Choice``, ``YesNo`` or ``Score``. If a question has
-                instructions or descriptions, a list of all questions follows the prompt, or the
-                last message of the chat.
+            questions: A dict that maps the name of each question to a ``Choice``, ``YesNo`` or
+                ``Score``. If a question has instructions or descriptions, a list of all questions
+                follows the prompt, or the last message of the chat.
             prompt: The state, as a text.
             tokens: The state, as token ids. The questions must then have no instructions and no
                 descriptions.
             chat: The state, as messages. Pass one of ``prompt``, ``tokens`` and ``chat``.
-            passes: The number of times that the answer is predicted, 1 or more. Each time, the most
-                certain questions are answered, an equal number each time. Later predictions only
-                allow these answers. With 1, all questions are answered together.
+            passes: The number of times that the answer is predicted, 1 or more. After each
+                prediction, the questions with the most certain answers are answered, about the same
+                number of questions each time. Later predictions keep these answers. If 1, all
+                questions are answered together.
             answer: The text of the answer. ``<mask:NAME>`` marks the slot of the question ``NAME``,
                 in which an option is written as it is. If None, the answer is a JSON object with
                 the names of the questions, in the layout that the denoiser was trained on.
             rest: Number of mask tokens after the answer. If above 0, any text may follow the
-                answer, which must then not end in a slot. If 0, an end token must follow.
+                answer, and the answer must not end in a slot. If 0, an end token must follow.
             special_tokens: As in ``generate``.
             cancel: An event that ends the decision within one pass.
 
@@ -342,7 +351,8 @@ class Decides:
         Args and Raises: as for ``decide``.
 
         Returns:
-            A ``Deciding``, which gives the arguments of each request and reads its result.
+            A ``Deciding`` object. It provides the arguments of each request, and reads the result
+                of each request.
         """
         tokenizer = self.tokenizer
         if tokenizer is None:
@@ -399,7 +409,7 @@ def described(questions: Mapping[str, Question]) -> str:
 
 
 def _told(chat: Any, asked: str) -> Any:
-    """The chat, with the list of questions after its last message."""
+    """Return the chat, with the list of questions after its last message."""
     if not asked or not isinstance(chat, Sequence) or isinstance(chat, str) or not chat:
         return chat
     last = chat[-1]
@@ -411,7 +421,7 @@ def _told(chat: Any, asked: str) -> Any:
 
 
 def _slots(questions: Mapping[str, Question], layout: Layout | None) -> dict[str, _Slot]:
-    """Check the questions. With a layout, options are written as JSON values."""
+    """Check the questions. If there is a layout, options are written as JSON values."""
     if not isinstance(questions, Mapping) or not questions:
         raise RequestError(
             f"questions = {shown(questions)}: give a dict with at least one question"
@@ -429,7 +439,7 @@ def _slots(questions: Mapping[str, Question], layout: Layout | None) -> dict[str
 
 
 def _options(where: str, question: Question) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
-    """The labels and the descriptions of a question's options. Raises RequestError."""
+    """Return the labels and the descriptions of a question's options. Raises RequestError."""
     labels: tuple[str, ...]
     about: tuple[str | None, ...]
     if isinstance(question, YesNo):
@@ -458,7 +468,7 @@ def _options(where: str, question: Question) -> tuple[tuple[str, ...], tuple[str
 
 
 def _object(slots: Mapping[str, _Slot], layout: Layout) -> list[str | tuple[str, _Slot]]:
-    """The parts of a JSON object with the answers."""
+    """Return the parts of a JSON object with the answers."""
     start, between, end = layout.around(0, False)
     parts: list[str | tuple[str, _Slot]] = []
     for name, slot in slots.items():
@@ -468,7 +478,7 @@ def _object(slots: Mapping[str, _Slot], layout: Layout) -> list[str | tuple[str,
 
 
 def _template(slots: Mapping[str, _Slot], answer: str) -> list[str | tuple[str, _Slot]]:
-    """The parts of an answer with marked slots. Raises RequestError."""
+    """Return the parts of an answer with marked slots. Raises RequestError."""
     pieces = _SLOT.split(answer)
     names = pieces[1::2]
     for name in names:

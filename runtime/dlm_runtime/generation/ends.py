@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 class Ends:
     """Calls functions when jobs have ended.
 
-    ``descriptor`` is the scheduler's ``ended_fd``. A thread reads it, and starts with the first
-    call of ``when_ended``. The native scheduler only writes to it, so passes never wait for Python.
+    ``descriptor`` is the scheduler's ``ended_fd``. A thread reads this descriptor. The thread
+    starts at the first call of ``when_ended``. The native scheduler only writes to the descriptor,
+    so passes never wait for Python.
     """
 
     def __init__(self) -> None:
@@ -32,8 +33,8 @@ class Ends:
 
         Args:
             job: A job of the scheduler.
-            call: Must return at once. A RuntimeError is ignored, because the event loop that it
-                wakes may be closed.
+            call: The function. It must return immediately. A RuntimeError of the function is
+                ignored, because the function may wake an event loop that is closed.
         """
         with self._lock:
             is_late = self._is_closed
@@ -42,7 +43,7 @@ class Ends:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="dlm-ends", daemon=True)
                     self._thread.start()
-                if job.done:  # it may have ended before it was added
+                if job.done:  # the job may have ended before it was added
                     os.eventfd_write(self.descriptor, 1)
         if is_late:  # a closed scheduler has ended all of its jobs
             call()

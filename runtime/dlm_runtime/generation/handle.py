@@ -32,10 +32,10 @@ class Handle:
     Args:
         pointer: The ``dlm_bundle``.
         default_policy: The policy of requests that name no preset. If None, the bundle's default
-            preset.
+            preset is used.
         owned: An object that must live as long as the bundle, such as a callback.
-        causes: If a callback raises an exception, it stores the exception here as ``error``. None
-            if the bundle has no callback.
+        causes: If a callback raises an exception, the callback stores this exception here as
+            ``error``. None if the bundle has no callback.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Handle:
 
     def begin(self) -> None:
         """Keep the engine alive until ``end`` is called. Each ``begin`` needs one ``end``."""
-        self.origin.check()  # before the lock, which another thread may have held at the fork
+        self.origin.check()  # checked first: another thread may have held the lock at the fork
         with self._lock:
             self.check_open()
             self._busy += 1
@@ -147,8 +147,8 @@ class Handle:
             self.end()
 
     def check(self, status: int, session: C.c_void_p) -> None:
-        """Raise the error of a failed native call. If a callback raised an exception, it becomes
-        the cause.
+        """Raise the error of a failed native call. If a callback raised an exception, this
+        exception becomes the cause.
         """
         if not status:
             return

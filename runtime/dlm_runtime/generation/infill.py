@@ -3,7 +3,7 @@
 A hole is a sequence of mask tokens. The number of tokens that a hole needs is not known in advance.
 There are two solutions:
 
-- The hole is longer than needed, and the denoiser pads it with end tokens.
+- The hole is longer than needed, and the denoiser pads the hole with end tokens.
 - Several lengths are tried, and the most likely result is used.
 """
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 HOLE = "<mask>"
 """The text that marks a hole."""
 HOLE_OPTIONS: dict[str, Any] = {"max_new_tokens": 0, "stop": "none"}
-"""Options of a request for holes. In a hole, end tokens are padding, and must not end the whole
-text.
+"""Options of a request that fills holes. In a hole, an end token is padding, and must not end the
+whole text.
 """
 MOST_TRIED = 64
 """The largest number of requests for all combinations of lengths."""
@@ -59,8 +59,8 @@ class Infill:
         holes: The text of each hole, up to its first end token.
         lengths: The number of tokens of each hole in the canvas.
         log_prob: The mean ln p of the tokens in the holes, each in the pass that committed the
-            token. Results with different lengths are compared by this number. None if no token was
-            committed.
+            token. Results for different lengths are compared by this mean. The value is None if no
+            token was committed.
         generation: The result of the request.
     """
 
@@ -85,7 +85,7 @@ class Canvas:
         return found
 
     def holes(self) -> list[range]:
-        """The positions of each hole in the canvas."""
+        """Return the positions of each hole in the canvas."""
         found, at = [], len(self.parts[0])
         for length, part in zip(self.lengths, self.parts[1:], strict=True):
             found.append(range(at, at + length))
@@ -135,7 +135,7 @@ def parts_of(
 ) -> list[list[int]]:
     """Return the token ids of the texts around the holes, for a ``Canvas``.
 
-    Raises RequestError if the bundle has no tokenizer, or its attention is block-causal.
+    Raises RequestError if the bundle has no tokenizer, or the denoiser's attention is block-causal.
     """
     if bundle.tokenizer is None:
         raise RequestError(
@@ -154,8 +154,8 @@ def parts_of(
 def _beginning(
     tokenizer: Tokenizer, text: str, special_tokens: bool, prompt: Any, chat: Any
 ) -> list[int]:
-    """Encode the text before the first hole. A prompt or a chat comes before this text, if the
-    request has one.
+    """Encode the text before the first hole. If the request contains a prompt or a chat, the prompt
+    or chat is encoded first.
 
     Without a prompt or chat, the text is encoded like a prompt: it starts with the tokens that the
     tokenizer adds at the start of a prompt. The tokens that the tokenizer adds at the end of a
@@ -190,7 +190,8 @@ def _constrained(
     request: dict[str, Any],
     tried: list[tuple[int, ...]],
 ) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
-    """Add a constraint to the request, which covers the text from character ``first`` to the end.
+    """Add a constraint to the request. The constraint covers the text from character ``first`` to
+    the end.
 
     Returns the new request, and the lengths of ``tried`` for which a valid text fits into the hole.
     """
@@ -217,7 +218,9 @@ def _constrained(
 
 
 def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tuple[int, ...]]:
-    """Return all combinations of lengths to try. Each combination has one length for every hole."""
+    """Return all combinations of lengths to try. Each combination contains one length for every
+    hole.
+    """
     try:
         given = [lengths] if isinstance(lengths, int) else list(lengths)
         choices = [[each] if isinstance(each, int) else list(each) for each in given]

@@ -35,55 +35,58 @@ class Options:
     set".
 
     Args:
-        max_new_tokens: Number of mask tokens to add after the prompt and fill, 0 or more. If None,
-            the bundle's default number.
-        preset: Name of one of the bundle's presets. If None, the bundle's default preset.
+        max_new_tokens: Number of mask tokens that are added after the prompt and then filled, 0 or
+            more. If None, the bundle's default number is used.
+        preset: Name of one of the bundle's presets. If None, the bundle's default preset is used.
         effort: The effort level: "instant", "low", "medium" or "high". The policy that was fitted
             for this level is used.
         steps: Planned number of passes for the whole generation. The passes are split evenly over
-            the blocks. 0 means the plan of the policy.
+            the blocks. 0 means the number that the policy plans.
         max_steps: The request ends after this many passes. 0 means no limit.
-        deadline_ms: The time limit of the request in milliseconds. After it, the request ends
-            within one pass. 0 means no limit.
-        stop_strings: The text ends before the first of these strings. No block after the block with
-            this string is filled.
+        deadline_ms: The time limit of the request in milliseconds. When this time is over, the
+            request ends within one pass. 0 means no limit.
+        stop_strings: The text ends before the first of these strings. Blocks after the block that
+            contains this string are not filled.
         prefix: The start of the answer.
-        top_log_probs: Number of alternatives to report for each token, 0 to 20. If it is more than
-            the denoiser's number of candidates, each pass also returns its logits, which takes
-            memory and time.
+        top_log_probs: Number of alternatives to report for each token, 0 to 20. If this number is
+            larger than the denoiser's number of candidates, each pass must also return its logits,
+            which takes memory and time.
         special_tokens: How the text of a special token, such as ``<|eos|>``, is encoded in the
-            prompt, the messages, the tools and ``prefix``. If True, it is encoded as the special
-            token. By default, it is ordinary text, so that a user cannot end or mask an answer.
-            Tokens that the tokenizer and the chat template add are not affected.
+            prompt, the messages, the tools and ``prefix``. If True, the text is encoded as the
+            special token. By default, the text is encoded as ordinary text, so that a user cannot
+            end or mask an answer. Tokens that the tokenizer and the chat template add are not
+            affected.
         constraint: A constraint that ``Bundle.constraint`` compiled. With every policy and limit,
             the text satisfies the constraint, unless a stop string cuts the text.
-        schema, regex, grammar, enum, json_object, json_lines, csv, xml: A constraint that is
+        schema, regex, grammar, enum, json_object, json_lines, csv, xml: A constraint. It is
             compiled when it is first used. ``Bundle.constraint`` describes these arguments. The
-            constrained text includes ``prefix``. (For a compiled ``constraint``, the text before it
-            is the argument ``before`` of ``Bundle.constraint``.)
+            constrained text includes ``prefix``. (For a compiled ``constraint``, pass the prefix to
+            ``Bundle.constraint`` as ``before``.)
         json_layout: The white space of the JSON text for ``schema``, ``json_object``,
             ``json_lines`` or ``tools``: a name of ``LAYOUTS``, or a ``Layout``. None means the
             layout that the denoiser was trained on, or "compact" if this layout is unknown.
         max_depth, any_order, more_properties: As in ``Bundle.constraint``.
         tools: The functions that the text may call, or the result of ``Bundle.tools``. The chat
-            template receives them. Each function has the form ``{"type": "function", "function":
-            {"name", "description", "parameters"}}``, where ``parameters`` is a JSON Schema.
+            template receives these functions. Each function has the form ``{"type": "function",
+            "function": {"name", "description", "parameters"}}``, where ``parameters`` is a JSON
+            Schema.
         tool_choice: "auto": the text may consist of calls, or of other text. "required": the text
             is constrained to be a call. "none": the chat template does not receive the tools. The
             name of a function, or ``{"type": "function", "function": {"name": "..."}}``: the text
             is constrained to be a call of this function.
-        parallel_tool_calls: If True, a text that is constrained to be a call may have several
-            calls. If None, this depends on the call format: several calls are allowed if the format
-            has text before the first and after the last call, as "list" and "lines" have.
+        parallel_tool_calls: If True, a text that is constrained to be a call may contain several
+            calls. If None, several calls are allowed if the call format defines a text before the
+            first call and a text after the last call, as the formats "list" and "lines" do.
         call_format: The format of calls: a name of ``tools.FORMATS``, or a ``CallFormat``. If None,
-            the format that the denoiser was trained on. If this format is unknown, the format that
-            the chat template shows. If there is neither, one JSON object per line.
-        policy: Fields of ``Policy`` to change, by name. They are changed after ``preset`` and
-            ``effort`` were applied.
+            the format that the denoiser was trained on is used. If this format is unknown, the
+            format that the chat template shows is used. If the chat template shows no format, each
+            call is a JSON object on a separate line.
+        policy: A dict of the fields of ``Policy`` to change. These fields are changed after
+            ``preset`` and ``effort`` were applied.
 
-    If a request ends because of ``max_steps``, ``deadline_ms`` or a cancellation, it returns its
-    canvas at that time. ``Generation.finish`` gives the reason. ``Generation.tool_calls`` is then
-    empty, unless the whole text was already decided.
+    If a request ends because of ``max_steps``, ``deadline_ms`` or a cancellation, the result
+    contains the canvas at that time. ``Generation.finish`` gives the reason.
+    ``Generation.tool_calls`` is then empty, unless the whole text was already decided.
 
     Raises:
         RequestError: An option has the wrong type. The message names the option.
@@ -272,7 +275,7 @@ class Request:
     Args:
         handle: The handle of the bundle.
         tokenizer: The tokenizer of the bundle. None if the bundle only accepts token ids.
-        given: The prompt, the tokens and the chat. Exactly one of them is not None.
+        given: The prompt, the tokens and the chat. Exactly one of the three is not None.
         options: The options, already checked.
         policy: The complete policy, including the changes of the options.
         tools: The checked tools of the options.
@@ -324,7 +327,8 @@ class Request:
         wanted = handle.max_new_tokens if options.max_new_tokens is None else options.max_new_tokens
         max_new_tokens = count_of("max_new_tokens", wanted)
         self.native = native = _native.initialised(_native.Request)
-        # ``native`` points to the memory of these attributes, so they must live as long.
+        # ``native`` points to the memory of these attributes, so these attributes must live as long
+        # as ``native``.
         self._policy, self._constraint = native_policy(policy), constraint
         self._tokens = (C.c_int32 * max(1, len(self.given)))(*self.given)
         self._stops = (C.c_char_p * max(1, len(stop_strings)))(
@@ -353,7 +357,7 @@ class Request:
         assert self._tokenizer is not None
         try:
             text = self._tokenizer.decode(tokens[:count]).encode()
-        except BaseException as err:  # ctypes would print and ignore it
+        except BaseException as err:  # ctypes would print and ignore the error
             self.error = err
             return 5  # DLM_ENGINE_FAILED
         size[0] = len(text)
@@ -361,7 +365,9 @@ class Request:
         return 0
 
     def generation(self, result: Any) -> Generation:
-        """Convert a ``dlm_result`` to a ``Generation``. The result must not have an error."""
+        """Convert a ``dlm_result`` to a ``Generation``. The request must have ended without an
+        error.
+        """
         stats, length = result.stats.contents, result.length
         text = (
             None if self._tokenizer is None else C.string_at(result.text, result.text_size).decode()
@@ -420,7 +426,7 @@ MOST_INDENT = 64  # spaces per level of a JSON layout
 
 
 def _alternatives(result: Any) -> list[list[tuple[int, float]]]:
-    """The alternatives of each token of a ``dlm_result``."""
+    """Return the alternatives of each token of a ``dlm_result``."""
     count = result.top_count
     if count == 0:
         return []
@@ -455,7 +461,7 @@ def milliseconds_of(name: str, value: float) -> float:
 
 def text_of(name: str, value: str) -> str:
     """Check an option that must be text without unpaired surrogates. Raises RequestError, which
-    names it.
+    names the option.
     """
     if not isinstance(value, str):
         raise RequestError(f"{name} = {shown(value)} is not a text")
@@ -549,8 +555,8 @@ def native_policy(policy: Policy) -> Any:
             raise RequestError(
                 f"policy: {each.name} = {shown(value)} is not of the right type"
             ) from err
-        # ctypes raises no error for a value that does not fit: it wraps an integer, and cuts a text
-        # at a NUL.
+        # ctypes raises no error for a value that does not fit. Instead, ctypes wraps an integer,
+        # and cuts a text at a NUL.
         if isinstance(given, (int, bytes)) and getattr(native, each.name) != given:
             raise RequestError(f"policy: {each.name} = {shown(value)} is out of range")
     return native

@@ -12,13 +12,13 @@ class Generation:
     """The result of a request.
 
     Args:
-        tokens: The whole canvas. A position that is ``undecided`` has the token that the last pass
-            proposed for it. If no pass proposed a token, the position has an end token, or the mask
-            token if the denoiser has no end token.
+        tokens: The whole canvas. An ``undecided`` position contains the token that the last pass
+            proposed for this position. If no pass proposed a token, the position contains an end
+            token, or the mask token if the denoiser has no end token.
         text: The generated text, up to the first end token or stop string. None if the bundle has
             no tokenizer.
         nfe: The number of passes that computed this request.
-        timings: The seconds of each part of the call. ``Bundle.generate`` describes them.
+        timings: The seconds of each part of the call. ``Bundle.generate`` describes these parts.
         cache_bytes: The largest number of bytes of keys and values that the request had in memory.
         passes: The number of passes of each kind. "prefill" passes fill a cache before a block is
             decided, "denoise" passes decide tokens, and "store" passes store a finished block in
@@ -31,22 +31,24 @@ class Generation:
         prompt_tokens: The number of tokens that the caller passed.
         completion_tokens: The number of generated tokens before the first end token.
         log_probs: For each token, ln p in the denoiser's softmax in the pass that committed the
-            token. None for tokens that the caller passed, for undecided tokens, and for tokens
-            after an early end. All numbers are finite. If the probability of a token rounds to 0,
-            for example because a constraint forced the token, the number is -744.44.
+            token. The value is None for tokens that the caller passed, for undecided tokens, and
+            for tokens after an early end. All values are finite. If the probability of a token
+            rounds to 0, for example because a constraint forced the token, the value is -744.44.
         undecided: True for each position that was not decided when the request ended.
         tool_calls: The calls in ``text``. Empty if the text does not consist of calls, if the
             request has no tools, or if a part of the text is undecided.
         top_log_probs: For each token, its alternatives: the most likely tokens in the pass that
-            committed it, as pairs of a token and its ln p, most likely first. A token that no pass
-            committed has no alternatives. Empty if the request did not ask for alternatives.
+            committed it, as pairs of a token and the ln p of this token, most likely first. A token
+            that no pass committed has no alternatives. Empty if the request did not ask for
+            alternatives.
         constraint_log_prob_loss: How much less likely the constraint made the text, in nats, 0 or
-            more. This is a sum over the positions. The loss of a position is ln p of the denoiser's
-            best token minus ln p of the committed token, in the last pass that scored the position.
-            It is at most 745, and 0 if the position was filled without a pass. If tokens are
-            sampled, the sum includes the loss from sampling. Without a constraint, the sum is 0.
-        option_probs: The probability of each option of each question of a decision. None for other
-            requests. ``Bundle.decide`` gives them names.
+            more. The loss of the text is the sum of the losses of its positions. The loss of a
+            position is ln p of the denoiser's best token minus ln p of the committed token, in the
+            last pass that scored the position. The loss of a position is at most 745, and 0 if the
+            position was filled without a pass. If tokens are sampled, the sum includes the loss
+            from sampling. Without a constraint, the sum is 0.
+        option_probs: For a decision, the probability of each option of each question. The value is
+            None for other requests. ``Bundle.decide`` returns these probabilities by name.
     """
 
     tokens: list[int]
@@ -71,17 +73,17 @@ class Event:
     """An event reports the canvas after one step.
 
     Args:
-        canvas: The token ids. At an undecided position, this is the token that the denoiser gets as
+        canvas: The token ids. An undecided position contains the token that the denoiser gets as
             input.
         undecided: True for each position that is not decided.
         guess: For each undecided position that the pass scored, the token that the pass proposed.
             -1 for other positions.
-        score: The score of ``guess``. 0 for other positions.
+        score: The score of each token in ``guess``. 0 where ``guess`` is -1.
         block: The positions ``[start, end)`` of the block that is being filled.
         nfe: The number of passes so far.
         committed: The number of positions that this step committed.
         text: The text so far: all complete characters of tokens that will not change. If the last
-            characters may be the start of a stop string, they are left out.
+            characters may be the start of a stop string, these characters are left out.
         delta: The part of the text that this step added.
         done: True for the last event.
         result: The result. None except in the last event.

@@ -1,9 +1,9 @@
-"""Schedulers accept requests from any thread and run them in shared passes on one thread. They use
-the functions ``dlm_scheduler_*`` of the C ABI.
+"""Schedulers accept requests from any thread and run the requests in shared passes on one thread.
+This module uses the functions ``dlm_scheduler_*`` of the C ABI.
 
-The thread has a reference to a ``_Runner`` and not to the ``Scheduler``. A scheduler without other
-references can therefore be garbage-collected. Before the thread ends, it destroys the native
-scheduler. The thread must end before the interpreter exits. Otherwise, Python would raise an
+The thread has a reference to a ``_Runner`` and not to the ``Scheduler``. If a scheduler has no
+other references, it can therefore be garbage-collected. Before the thread ends, it destroys the
+native scheduler. The thread must end before the interpreter exits. Otherwise, Python would raise an
 exception inside a native callback, which would abort the process.
 """
 
@@ -77,8 +77,8 @@ class PassCost:
 
     @classmethod
     def read(cls, path: str | Path) -> PassCost:
-        """Read the parts from the output of ``dlm-export bench BUNDLE --cost --json``. Raises
-        RequestError.
+        """Read the parts of the cost from the output of ``dlm-export bench BUNDLE --cost --json``.
+        Raises RequestError.
         """
         hint = " Write it with `dlm-export bench BUNDLE --cost --json`."
         found = read_object(Path(path), _MOST_BYTES, RequestError, hint).get("cost")
@@ -93,16 +93,17 @@ class SchedulerStats:
     """Statistics of a scheduler since it was created.
 
     Args:
-        waiting, running: Numbers of requests that wait or run now.
-        submitted, finished, refused: Numbers of requests so far. Refused requests got a BusyError.
+        waiting, running: The number of requests that wait now, and the number that run now.
+        submitted, finished, refused: Numbers of requests so far. For refused requests, ``submit``
+            raised BusyError.
         passes: Number of passes.
         shares: Number of requests in each pass, summed over all passes.
         busy_s: Seconds spent in passes and commits.
         cache_bytes: The largest number of bytes of keys and values that were in memory at the same
             time.
         passes_s: Seconds spent in passes alone.
-        expected_s: Seconds that the scheduler's ``cost`` predicts for these passes. 0 without a
-            cost, or if requests take turns.
+        expected_s: Seconds that the scheduler's ``cost`` predicts for these passes. 0 if the
+            scheduler has no ``cost``, or if requests take turns.
     """
 
     waiting: int
@@ -122,7 +123,7 @@ class Job:
     """A request that was submitted with ``Scheduler.submit``. The request is cancelled when the
     last reference to the job is dropped.
 
-    The scheduler is kept alive until the result of the job has been read.
+    The scheduler stays alive until the result of the job is read.
     """
 
     def __init__(self, scheduler: Scheduler, request: Request, events: bool) -> None:
@@ -157,12 +158,12 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """True if the job has ended, so that ``result`` returns at once."""
+        """True if the job has ended, so that ``result`` returns immediately."""
         self._origin.check()
         return bool(self._library.dlm_job_wait(self._handle, 0.0))
 
     def cancel(self) -> None:
-        """End the request within one pass. Its result then has the canvas of that time."""
+        """End the request within one pass. The result contains the canvas at that time."""
         self._origin.check()
         self._library.dlm_job_cancel(self._handle)
 
@@ -173,8 +174,8 @@ class Job:
             timeout: The longest time to wait, in seconds. None means no limit.
 
         Returns:
-            The result. For its ``timings``, the time of each pass is divided among the requests in
-                it.
+            The result. In ``timings``, the time of a pass is divided among the requests in the
+                pass.
 
         Raises:
             TimeoutError: The job did not end in this time.
@@ -186,7 +187,7 @@ class Job:
             left = WAIT_S if end is None else min(WAIT_S, end - time.monotonic())
             if left <= 0:
                 raise TimeoutError(f"the request is not done after {timeout} s")
-            # Wait for short times, so that Ctrl-C works.
+            # Wait in short intervals, so that Ctrl-C works.
             self._library.dlm_job_wait(self._handle, 1000 * left)
         if self._result is None:
             found = C.POINTER(_native.Result)()
@@ -201,8 +202,8 @@ class Job:
         return self._result
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield an event after each pass. The job must be submitted with ``events=True``. The last
-        event has the result.
+        """Yield an event after each pass. The job must have been submitted with ``events=True``.
+        The last event contains the result.
         """
         events = self._queue()
         while not self.done or not events.empty():
@@ -292,7 +293,9 @@ class Job:
         return self._events
 
     def _event_without_step(self) -> Event:
-        """The last event of a request that failed, or of a request whose scheduler was closed."""
+        """Return the last event of a request that failed, or of a request whose scheduler was
+        closed.
+        """
         result = self.result()
         length = len(result.tokens)
         return Event(
@@ -333,7 +336,8 @@ class _Runner:
         self._changed = (
             threading.Condition()
         )  # re-entrant: the garbage collector may call stop() anywhere
-        # Number of calls that use the handle. The thread waits for them before it destroys the handle.
+        # Number of calls that use the handle. The thread waits for these calls before it destroys
+        # the handle.
         self._users = 0
         self._is_closed = False
         self._last: SchedulerStats | None = None  # set when the handle is destroyed
@@ -387,14 +391,14 @@ class _Runner:
             handle, self._handle = self._handle, C.c_void_p()
         self._library.dlm_scheduler_destroy(handle)
         self.ends.close()
-        # The callbacks refer to this object. They are released, so that the object can be
+        # The callbacks refer to this object. The callbacks are released, so that the object can be
         # garbage-collected.
         self._on_step, self._on_decode = _native.StepFn(), _native.DecodeFn()
         self._bundle.end()
 
     def keep(self, job: Job, request: Request) -> None:
-        """Register a job. Passes can then call its functions as long as there is a reference to the
-        job.
+        """Register a job. While there is a reference to the job, passes can call the job's
+        functions.
         """
         native, number = request.native, next(self._numbers)
         self._jobs[number] = job
@@ -411,7 +415,7 @@ class _Runner:
             return 0
         try:
             job._step(step.contents)
-        except Exception as err:  # ctypes would print and ignore it
+        except Exception as err:  # ctypes would print and ignore the exception
             job._error = err
             return 1
         return 0
@@ -445,7 +449,7 @@ class _Runner:
         """Keep the native scheduler alive within a ``with`` block. Raises the errors of
         ``check_open``.
         """
-        self.origin.check()  # before the lock, which another thread may have held at the fork
+        self.origin.check()  # checked first: another thread may have held the lock at the fork
         with self._changed:
             self.check_open()
             self._users += 1
@@ -496,7 +500,8 @@ def _close_all() -> None:
 
 
 class Scheduler:
-    """Accepts requests from any thread and runs them. ``Bundle.scheduler`` creates it.
+    """Accepts requests from any thread and runs these requests. ``Bundle.scheduler`` creates
+    schedulers.
 
     A scheduler is closed at the end of its ``with`` block, when its last reference is dropped, or
     when the interpreter exits. In a forked process, every method raises ForkError.
@@ -525,8 +530,8 @@ class Scheduler:
             native = _native.PassCost(C.sizeof(_native.PassCost), *astuple(cost))
             options.cost = C.pointer(native)
         self._make, self._runner = make, _Runner(bundle, options)
-        # This finalizer must not wait. The garbage collector can call it on a thread that holds a
-        # lock, and the scheduler's thread may need this lock to end.
+        # This finalizer must not wait. The garbage collector can call this finalizer on a thread
+        # that holds a lock, and the scheduler's thread may need this lock to end.
         weakref.finalize(self, self._runner.stop).atexit = False
 
     def submit(
@@ -538,8 +543,8 @@ class Scheduler:
         events: bool = False,
         **options: Unpack[RequestOptions],
     ) -> Job:
-        """Submit a request, with the arguments of ``Bundle.generate``. The time until its deadline
-        starts now.
+        """Submit a request, with the arguments of ``Bundle.generate``. The time limit
+        ``deadline_ms`` starts now.
 
         Args:
             events: If True, iterating over the job yields an ``Event`` for each step.
@@ -565,7 +570,7 @@ class Scheduler:
 
     @property
     def has_ended(self) -> bool:
-        """True if the scheduler was closed, or an error ended its thread."""
+        """True if the scheduler was closed, or if an error ended its thread."""
         self._runner.origin.check()
         return self._runner.has_ended
 

@@ -3,8 +3,9 @@ call.
 
 Python runs signal handlers only on the main thread, and only while this thread runs Python code.
 Without this module, a handler would have to wait until a native call has finished the whole
-generation. To avoid that, the native library calls a Python function before every pass, and pending
-signal handlers run during that function. If a handler raises an exception, the native call ends.
+generation. To avoid this wait, the native library calls a Python function before every pass, and
+pending signal handlers run during that function. If a handler raises an exception, the native call
+ends.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ Cancels: TypeAlias = Sequence[threading.Event | None]
 def _answers(
     session: C.c_void_p, raised: list[BaseException], cancels: Cancels
 ) -> Generator[int, None, None]:
-    """Yield the number that the native library gets before each pass: 0 to continue, 1 to end.
+    """Yield the value that the native library gets before each pass: 0 to continue, 1 to end.
 
-    The number is 0 until a signal handler raises an exception. This generator also cancels requests
+    The value is 0 until a signal handler raises an exception. This generator also cancels requests
     whose event is set.
 
     A plain function would not be safe: a signal handler may run at its first instruction, before
     the function enters its ``try``. The handler's exception would then leave the callback, and
-    ctypes would drop it. A generator resumes inside its ``try``, so it always catches the
-    exception.
+    ctypes would drop the exception. A generator resumes inside its ``try``, so it always catches
+    the exception.
     """
     try:
         while True:
@@ -50,13 +51,13 @@ def _answers(
 @contextmanager
 def seen_between_passes(session: C.c_void_p, cancels: Cancels = ()) -> Iterator[None]:
     """Within this context, pending signal handlers run before each pass of the session. If a
-    handler raises an exception, it is raised again after the native call has ended.
+    handler raises an exception, this exception is raised again after the native call has ended.
 
-    ``cancels`` has an event, or None, for each request of the session.
+    ``cancels`` contains an event, or None, for each request of the session.
     """
     raised: list[BaseException] = []
     answers = _answers(session, raised, cancels)
-    next(answers)  # into the ``try``
+    next(answers)  # enters the ``try``
     is_main = threading.current_thread() is threading.main_thread()
     before_pass = (
         _native.BeforePassFn(answers.send) if is_main or cancels else _native.BeforePassFn()

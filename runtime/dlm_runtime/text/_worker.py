@@ -1,14 +1,14 @@
 """The program that runs a bundle's tokenizer and chat template in a separate process. The module
-``process`` starts it and never imports it.
+``process`` starts this program and never imports it.
 
 A request consists of two lengths (8 bytes each), a JSON object and raw bytes. The member ``do`` of
 the object names a method of ``Text``, and the other members are its arguments. The answer consists
-of a length and a JSON object. The object has the member ``value`` with the result, or the member
-``refused`` with the library's reason (null if memory ran out).
+of a length and a JSON object. The object contains the member ``value`` with the result, or the
+member ``refused`` with the library's reason (null if memory ran out).
 
-The program ends when its input is closed, or when it exceeds a limit. The limit on address space is
-passed on the command line. The limit on processor time is a timer, which is set again for each
-request.
+The program ends when its input is closed, or when the program exceeds a limit. The limit on address
+space is passed on the command line. The limit on processor time is a timer, which is set again for
+each request.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class Text:
     def _plain(self, text: str) -> Any:
         """Encode a text in which the names of special tokens are ordinary text.
 
-        Raises ValueError if the result contains a special token nevertheless.
+        Raises ValueError if the result still contains a special token.
         """
         self.tokenizer.encode_special_tokens = True  # as ordinary text
         try:
             made = self.tokenizer.encode(text, add_special_tokens=False)
         finally:
             self.tokenizer.encode_special_tokens = False
-        # The vocabulary may have an ordinary token with the same text as a special token.
+        # The vocabulary may contain an ordinary token with the same text as a special token.
         for token, (start, end) in zip(made.ids, made.offsets, strict=True):
             if self._is_special(token):
                 raise ValueError(
@@ -91,7 +91,7 @@ class Text:
 
     @functools.cached_property
     def specials(self) -> dict[int, str]:
-        """The texts of the special tokens, by id."""
+        """The texts of the special tokens. The keys are token ids."""
         return {
             token: added.content
             for token, added in self.tokenizer.get_added_tokens_decoder().items()
@@ -154,10 +154,11 @@ class Text:
         """Encode a chat that the template has rendered. Special tokens that the template writes are
         recognised. The same texts in messages are ordinary text.
 
-        To distinguish them, the first letter of each special token in a message or tool is replaced
-        by a private-use character, and the chat is rendered again. All special tokens that remain
-        were written by the template. They split the chat into pieces. A piece that contains a
-        private-use character is encoded separately, as plain text with the letters restored.
+        To distinguish these two cases, the first letter of each special token in a message or tool
+        is replaced by a private-use character, and the chat is rendered again. All special tokens
+        that remain were written by the template. These special tokens split the chat into pieces. A
+        piece that contains a private-use character is encoded separately, as plain text with the
+        letters restored.
         """
         marks = Marks(self.source + text + json.dumps([messages, tools], ensure_ascii=False))
 
@@ -294,7 +295,7 @@ class Marks:
     """Replaces letters in texts by private-use characters that do not occur in these texts."""
 
     def __init__(self, texts: str) -> None:
-        """``texts`` has all texts in which the private-use characters must not occur."""
+        """``texts`` contains all texts in which the private-use characters must not occur."""
         used = {*texts}
         self._free = (point for point in map(chr, PRIVATE_USE) if point not in used)
         self._by_letter: dict[str, str] = {}

@@ -1,16 +1,16 @@
 """Runs a bundle's tokenizer and chat template in a separate process with limits.
 
 Tokenizers and templates are like programs. A normaliser can double a text sixty times, and a
-template can loop forever without output. For some texts, the libraries that run them can panic,
-abort or allocate gigabytes. Checking their files cannot exclude this, and Python cannot stop a
-thread. They therefore run in a separate process with ``MEMORY_BYTES`` of address space. For each
-request, the process gets one second of processor time, plus one second per MiB of the request. If
-the process exceeds a limit, only this process ends.
+template can loop forever without output. For some texts, the libraries that run tokenizers and
+templates can panic, abort or allocate gigabytes. A check of the files cannot exclude such failures,
+and Python cannot stop a thread. Tokenizers and templates therefore run in a separate process with
+``MEMORY_BYTES`` of address space. For each request, the process gets one second of processor time,
+plus one second per MiB of the request. If the process exceeds a limit, only this process ends.
 
 The process starts in 30 ms, uses 15 MiB in addition to the vocabulary, and answers in about 50 us.
-It has a separate session (``setsid``), so Ctrl-C does not end it. It ends when its input is closed.
-The input is closed when the ``Process`` object is deleted, or when the process that owns this
-object ends.
+The process runs in a separate session (``setsid``), so Ctrl-C does not end the process. The process
+ends when its input is closed. The input is closed when the ``Process`` object is deleted, or when
+the process that owns this object ends.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Refused(Exception):
 
 
 class TextProcess:
-    """A tokenizer in a separate process, which is restarted when needed. Only one thread at a time
-    can use it.
+    """A tokenizer in a separate process. The process is restarted when needed. Only one thread at a
+    time can use the tokenizer.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TextProcess:
             return self._exchange(self._process, request)
 
     def close(self) -> None:
-        """End the process. A later request starts it again."""
+        """End the process. A later request starts the process again."""
         if self._owner == os.getpid():
             with self._lock:
                 self._stop()
@@ -120,7 +120,7 @@ def _start() -> subprocess.Popen[bytes]:
     )
     try:
         # Python starts faster in isolated mode and without the site module. The search path is
-        # passed, so that it finds the same packages as this process.
+        # passed, so that the new process finds the same packages as this process.
         return subprocess.Popen(
             [sys.executable or "", "-IS", str(_WORKER), limits],
             stdin=subprocess.PIPE,

@@ -1,8 +1,8 @@
 """Converts text to token ids and back, with a bundle's tokenizer and chat template.
 
 The tokenizer and the template are not trusted, so they run in a separate process with limits on
-time and memory (``text/process.py``). A chat template is a Jinja program. It runs in Jinja's
-immutable sandbox and can access only messages and tools.
+time and memory (``text/process.py``). A chat template is a Jinja program. The template runs in
+Jinja's immutable sandbox, and can access only messages and tools.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dlm_runtime.errors import BundleError, RequestError
 from dlm_runtime.files import read_bytes, read_text
 from dlm_runtime.text.process import Refused, TextProcess
 
-TOKENIZER_LIMIT_BYTES = 64 << 20  # the largest released one (262,144 ids) has 33 MB
+TOKENIZER_LIMIT_BYTES = 64 << 20  # the largest released file (262,144 ids) takes 33 MB
 TEMPLATE_LIMIT_BYTES = 1 << 20
 _REFUSED_IDS = "the bundle's tokenizer rejects these token ids"
 
 
 class Tokenizer:
     """The tokenizer of a bundle (a tokenizer.json for the ``tokenizers`` library), and its chat
-    template if it has one.
+    template if there is one.
     """
 
     def __init__(
@@ -35,8 +35,9 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         where: object = "tokenizer.json",
     ) -> None:
-        """``special_tokens`` has the texts of special tokens that a template may use, by name.
-        Raises BundleError if the tokenizer is invalid. The error names the file ``where``.
+        """``special_tokens`` contains the texts of special tokens that a template may use. The keys
+        are the names that the template uses. Raises BundleError if the tokenizer is invalid. The
+        error names the file ``where``.
         """
         self.template = template
         self.sha256 = hashlib.sha256(tokenizer).hexdigest()  # of its file
@@ -58,7 +59,7 @@ class Tokenizer:
     ) -> Tokenizer:
         """Read a tokenizer.json and, if ``template`` is not None, a chat template.
 
-        ``hashes`` has the expected SHA-256 of the files, by name. Raises BundleError.
+        ``hashes`` maps the names of the files to their expected SHA-256. Raises BundleError.
         """
         known = hashes or {}
         text = None
@@ -72,7 +73,7 @@ class Tokenizer:
         return cls(data, text, special_tokens or {}, tokenizer)
 
     def close(self) -> None:
-        """End the process of the tokenizer. A later call starts it again."""
+        """End the process of the tokenizer. A later call starts the process again."""
         self._process.close()
 
     @property
@@ -102,8 +103,8 @@ class Tokenizer:
         return self._encode(text, True, special_tokens)
 
     def encode_plain(self, text: str, special_tokens: bool = False) -> list[int]:
-        """Encode a text that follows a prompt. Unlike ``encode``, it adds no tokens. Raises
-        RequestError.
+        """Encode a text that follows a prompt. Unlike ``encode``, this method adds no tokens.
+        Raises RequestError.
         """
         return self._encode(text, False, special_tokens)
 
@@ -134,8 +135,8 @@ class Tokenizer:
     ) -> list[int]:
         """Encode a conversation, up to the start of the assistant's reply. Raises RequestError.
 
-        Messages and ``tools`` have the form that transformers uses. A message with earlier calls
-        may have ``tool_calls`` instead of a content. Special tokens that the template writes are
+        Messages and ``tools`` have the form that transformers uses. A message that makes calls may
+        contain ``tool_calls`` instead of ``content``. Special tokens that the template writes are
         recognised. The same texts in messages and tools are ordinary text unless ``special_tokens``
         is True.
         """
@@ -183,7 +184,7 @@ class Tokenizer:
     def render_each(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str | None]:
         """Render conversations as text, up to the start of the assistant's reply.
 
-        The result for a conversation is None if the template rejects it.
+        The result for a conversation is None if the template rejects the conversation.
         """
         given = [[dict(message) for message in messages] for messages in chats]
         found: list[str | None] = self._ask(

@@ -64,7 +64,7 @@ def build(names: list[str]) -> Path:
 
 
 def run(folder: Path, target: str, seconds: int, corpus: Path) -> bool:
-    """Run a target and print its number of inputs. Returns True if it did not fail."""
+    """Run a target and print its number of inputs. Returns True if the target did not fail."""
     new = corpus / target
     new.mkdir(parents=True, exist_ok=True)
     given = [HERE / "found" / target] if (HERE / "found" / target).exists() else []
@@ -91,7 +91,7 @@ def run(folder: Path, target: str, seconds: int, corpus: Path) -> bool:
 def main() -> int:
     arguments = argparse.ArgumentParser(description="Run the fuzz targets with libFuzzer.")
     arguments.add_argument(
-        "targets", nargs="*", choices=[*TARGETS, []], help="all of them if none is named"
+        "targets", nargs="*", choices=[*TARGETS, []], help="all targets if no target is named"
     )
     arguments.add_argument("--seconds", type=int, default=60, help="seconds per target")
     chosen = arguments.parse_args()

@@ -31,7 +31,7 @@ CHAT = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 TEXT = "turn on the light\u0301s \u2581x"
-HASH = 64 * "a"  # fuzz_bundle.cc replaces it with the right one
+HASH = 64 * "a"  # fuzz_bundle.cc replaces this hash with the right one
 
 
 def _learned(split: bool, is_composed: bool) -> str:
@@ -100,7 +100,7 @@ def texts() -> dict[str, bytes]:
 
 
 def manifest(text_bytes: int) -> dict[str, Any]:
-    """Return a manifest with every part that a manifest may have. ``fuzz_bundle.cc`` makes the
+    """Return a manifest with every part that a manifest may contain. ``fuzz_bundle.cc`` makes the
     bundle's files.
     """
     files = ("denoiser.onnx", "denoiser.onnx.data", "text.bin", "engines/orin.engine")
@@ -258,7 +258,7 @@ def compiled_contents() -> dict[str, bytes]:
 
 
 def seeds() -> dict[str, dict[str, bytes]]:
-    """Return the inputs of each target, by name."""
+    """Return the inputs of each target. The keys are the names of the targets."""
     text = texts()
     spelled = TEXT.encode()
     plain = text["plain"]
