@@ -160,7 +160,7 @@ SOURCE_OPTIONS = (
     ),
     number(
         "--attention-block",
-        "Tokens per attention block, if the checkpoint does not define it.",
+        "Tokens per attention block, if the checkpoint has none.",
         most=1 << 20,
     ),
 )
@@ -227,7 +227,7 @@ CPU.
 _SAMPLE_OPTIONS = (
     number("--judged", "Samples to judge on.  [default: at most 32]", most=100000),
     number("--free-runs", "Prompts for which the reference generates text too."),
-    text("--calib-preset", "Preset for calibration and judging.  [default: the adaptive preset]"),
+    text("--calib-preset", "Preset for calibration and judging.  [default: adaptive]"),
     number("--seed", "Seed of masks, calibration states and intervals.", 0, default=0),
 )
 BUDGETS = ("max_ce_increase", "min_top1", "max_nfe_ratio", "min_task")
@@ -242,7 +242,7 @@ judge_group = group(
     choice(
         "--judge",
         ["default", "full"],
-        "default or full; with full, both denoisers generate text for all samples.",
+        "default or full; full generates text for all samples.",
         default="default",
     ),
     file("--data", "JSONL or text file to judge on.  [default: the source's data]"),
@@ -255,7 +255,7 @@ QUANTISE_GROUPS = (
         choice(
             "--judge",
             ["default", "full", "none"],
-            "default, full (also fits effort levels), none.",
+            "default, full (fits effort levels), none.",
             default="default",
         ),
         *_SAMPLE_OPTIONS[:2],

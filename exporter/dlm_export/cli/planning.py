@@ -71,7 +71,7 @@ if TYPE_CHECKING:
         ),
         text(
             "--tokens-per-pass",
-            "Tokens that a pass commits; several are separated by commas.",
+            "Tokens that a pass commits; several separated by commas.",
             "LIST",
             default="1,2,4,8",
         ),
