@@ -1,7 +1,7 @@
-/* Generates text until it is complete, the time is over, or Ctrl-C is pressed:
+/* Generates text until the text is complete, the time is over, or Ctrl-C is pressed:
  *   cancel BUNDLE NEW_TOKENS SECONDS PROMPT
  * A second thread ends the request. The program prints the text so far and the reason why the
- * request ended. README.md says how to build it. */
+ * request ended. README.md says how to build this program. */
 #define _POSIX_C_SOURCE 200809L
 #include <errno.h>
 #include <pthread.h>
@@ -20,7 +20,7 @@ struct watch {
   double seconds;
 };
 
-/* Waits for one of two signals. Returns the number of the signal, or 0 if the time is over. */
+/* Waits for one of two signals. Returns the signal number, or 0 if the time is over. */
 static int wait_for(int one, int other, double seconds) {
   sigset_t signals;
   sigemptyset(&signals);
@@ -36,11 +36,12 @@ static int wait_for(int one, int other, double seconds) {
 }
 
 /* Ends the request when the time is over or Ctrl-C is pressed. Signals are blocked in all threads,
- * and this thread waits for them. So the program needs no signal handler. */
+ * and this thread waits for signals. So the program needs no signal handler. */
 static void* watch(void* user) {
   const struct watch* const watched = user;
   int is_over = wait_for(SIG_OVER, SIGINT, watched->seconds) == SIG_OVER;
-  while (!is_over) { /* repeated, because it has no effect before the request has begun */
+  while (!is_over) { /* repeated, because dlm_session_cancel has no effect before the request has
+                        begun */
     dlm_session_cancel(watched->session, 0);
     is_over = wait_for(SIG_OVER, SIG_OVER, 0.01) == SIG_OVER;
   }
@@ -97,7 +98,8 @@ int main(int argc, char** argv) {
     fprintf(stderr, "usage: cancel BUNDLE NEW_TOKENS SECONDS PROMPT\n");
     return 2;
   }
-  sigset_t signals; /* blocked before the library starts threads, which inherit this */
+  sigset_t signals; /* signals are blocked before the library starts threads, because threads
+                       inherit the block */
   sigemptyset(&signals);
   sigaddset(&signals, SIGINT);
   sigaddset(&signals, SIG_OVER);

@@ -1,7 +1,7 @@
 // A chat in C++ with dlm_runtime.hpp: converse BUNDLE NEW_TOKENS [MESSAGE...]
 // Answers each message, or each line of stdin, and prints the text while it is generated. Then it
 // submits all messages to a scheduler at once and compares the answers. README.md says how to build
-// it.
+// this program.
 #include <algorithm>
 #include <cstdlib>
 #include <iostream>
@@ -49,7 +49,7 @@ Lines answers(const dlm::Bundle& bundle, const Lines& lines, std::int32_t max_ne
 }
 
 // Answers all messages at once, in shared passes. Returns the number of answers that differ from
-// before.
+// the earlier answers.
 int differences(const dlm::Bundle& bundle, const Lines& lines, const Lines& before,
                 std::int32_t max_new_tokens) {
   dlm::Scheduler scheduler(bundle);

@@ -1,8 +1,9 @@
 /* Runs requests from several threads: threads BUNDLE NEW_TOKENS THREADS PROMPT...
  * First, each thread runs one request in its own session. All sessions use the same bundle, so the
- * weights are in memory once. Then a scheduler runs the same requests together. The results of the
- * threads and of the scheduler must be the same as in a single session. Prints seconds and memory.
- * README.md says how to build the program. */
+ * weights of the denoiser are in memory only once. Then a scheduler runs the same requests
+ * together. The results of the threads and of the scheduler must be the same as the results of a
+ * single session. The program prints the seconds and the memory that it used. README.md says how to
+ * build the program. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <stdint.h>
@@ -23,7 +24,7 @@ struct work {
   char** prompts;
 };
 
-/* A request of one thread, and its result. */
+/* The request of one thread, and the result of this request. */
 struct task {
   const struct work* work;
   const char* prompt;

@@ -66,8 +66,8 @@ static int is_known(const char* name, int is_chat) {
   return 0;
 }
 
-/* Reads a number of the object if it is present. Returns 0 if it is not a number or is out of
- * range. */
+/* Reads a number from a member of the object, if the object has this member. Returns 0 if the value
+ * is not a number or is out of range. */
 static int read_number(const json_t* root, const char* name, double low, double high,
                        double* number) {
   const json_t* const value = json_object_get(root, name);
@@ -77,7 +77,7 @@ static int read_number(const json_t* root, const char* name, double low, double 
   return *number >= low && *number <= high;
 }
 
-/* Reads all fields except the prompt. If it fails, returns 0 and sets *why. */
+/* Reads all fields except the prompt. If an error occurs, returns 0 and sets *why. */
 static int read_options(completion* of, const json_t* root, refusal* why) {
   const char* key;
   json_t* value;
@@ -128,7 +128,8 @@ static int read_options(completion* of, const json_t* root, refusal* why) {
   return 1;
 }
 
-/* Reads the messages of a chat into malloc'ed memory. If it fails, returns NULL and sets *why. */
+/* Reads the messages of a chat into malloc'ed memory. If an error occurs, returns NULL and sets
+ * *why. */
 static dlm_message* read_chat(const json_t* messages, size_t* count, refusal* why) {
   *count = json_array_size(messages);
   if (*count == 0) return (dlm_message*)refuse(why, 400, "messages is no list of messages%s", "");
@@ -149,8 +150,8 @@ static dlm_message* read_chat(const json_t* messages, size_t* count, refusal* wh
       why, 400, "a message is no object of a role and a content, which are strings%s", "");
 }
 
-/* Sets the prompt or chat of the request. *chat is malloc'ed, or NULL. If it fails, returns 0 and
- * sets *why. */
+/* Sets the prompt or chat of the request. *chat is malloc'ed, or NULL. If an error occurs, returns
+ * 0 and sets *why. */
 static int read_prompt(completion* of, const json_t* root, dlm_message** chat, refusal* why) {
   const json_t* const prompt = json_object_get(root, of->is_chat ? "messages" : "prompt");
   if (of->is_chat) {
@@ -276,8 +277,8 @@ static const char* finish_reason(const dlm_result* result) {
                                                                                       : "length";
 }
 
-/* Makes the JSON object that contains an answer or an event. Takes over the references to `choice`
- * and `usage`. `usage` may be NULL. */
+/* Makes the JSON object that contains an answer or an event. The function takes ownership of the
+ * references to `choice` and `usage`. `usage` may be NULL. */
 static char* frame(const completion* of, json_t* choice, json_t* usage) {
   const char* const object = !of->is_chat    ? "text_completion"
                              : of->is_stream ? "chat.completion.chunk"
@@ -319,7 +320,7 @@ static int append_event(buffer* to, char* json) {
   return is_made;
 }
 
-/* Makes an event with text, or the last event. */
+/* Makes a stream event that contains text, or the last event of the stream. */
 static char* event_json(const completion* of, const buffer* text, const dlm_result* result) {
   json_t* const content = json_stringn(text->size > 0 ? text->data : "", text->size);
   json_t* const finish = result == NULL ? json_null() : json_string(finish_reason(result));

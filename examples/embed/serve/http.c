@@ -12,7 +12,8 @@
 
 enum {
   POLL_MS = 100,    /* how often to check whether the client is still connected */
-  MOST_DROPPED = 16 /* a body of at most this many times the limit is read and discarded */
+  MOST_DROPPED = 16 /* if a body is too large, the service reads and discards at most this many
+                       times the limit */
 };
 
 /* An HTTP request and its answer. */
@@ -20,9 +21,9 @@ typedef struct exchange {
   service* service;
   uint64_t number;
   int is_refused_early; /* the service is stopping */
-  unsigned status;      /* status of the answer, or 0 while there is no answer */
+  unsigned status;      /* HTTP status of the answer, or 0 while there is no answer */
   int socket;
-  uint64_t received; /* bytes of the body so far, including discarded bytes */
+  uint64_t received; /* number of bytes of the body so far, including discarded bytes */
   buffer body;
   completion* completion;
   buffer events; /* events of a stream that have not been sent yet */
@@ -36,7 +37,8 @@ static int is_gone(const exchange* of) {
   return poll(&one, 1, 0) > 0 && (one.revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)) != 0;
 }
 
-/* Waits until there is something to send. Returns 0 if the client has disconnected. */
+/* Waits until there is an answer or a stream event to send. Returns 0 if the client has
+ * disconnected. */
 static int wait_for(exchange* of) {
   while (!completion_wait(of->completion, POLL_MS)) {
     if (is_gone(of)) return 0;
@@ -68,7 +70,8 @@ static enum MHD_Result send_response(struct MHD_Connection* connection, exchange
   return queued;
 }
 
-/* Sends `text` as the answer and frees it (malloc'ed). If it is NULL, closes the connection. */
+/* Sends `text`, which is malloc'ed, as the answer, and frees `text`. If `text` is NULL, closes the
+ * connection. */
 static enum MHD_Result send_text(struct MHD_Connection* connection, exchange* of, unsigned status,
                                  const char* type, char* text) {
   if (text == NULL) return MHD_NO;
@@ -150,7 +153,8 @@ static enum MHD_Result tell_metrics(struct MHD_Connection* connection, exchange*
       gone, (long long)stats.submitted, (int)stats.waiting, (int)stats.running,
       (long long)stats.passes, (long long)stats.shares, stats.busy_s,
       (unsigned long long)stats.cache_bytes);
-  is_made = is_made && buffer_append(&text, line, (size_t)size + 1); /* with the NUL at the end */
+  is_made = is_made && buffer_append(&text, line, (size_t)size + 1); /* including the NUL at the
+                                                                        end */
   if (!is_made) buffer_free(&text);
   return send_text(connection, of, 200, "text/plain; version=0.0.4", text.data);
 }
@@ -205,8 +209,9 @@ static enum MHD_Result handle(void* user, struct MHD_Connection* connection, con
       !buffer_append(&of->body, upload, *upload_size))
     return MHD_NO;
   *upload_size = 0;
-  /* If the body is too large, the rest is read and discarded, because the client reads the answer
-   * only after it has sent the body. The number of discarded bytes is limited too. */
+  /* If the body is too large, the service reads and discards the rest of the body, because the
+   * client reads the answer only after the client has sent the whole body. The number of discarded
+   * bytes is limited too. */
   return of->received / MOST_DROPPED > most ? MHD_NO : MHD_YES;
 }
 

@@ -1,6 +1,6 @@
 /* An HTTP service of completions: serve BUNDLE [--port N] ... README.md says how to build and use
- * it. One scheduler runs all requests together. After SIGTERM or SIGINT, the service rejects new
- * requests, finishes the running requests, and exits with 0. */
+ * the service. One scheduler runs all requests together. After SIGTERM or SIGINT, the service
+ * rejects new requests, finishes the running requests, and exits with 0. */
 #define _POSIX_C_SOURCE 200809L
 #include <microhttpd.h>
 #include <signal.h>
@@ -12,9 +12,9 @@
 
 #include "serve.h"
 
-enum { ANSWER_MS = 5000 }; /* time to send the last answers, after --drain-ms is over */
+enum { ANSWER_MS = 5000 }; /* time to send the last answers after --drain-ms is over */
 
-/* The options of the command line. Numbers have a range. */
+/* The options of the command line. Each numeric option has a range. */
 struct settings {
   double port, threads, max_running, max_waiting, max_tokens, body_bytes, deadline_ms, drain_ms;
   const char *bundle, *address, *preset, *model;
@@ -43,7 +43,7 @@ static int wrong(const char* what, const char* why) {
   return 0;
 }
 
-/* Reads the command line. If it is invalid, prints an error message and returns 0. */
+/* Reads the command line. If the command line is invalid, prints an error message and returns 0. */
 static int read_settings(int argc, char** argv, struct settings* to) {
   const struct {
     const char* name;
@@ -92,7 +92,8 @@ static int report(dlm_status status, const char* sentence) {
   return 1;
 }
 
-/* Opens everything that requests need. If it fails, the caller closes what was opened. */
+/* Opens all objects that requests need. If an error occurs, the caller closes the objects that were
+ * opened. */
 static dlm_status open_service(service* to, const struct settings* settings, char* message,
                                size_t capacity) {
   dlm_open_options options;
@@ -116,8 +117,8 @@ static void* make_passes(void* scheduler) {
   char message[512];
   const dlm_status status = dlm_scheduler_run(scheduler, 0, NULL, NULL, message, sizeof message);
   if (status == DLM_OK) return NULL;
-  report(status, message); /* the service ends, because it cannot run passes any more; a supervisor
-                              restarts it */
+  report(status, message); /* the service cannot run passes any more, so the service ends; a
+                              supervisor restarts the service */
   _exit(1);
 }
 

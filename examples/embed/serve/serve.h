@@ -16,7 +16,7 @@ typedef struct buffer {
   size_t size, capacity;
 } buffer;
 int buffer_append(buffer* to, const char* data,
-                  size_t size); /* returns 0 and adds no bytes if there is no memory */
+                  size_t size); /* if there is no memory, returns 0 and adds no bytes */
 void buffer_free(buffer* of);
 
 typedef struct limits {
@@ -32,16 +32,16 @@ typedef struct service {
   limits limits;
   dlm_bundle* bundle;
   dlm_scheduler* scheduler;
-  dlm_policy policy; /* the policy of requests that set no other policy */
+  dlm_policy policy; /* the policy of requests that do not set a policy */
 
   pthread_mutex_t mutex;  /* protects all fields below */
   int is_stopping;        /* new requests are rejected */
   int is_cut;             /* running requests are cancelled */
-  unsigned under_way;     /* number of HTTP requests that are running */
+  unsigned under_way;     /* number of HTTP requests that are not finished */
   unsigned promised;      /* number of running requests that were accepted before is_stopping */
   uint64_t taken;         /* number of HTTP requests so far */
   uint64_t gone;          /* number of HTTP requests whose client disconnected */
-  uint64_t answered[600]; /* number of answered HTTP requests with each status */
+  uint64_t answered[600]; /* number of answered HTTP requests, by HTTP status */
 } service;
 
 /* The reason why a request is rejected: the HTTP status and a message. */
@@ -57,23 +57,23 @@ typedef struct refusal {
 typedef struct completion completion;
 
 /* Reads the JSON of a body and submits the request to the scheduler. `number` identifies the
- * request. If it fails, returns NULL and sets *why. */
+ * request. If an error occurs, returns NULL and sets *why. */
 completion* completion_start(service* of, uint64_t number, int is_chat, const char* body,
                              size_t size, refusal* why);
 int completion_is_stream(const completion* of);
-/* Waits at most `ms` milliseconds. Returns 1 if the completion is finished, or if a stream has
- * something to send. */
+/* Waits at most `ms` milliseconds. Returns 1 if the completion is finished, or if there are stream
+ * events to send. */
 int completion_wait(completion* of, int ms);
 void completion_cancel(completion* of);
-/* Returns the answer of a finished completion as JSON (malloc'ed). If it fails, returns NULL and
- * sets *why. */
+/* Returns the answer of a finished completion as JSON (malloc'ed). If an error occurs, returns NULL
+ * and sets *why. */
 char* completion_answer(completion* of, refusal* why);
-/* Appends the new events of a stream, as text/event-stream. Sets *is_last if the last event is
- * among them. Returns 0 if there is no memory. */
+/* Appends the new events of a stream, as text/event-stream. Sets *is_last if the last event of the
+ * stream is appended. Returns 0 if there is no memory. */
 int completion_events(completion* of, buffer* to, int* is_last);
 void completion_destroy(completion* of); /* cancels the request if it is not finished */
 
-/* Returns the JSON of a rejection (malloc'ed), or NULL if there is no memory. */
+/* Returns the JSON answer of a rejected request (malloc'ed), or NULL if there is no memory. */
 char* refusal_json(const refusal* why);
 
 /* ---- http.c ---- */

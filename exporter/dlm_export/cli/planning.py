@@ -65,13 +65,13 @@ if TYPE_CHECKING:
         text("--sizes", "Sizes of LLaDA to plan instead of SOURCE, such as 1B,8B.", "LIST"),
         text(
             "--block-length",
-            "Tokens per block; several are separated by commas.",
+            "Tokens per block, comma-separated.",
             "LIST",
             default="32",
         ),
         text(
             "--tokens-per-pass",
-            "Tokens that a pass commits; several separated by commas.",
+            "Tokens that a pass commits, comma-separated.",
             "LIST",
             default="1,2,4,8",
         ),

@@ -1,12 +1,13 @@
-// dlm_runtime.hpp: C++17 classes for the C ABI of dlm_runtime.h. This file is header-only. It calls
-// only the C ABI.
+// dlm_runtime.hpp: C++17 classes for the C ABI of dlm_runtime.h. The classes are header-only, and
+// call only the C ABI.
 //
-// - Handles are classes that can be moved but not copied. A session, scheduler, job or text keeps
-//   its bundle open.
+// - Handles are classes. A handle can be moved but not copied. A session, scheduler, job or text
+//   keeps its bundle open.
 // - A call that fails throws dlm_runtime::Error, with the status and the message.
-// - Callbacks are std::function. If a callback throws an exception, its request ends, and the C++
-//   call that ran the callback throws the exception again. So no exception passes through C code.
-// - dlm_runtime.h documents each call, and says which threads may make it. Text is UTF-8.
+// - Callbacks are std::function. If a callback throws an exception, the callback's request ends,
+//   and the C++ call that ran the callback throws the exception again. So no exception passes
+//   through C code.
+// - dlm_runtime.h documents each call, and says which threads may make the call. Text is UTF-8.
 // - The namespace is not `dlm`, because the library uses that name and may be linked statically.
 #ifndef DLM_RUNTIME_HPP
 #define DLM_RUNTIME_HPP
@@ -39,8 +40,8 @@ class Error : public std::runtime_error {
   dlm_status status_;
 };
 
-// The structs of the C ABI, with constructors that set the defaults. They do not copy strings. Use
-// literals or strings that the bundle owns.
+// The structs of the C ABI, with constructors that set the defaults. These structs do not copy
+// strings. Use literals or strings that the bundle owns.
 struct Policy : dlm_policy {
   Policy() { dlm_policy_init(this, sizeof(dlm_policy)); }
 };
@@ -51,8 +52,8 @@ struct SchedulerOptions : dlm_scheduler_options {
   SchedulerOptions() { dlm_scheduler_options_init(this, sizeof(dlm_scheduler_options)); }
 };
 
-// If a callback returns false, its request ends, and the call throws Error with the status
-// DLM_CANCELLED.
+// If a callback returns false, the callback's request ends, and the call that ran the callback
+// throws Error with the status DLM_CANCELLED.
 using StepFn = std::function<bool(const dlm_step& step)>;
 using TextFn = std::function<bool(std::string_view piece)>;
 using BeforePassFn = std::function<bool()>;
@@ -71,17 +72,17 @@ struct Request {
   std::vector<Message> chat;
   bool special_tokens = false;
   std::optional<Policy> policy;                          // empty: the bundle's default preset
-  std::int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;  // the bundle's default
+  std::int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;  // nullptr: the bundle's default preset
   std::int32_t steps = 0;
   const Automaton* constraint = nullptr;
   std::int32_t constrained_tokens = 0;
   std::int32_t max_steps = 0;
   double deadline_ms = 0;
   std::vector<std::string> stop_strings;
-  bool text = false;  // true: Result has the text; a prompt, a chat or on_text implies this
+  bool text = false;  // true: Result contains the text; a prompt, a chat or on_text implies true
   StepFn on_step;
   TextFn on_text;                  // called with the text that each step adds
-  std::int32_t top_log_probs = 0;  // number of alternatives to report for each token
+  std::int32_t top_log_probs = 0;  // number of alternative tokens to report for each position
 };
 
 // A copy of dlm_result.
@@ -110,7 +111,7 @@ struct Destroyer {
 template <class Handle, void (*destroy)(Handle*)>
 using Owned = std::unique_ptr<Handle, Destroyer<Handle, destroy>>;
 
-// Calls a C function that has a message buffer. If the function fails, throws its error.
+// Calls a C function, and passes a buffer for its message. If the C function fails, throws Error.
 template <class Call>
 void check(Call call) {
   char message[1024];
@@ -118,7 +119,7 @@ void check(Call call) {
   if (status != DLM_OK) throw Error(status, message);
 }
 
-// Does the same as `check`, for a function that creates a handle.
+// Does the same as `check`, for a C function that creates a handle. Returns the handle.
 template <class Handle, class Call>
 Handle* made(Call call) {
   Handle* out = nullptr;
@@ -201,7 +202,7 @@ inline Result result_of(const dlm_result& from) {
 
 }  // namespace detail
 
-// A compiled constraint. It restricts the text of requests.
+// A compiled constraint, which restricts the text of requests.
 class Automaton {
  public:
   // Opens a file that `dlm-export compile` wrote, or reads the content of such a file.
@@ -209,8 +210,8 @@ class Automaton {
       : Automaton(nullptr, DLM_CONSTRAINT_FILE, path.data(), path.size()) {}
   Automaton(const void* data, std::size_t bytes)
       : Automaton(nullptr, DLM_CONSTRAINT_COMPILED, static_cast<const char*>(data), bytes) {}
-  // Compiles a constraint for a bundle's vocabulary. kind is one of DLM_CONSTRAINT_.... It
-  // determines the form of content.
+  // Compiles a constraint for a bundle's vocabulary. `kind` is one of DLM_CONSTRAINT_..., and
+  // determines the form of `content`.
   Automaton(const Bundle& bundle, std::int32_t kind, const std::string& content);
   std::int32_t shortest() const { return dlm_automaton_describe(get())->shortest; }
   dlm_automaton* get() const noexcept { return handle_.get(); }
@@ -346,8 +347,8 @@ class Bundle {
   Bundle(Bundle&&) noexcept = default;
   Bundle& operator=(Bundle&&) noexcept = default;
 
-  // preset is a name, or NULL for the default preset. effort is NULL or an effort level. Effort
-  // levels exist only for one preset.
+  // preset is a name, or NULL for the default preset. effort is NULL or an effort level. The effort
+  // levels of a bundle exist for only one of its presets.
   Policy policy(const char* preset = nullptr, const char* effort = nullptr) const {
     Policy policy;
     detail::check([&](char* text, std::size_t size) {
@@ -391,8 +392,8 @@ class Session {
     check(dlm_session_generate(get(), prepared.get(), &found), prepared.thrown);
     return detail::result_of(*found);
   }
-  // Runs the requests, at most max_batch (1..4096) of them at a time. Throws the error of the first
-  // request that failed.
+  // Runs the requests, at most max_batch (1..4096) of them at a time. If requests fail, throws the
+  // error of the first failed request.
   std::vector<Result> generate_batch(std::vector<Request> requests, std::int32_t max_batch = 8) {
     std::vector<std::unique_ptr<detail::Prepared>> prepared;
     std::vector<const dlm_request*> given;
@@ -421,7 +422,7 @@ class Session {
     check(dlm_session_step(get(), &out), started_ ? started_->thrown : none);
     return *out;
   }
-  // The result of a request that has ended. Throws the error if the request failed.
+  // Returns the result of a request that has ended. Throws Error if the request failed.
   Result result(std::size_t number = 0) const {
     const dlm_result* found = nullptr;
     const dlm_status status = dlm_session_result(get(), number, &found);
@@ -429,7 +430,8 @@ class Session {
     if (found->status != DLM_OK) throw Error(found->status, found->message);
     return detail::result_of(*found);
   }
-  // Sets a function that is called before every pass. An empty function removes the earlier one.
+  // Sets the function that is called before every pass. An empty function removes the current
+  // function.
   void before_pass(BeforePassFn function) {
     asked_->function = std::move(function);
     const dlm_before_pass_fn ask = [](void* user) {
@@ -471,8 +473,8 @@ struct Handed {
   Owned<dlm_job, dlm_job_destroy> job;  // destroyed first
 };
 
-// Requests whose Job was destroyed before the request had ended. Their objects stay alive, because
-// the current pass may still use them.
+// Requests whose Job was destroyed before the request had ended. The objects of these requests stay
+// alive, because the current pass may still use these objects.
 class Orphans {
  public:
   void take(std::unique_ptr<Handed> one) {
@@ -586,7 +588,7 @@ class Scheduler {
 
  private:
   std::shared_ptr<dlm_bundle> bundle_;
-  std::shared_ptr<detail::Orphans> orphans_;  // destroyed after the objects that call it
+  std::shared_ptr<detail::Orphans> orphans_;  // destroyed after the objects that call this function
   detail::Owned<dlm_scheduler, dlm_scheduler_destroy> handle_;
 };
 

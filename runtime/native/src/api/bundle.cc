@@ -14,7 +14,7 @@ using dlm::require;
 
 namespace {
 
-// Returns a size if it is the same in all layers. Otherwise returns 0.
+// Returns a size of the layers if the size is the same in all layers. Otherwise returns 0.
 int32_t of_all_layers(const dlm::CacheShape& cache, int32_t dlm::CacheLayer::* size) {
   const int32_t first = cache.front().*size;
   const auto same = [&](const dlm::CacheLayer& layer) { return layer.*size == first; };
@@ -44,8 +44,8 @@ dlm::ProviderChoice provider_of(const dlm_open_options& options) {
           options.allow_fallback != 0};
 }
 
-// The engines that a caller can choose. There is also "auto", which takes the engine that the
-// manifest names.
+// The engines that a caller can choose. A caller can also choose "auto", which selects the engine
+// that the manifest names.
 constexpr const char* kEngines[] = {"onnxruntime", "tensorrt", "none"};
 
 std::unique_ptr<dlm::Engine> open_engine(const dlm::Manifest& manifest, const std::string& library,
@@ -81,7 +81,7 @@ std::string choose_engine(const dlm_open_options& options) {
   return engine == "auto" && provider.is_gpu() ? "onnxruntime" : engine;
 }
 
-// The number of cores that this process may use, or 0 if it is unknown.
+// Returns the number of cores that this process may use, or 0 if this number is unknown.
 int available_cores() {
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof cores, &cores) == 0) return CPU_COUNT(&cores);
@@ -89,8 +89,8 @@ int available_cores() {
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 
-// Limits the number of threads to the number of cores. More threads would only wait for each other.
-// Starting thousands of threads would take minutes.
+// Limits the number of threads to the number of cores. More threads would only wait for each other,
+// and starting thousands of threads would take minutes.
 int limit_threads(int32_t wanted) {
   dlm::check_range("threads", wanted, 0, 4096);
   const int cores = available_cores();
@@ -191,7 +191,7 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
     const std::string library = chosen.engine_library == nullptr ? "" : chosen.engine_library;
     const int threads = limit_threads(chosen.threads);
     opened->manifest = dlm::read_bundle(path, chosen.check_hashes != 0, engine);
-    // If possible, another thread hashes the files while the engine maps them into memory.
+    // If possible, a second thread hashes the files while the engine maps the files into memory.
     std::future<void> hashed = std::async([&files = opened->manifest.unhashed] {
       for (const dlm::FileHash& file : files) dlm::check_hash(file);
     });

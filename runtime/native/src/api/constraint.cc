@@ -1,4 +1,4 @@
-// The C ABI of constraints: compiles, reads and writes them.
+// The C ABI of constraints: compiles, reads and writes constraints.
 #include "compile/constraint.h"
 
 #include <algorithm>
@@ -89,8 +89,9 @@ VocabularyPointer given_vocabulary(const dlm_bundle* bundle, const dlm_constrain
                                                           std::move(ends), std::move(first_token));
 }
 
-// The hash of a vocabulary that the program passes. If the vocabulary is a callback, only the
-// callback's address is hashed. The library calls it only during the call that passes it.
+// Returns the hash of a vocabulary that the program passes. If the vocabulary is a callback, only
+// the callback's address is hashed. The library calls the callback only during the C call that
+// receives the callback.
 std::array<uint8_t, 32> hash_of_vocabulary(const dlm_constraint& given) {
   dlm::Sha256 hash;
   const auto add = [&](const auto& value) { hash.update(&value, sizeof value); };
@@ -106,7 +107,8 @@ std::array<uint8_t, 32> hash_of_vocabulary(const dlm_constraint& given) {
 }
 
 // Indexing a vocabulary takes longer than compiling a small constraint. So the bundle stores the
-// index of the program's last vocabulary, and uses it again if the hash is the same.
+// index of the program's last vocabulary, and uses this index again if the next vocabulary has the
+// same hash.
 VocabularyPointer kept_vocabulary(dlm_bundle& bundle, const dlm_constraint& given) {
   if (given.token_count > 0) require(given.token_sizes, "token_sizes");
   const std::array<uint8_t, 32> hash = hash_of_vocabulary(given);

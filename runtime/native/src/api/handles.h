@@ -36,17 +36,17 @@ struct dlm_bundle {
   dlm_denoiser denoiser{};
   dlm_bundle_info info{};
   std::mutex text_mutex;
-  dlm_text text;  // loaded by the first call that needs it
+  dlm_text text;  // loaded by the first call that needs the bundle's text
   std::mutex vocabulary_mutex;
-  // the bundle's vocabulary, made by the first call that compiles a constraint
+  // The bundle's vocabulary, made by the first call that compiles a constraint.
   std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;
-  // last vocabulary that the program passed
+  // The last vocabulary that the program passed.
   std::shared_ptr<const dlm::compile::Vocabulary> given_vocabulary;
-  std::array<uint8_t, 32> given_hash{};  // hash of that vocabulary's source
+  std::array<uint8_t, 32> given_hash{};  // hash of the source of the program's last vocabulary
 };
 
-// The handle of a compiled constraint. A request keeps the automaton that it started with, even if
-// the program destroys the handle.
+// The handle of a compiled constraint. A running request keeps its automaton alive, even if the
+// program destroys the handle.
 struct dlm_automaton {
   std::shared_ptr<const dlm::Automaton> automaton;
   std::string warnings;
@@ -63,7 +63,7 @@ inline void copy_message(const char* text, char* message, size_t capacity) {
 }
 
 // Runs `body`. If `body` throws an exception, returns the exception's status, and calls `report`
-// with its message. The exception ThreadExit is not caught.
+// with the exception's message. Does not catch the exception ThreadExit.
 template <typename Body, typename Report>
 dlm_status guarded(Body body, Report report) {
   try {
@@ -105,10 +105,10 @@ dlm_status make(Out** out, const char* name, char* message, size_t capacity, Bod
   });
 }
 
-// Returns the caller's policy. If the caller passes NULL, returns the bundle's default policy.
+// Returns the caller's policy, or the bundle's default policy if the caller passes NULL.
 Policy choose_policy(const dlm_bundle& bundle, const dlm_policy* given);
 
-// Returns the bundle's tokenizer. The first call reads the text file.
+// Returns the bundle's tokenizer. The first call reads the bundle's text file.
 const dlm_text& text_of(dlm_bundle& bundle);
 
 // Encodes a chat. If `special_tokens` is true, the text of a special token in a message becomes
@@ -116,7 +116,7 @@ const dlm_text& text_of(dlm_bundle& bundle);
 std::vector<int32_t> encode_chat(const dlm_text& text, const dlm_message* messages, size_t count,
                                  bool special_tokens);
 
-// Checks a caller's text and returns a view of it. `name` is the argument's name for error
+// Checks a caller's text and returns a view of this text. `name` is the argument's name for error
 // messages.
 std::string_view view_of(const char* string, size_t size, const char* name);
 
@@ -124,13 +124,13 @@ std::string_view view_of(const char* string, size_t size, const char* name);
 std::vector<int32_t> make_canvas(const Denoiser& denoiser, const int32_t* tokens, size_t count,
                                  int32_t new_tokens);
 
-constexpr double kLongestMs = 1e12;  // 31 years, which every clock can represent
+constexpr double kLongestMs = 1e12;  // 31 years; every clock can represent this time
 inline Clock::duration from_ms(double ms) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double, std::milli>(ms));
 }
 
-// A request that was made from a dlm_request and checked. It is ready to submit. The constructor
-// throws Error.
+// A request that was made from a dlm_request and checked. The request is ready to submit. The
+// constructor throws Error if a check fails.
 struct Wanted {
   Request request;
   JobOptions options;

@@ -1,4 +1,5 @@
-// Turns a dlm_request into a Request. Checks its tokens, policy, constraint, limits and text.
+// Converts a dlm_request to a Request. Checks the tokens, policy, constraint, limits and text of
+// the dlm_request.
 #include <memory>
 #include <string>
 #include <utility>
@@ -43,7 +44,8 @@ void check_options(const dlm_request& request) {
          "text = %d is not one of DLM_TEXT_NONE, DLM_TEXT_RESULT and DLM_TEXT_STEPS", request.text);
 }
 
-// Encodes the request's prompt or chat. The result is empty if the request has neither of them.
+// Encodes the request's prompt or chat. The result is empty if the request has neither a prompt nor
+// a chat.
 std::vector<int32_t> encode_given(dlm_bundle& bundle, const dlm_request& request) {
   const bool has_tokens = request.tokens != nullptr || request.token_count > 0,
              has_prompt = request.prompt != nullptr || request.prompt_size > 0,

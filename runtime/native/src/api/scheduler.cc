@@ -46,7 +46,7 @@ void check_time(const char* name, double value) {
 }
 
 // Returns the cost model for passes that several requests share. If the engine cannot run such
-// passes, the model is unknown.
+// passes, returns an unknown cost model.
 dlm::PassCost check_cost(const dlm_scheduler_options& options, const dlm::Engine& engine) {
   check_time("max_pass_ms", options.max_pass_ms);
   dlm::PassCost found;
@@ -78,8 +78,8 @@ int64_t rows_for(const dlm_scheduler_options& options, const dlm::Denoiser& deno
   uint64_t row = 0;
   for (const dlm::CacheLayer& layer : denoiser.cache) row += 2 * layer.tensor_bytes(1, 1);
   const auto longest = static_cast<uint64_t>(denoiser.max_canvas_length);
-  // This is the largest number of rows that max_running requests can use. The factor 2 is for
-  // requests with guidance, which have two canvases.
+  // The largest number of rows that max_running requests can use. The factor 2 is needed because a
+  // request with guidance has two canvases.
   const uint64_t most =
       std::min<uint64_t>(2 * longest * static_cast<uint64_t>(options.max_running), INT32_MAX);
   const uint64_t wanted =

@@ -19,17 +19,17 @@ struct dlm_session {
       : bundle(opened),
         passes(opened.manifest.denoiser, *opened.engine, INT64_MAX, 1),
         runner(opened.manifest.denoiser, passes, {}) {
-    // The context is opened now, so that an error about device memory is reported when the session
-    // is created.
+    // The constructor opens the context, so that creating the session reports an error about device
+    // memory.
     passes.spare_context();
   }
 
   dlm_bundle& bundle;
   dlm::LockstepPasses passes;
   Runner runner;
-  dlm::Buffers buffers;  // used by passes that do not belong to a request
+  dlm::Buffers buffers;  // the arrays of passes that do not belong to a request
   std::mutex jobs_mutex;
-  std::vector<std::shared_ptr<dlm::Job>> jobs;  // jobs of the requests that were started last
+  std::vector<std::shared_ptr<dlm::Job>> jobs;  // jobs of the requests of the last call
   // returns false if the session must stop
   std::function<bool()> before_pass = [] { return true; };
   std::string last_error;
@@ -101,8 +101,8 @@ void throw_error(const dlm::Job& job, const std::string& name = "") {
   if (result.status != DLM_OK) throw dlm::Error(result.status, name + result.message);
 }
 
-// Sorts the indices of the requests, so that requests that can run in lockstep are neighbours. Each
-// request joins the first batch that it fits into.
+// Sorts the indices of the requests, so that requests that can run in lockstep are neighbours. Adds
+// each request to the first batch that can take the request.
 std::vector<size_t> lockstep_order(const dlm::Engine& engine,
                                    const std::vector<dlm::Wanted>& requests, size_t max_batch) {
   std::vector<std::vector<size_t>> batches;
@@ -121,8 +121,8 @@ std::vector<size_t> lockstep_order(const dlm::Engine& engine,
   return order;
 }
 
-// Returns the largest number of cache rows (of keys and values) that any `most` of the requests
-// need together.
+// Returns an upper limit for the number of cache rows (of keys and values) that `most` requests
+// need together, whichever requests run at the same time.
 int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most) {
   std::vector<int64_t> rows;
   for (const dlm::Wanted& wanted : requests) rows.push_back(dlm::rows_of(wanted.request));

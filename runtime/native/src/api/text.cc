@@ -1,4 +1,4 @@
-// The C ABI of text: encodes and decodes text and chats.
+// The C ABI of text: encodes and decodes text, and renders and encodes chats.
 #include <algorithm>
 #include <string>
 #include <string_view>

@@ -10,7 +10,8 @@
 namespace dlm {
 namespace {
 
-// Opens a library. Returns its handle, or NULL and the reason that dlerror() gives.
+// Opens a library and returns its handle. If this fails, returns NULL and the reason that dlerror()
+// gives.
 void* try_library(const std::string& name, std::string* reason) {
   void* const handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
   if (handle == nullptr) *reason = one_line(dlerror());

@@ -1,5 +1,5 @@
 // Loads third-party libraries at run time, when an engine needs them. The runtime does not link to
-// them.
+// these libraries.
 #pragma once
 
 #include <string>
@@ -9,7 +9,8 @@ namespace dlm {
 
 struct LibrarySearch {
   const char* what;      // name for messages: "ONNX Runtime"
-  const char* variable;  // environment variable whose value is used if the caller gives no path
+  const char* variable;  // the environment variable that contains the path if the caller gives no
+                         // path
   std::vector<std::string> names;  // file names to try, in order
   const char* advice;              // what the user can do if the library is missing
 };

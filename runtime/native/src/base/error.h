@@ -1,4 +1,5 @@
-// The exception of this library. It has a status for the C ABI, and a message for people.
+// The exception of this library. The exception contains a status for the C ABI, and a message for
+// people.
 #pragma once
 
 #include <cxxabi.h>

@@ -11,7 +11,8 @@
 namespace dlm::json {
 namespace {
 
-// Formats a number for messages: as the shortest text that becomes the same double when parsed.
+// Formats a number for messages. Returns the shortest text from which parsing makes the same
+// double.
 std::string shown(double number) {
   char text[40];
   const auto end = std::to_chars(text, text + sizeof text, number).ptr;
@@ -131,7 +132,7 @@ class Reader {
     if (is_object) refuse_duplicates(out);
   }
 
-  // Finds duplicate keys by sorting. So even a hostile object with n keys costs only about n log n
+  // Finds duplicate keys by sorting. So even a hostile object with n keys needs only about n log n
   // comparisons.
   static void refuse_duplicates(const Value& object) {
     std::vector<const Value*> order;

@@ -1,13 +1,14 @@
 // A strict JSON parser (RFC 8259) for text that may be damaged or hostile.
 //
-// It also rejects byte order marks, invalid UTF-8, unpaired surrogates, numbers that overflow a
-// double, and duplicate keys. It rejects an escaped NUL, because strings become C strings. It also
-// rejects text that is longer or more deeply nested than the caller allows.
+// The parser also rejects byte order marks, invalid UTF-8, unpaired surrogates, numbers that
+// overflow a double, and duplicate keys. The parser rejects an escaped NUL, because the library
+// converts strings to C strings. The parser also rejects text that is longer or more deeply nested
+// than the caller allows.
 //
 // Every failure throws Error(DLM_BAD_BUNDLE). The message of a syntax error starts with "line N: ".
 // If a value has the wrong type or range, the message starts with the path of the value, for
-// example `denoiser.layers: expected an integer in 1..65536, found "x"`. Messages quote the text
-// with escapes, and cut it to 60 characters.
+// example `denoiser.layers: expected an integer in 1..65536, found "x"`. Messages quote at most 60
+// characters of the text, with escapes.
 //
 // A parsed value takes about 120 bytes of memory. So parsing n bytes of text may take 100 n bytes
 // of memory.
@@ -40,19 +41,19 @@ class Value {
 
   Kind kind() const { return kind_; }
 
-  // key() is the key if this value is a member of an object, and otherwise "". line() is the number
-  // of the line where the value starts. The first line is 1.
+  // If this value is a member of an object, key() is the key of the member. Otherwise key() is "".
+  // line() is the number of the line where the value starts. The first line is 1.
   const std::string& key() const { return key_; }
   int32_t line() const { return line_; }
 
-  // The path of this value, as messages show it, such as presets[0].block_length.
+  // Returns the path of this value in the form that messages use, such as presets[0].block_length.
   std::string path() const;
-  // Throws an error with the message "<path>: <reason>". Callers use it to report a value that they
-  // cannot accept.
+  // Throws an error with the message "<path>: <reason>". Callers use this function to report a
+  // value that they cannot accept.
   [[noreturn]] void refuse(const std::string& reason) const;
 
-  // Each of these functions returns the value as the type that its name says. It throws if the
-  // value has another type.
+  // Each of these functions returns the value with the type in the function's name. If the value
+  // has a different type, the function throws an error.
   bool boolean() const;
   double number(double low, double high) const;  // throws unless low <= number <= high
   // Throws unless low <= integer <= high. A number with a fraction or exponent is an error too.
@@ -60,7 +61,8 @@ class Value {
   const std::string& string() const;
   const std::string& written() const { return text_; }  // text of a number, as written in the file
   const std::vector<Value>& elements() const;           // of an array
-  // The members of an object, in file order. Each member knows its key().
+  // Returns the members of an object, in file order. key() of a member returns the key of the
+  // member.
   const std::vector<Value>& members() const;
 
   // Find the member of an object that has this key. If the key is missing, find returns nullptr.
@@ -76,13 +78,13 @@ class Value {
   const Value& object(std::string_view key) const;
 
   // Returns the value as canonical text: keys are sorted, there is no white space, and integers are
-  // decimal. The top-level member `without` is left out. The text equals Python's json.dumps(value,
-  // sort_keys=True, separators=(",", ":")). Throws an error for fractions, and for strings that are
-  // not printable ASCII.
+  // decimal. The text leaves out the top-level member `without`. The text equals Python's
+  // json.dumps(value, sort_keys=True, separators=(",", ":")). Throws an error for fractions, and
+  // for strings that are not printable ASCII.
   std::string canonical(std::string_view without = {}) const;
 
   // Throws an error for the first member whose key is not in `known`. Unknown keys must not be
-  // ignored, because they could change the meaning of the file.
+  // ignored, because an unknown key could change the meaning of the file.
   void refuse_unknown(const std::vector<std::string_view>& known) const;
 
  private:
@@ -97,16 +99,16 @@ class Value {
   int32_t line_ = 0;
   int64_t integer_ = 0;
   double number_ = 0;
-  // The value that contains this one. It is set when the tree is complete and no longer moves. The
-  // root owns the tree.
+  // The value that contains this one. This pointer is set when the tree is complete and no longer
+  // moves in memory. The root owns the tree.
   const Value* parent_ = nullptr;
   std::string key_;
   std::string text_;  // the text of a string, or of a number as written
   std::vector<Value> items_;
 };
 
-// Parses text that consists of exactly one value. max_bytes limits the length of the text, and
-// max_depth the nesting.
+// Parses text that consists of exactly one value. max_bytes is the largest length of the text, and
+// max_depth is the largest nesting depth.
 std::unique_ptr<const Value> parse(std::string_view text, size_t max_bytes,
                                    int max_depth = kMaxDepth);
 

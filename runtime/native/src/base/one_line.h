@@ -1,4 +1,4 @@
-// Turns messages for callers into one line that is safe to print on a terminal.
+// Converts messages for callers to one line that is safe to print on a terminal.
 #pragma once
 
 #include <algorithm>
@@ -22,8 +22,8 @@ inline void make_one_line(char* text, size_t size) noexcept {
   }
 }
 
-// Turns a third-party message into one line of UTF-8, of at most 600 bytes. Such a message may
-// quote a hostile file.
+// Converts a message of a third-party library to one line of UTF-8 of at most 600 bytes. Such a
+// message may quote a hostile file.
 inline std::string one_line(std::string text) {
   if (text.size() > 600) text.replace(600, std::string::npos, "...");
   make_one_line(text.data(), text.size());

@@ -1,8 +1,8 @@
 // Computes SHA-256 hashes (FIPS 180-4). A bundle's manifest lists the hashes of the bundle's files.
 //
 // Weight files can be several gigabytes large. So the code uses the processor's SHA instructions if
-// they exist (SHA-NI of x86-64 or SHA2 of ARMv8, detected at run time). Otherwise it uses portable
-// code, which gives the same results.
+// they exist (SHA-NI of x86-64 or SHA2 of ARMv8, detected at run time). Otherwise the code uses
+// portable C++, which gives the same results.
 #pragma once
 
 #include <array>
@@ -14,15 +14,15 @@ namespace dlm {
 
 class Sha256 {
  public:
-  // If `portable` is true, the object uses only portable code. Tests compare its results with those
-  // of the fast code.
+  // If `portable` is true, the object uses only portable code. Tests compare the results of the
+  // portable code with the results of the fast code.
   explicit Sha256(bool portable = false);
   void update(const void* data, size_t bytes);
   // Return the hash of the data. The object cannot be used afterwards. hex() is in lower case.
   std::array<uint8_t, 32> digest();
   std::string hex();
 
-  // True if this processor has SHA instructions that the code uses.
+  // Returns true if this processor has SHA instructions that the code uses.
   static bool is_accelerated();
 
  private:
@@ -34,19 +34,20 @@ class Sha256 {
   uint64_t total_bytes_ = 0;
 };
 
-// The hash of a text.
+// Returns the hash of a text.
 inline std::string sha256_hex(const std::string& text) {
   Sha256 hash;
   hash.update(text.data(), text.size());
   return hash.hex();
 }
 
-// The hash of a file. Throws Error(DLM_NOT_FOUND) if the file is missing. Throws
-// Error(DLM_BAD_BUNDLE) if the file cannot be read, or if it is not a plain file. A pipe or device
-// is rejected because it might never end.
+// Returns the hash of a file. Throws Error(DLM_NOT_FOUND) if the file is missing. Throws
+// Error(DLM_BAD_BUNDLE) if the file cannot be read, or if it is not a plain file. Pipes and devices
+// are rejected because a pipe or device might never end.
 std::string sha256_file_hex(const std::string& path);
 
-// The hash of an open file, from its current position to the end. `path` is used in messages.
+// Returns the hash of an open file, from the current position in the file to the end. `path` is
+// used in messages.
 std::string sha256_file_hex(int descriptor, const std::string& path);
 
 }  // namespace dlm

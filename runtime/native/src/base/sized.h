@@ -1,6 +1,6 @@
 // Copies structs of the C ABI from and to callers. Later versions of the library may add fields to
-// such a struct. Its first member, struct_size, is the size of the struct in the version that the
-// caller was compiled with.
+// such a struct. The first member of the struct, struct_size, is the size of the struct in the
+// version of the header with which the caller was compiled.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 
 namespace dlm {
 
-// Fills a caller's struct of `size` bytes with the defaults. If this struct is larger than the
-// library's version of it, the remaining bytes become 0. struct_size becomes `size`, so that a
-// later call can reject a struct that is too large.
+// Fills a caller's struct of `size` bytes with the defaults. If the caller's struct is larger than
+// the library's version of the struct, the remaining bytes become 0. struct_size becomes `size`, so
+// that a later call can reject a struct that is too large.
 template <class Struct>
 void give(const Struct& value, size_t size, Struct* to) {
   if (to == nullptr || size < sizeof to->struct_size) return;
@@ -23,8 +23,8 @@ void give(const Struct& value, size_t size, Struct* to) {
 }
 
 // Copies a caller's struct. Fields that the caller's version lacks get their defaults. Throws
-// Error(DLM_INVALID_ARGUMENT) if the caller's struct is larger than the library's version of it, or
-// was not initialised.
+// Error(DLM_INVALID_ARGUMENT) if the caller's struct is larger than the library's version of the
+// struct, or was not initialised.
 template <class Struct>
 Struct take(const Struct& given, Struct defaults, const char* name) {
   const size_t size = given.struct_size;

@@ -1,5 +1,5 @@
-// Reads UTF-8 text character by character. Some of the functions require valid UTF-8. The others
-// accept any bytes.
+// Reads UTF-8 text character by character. Some of the functions require valid UTF-8. The other
+// functions accept any bytes.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,8 @@ namespace dlm {
 constexpr char32_t kCodePoints = 0x110000;
 constexpr std::string_view kReplacement = "\xEF\xBF\xBD";  // U+FFFD, which replaces invalid bytes
 
-// The length in bytes of the character whose first byte is `lead`. The text must be valid UTF-8.
+// Returns the length in bytes of the character whose first byte is `lead`. The text must be valid
+// UTF-8.
 inline size_t char_bytes(char lead) {
   const auto byte = static_cast<uint8_t>(lead);
   return byte < 0x80 ? 1 : byte < 0xE0 ? 2 : byte < 0xF0 ? 3 : 4;
@@ -64,8 +65,9 @@ struct Utf8Start {
 };
 
 // Finds the first character of `bytes`, which must not be empty. If the character is invalid, the
-// size is that of its longest valid start, as Unicode recommends. So the caller replaces this whole
-// start by a single U+FFFD. Overlong forms and surrogates are invalid (Unicode 15, table 3-7).
+// result contains the size of the longest valid start of the character, as Unicode recommends. So
+// the caller replaces this whole start by a single U+FFFD. Overlong forms and surrogates are
+// invalid (Unicode 15, table 3-7).
 inline Utf8Start utf8_start(std::string_view bytes) {
   const auto lead = static_cast<uint8_t>(bytes[0]);
   if (lead < 0x80) return {Utf8Start::whole, 1};
@@ -91,7 +93,7 @@ inline bool is_utf8(std::string_view text) {
   return true;
 }
 
-// True for the characters that Unicode defines as white space.
+// Returns true for the characters that Unicode defines as white space.
 inline bool is_space(char32_t point) {
   return (point >= 9 && point <= 13) || point == ' ' || point == 0x85 || point == 0xA0 ||
          point == 0x1680 || (point >= 0x2000 && point <= 0x200A) || point == 0x2028 ||

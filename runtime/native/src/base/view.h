@@ -1,4 +1,4 @@
-// A pointer and a length. The elements belong to another object.
+// A pointer and a length. A different object owns the elements.
 #pragma once
 
 #include <cstddef>

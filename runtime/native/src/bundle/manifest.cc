@@ -46,7 +46,7 @@ std::string read_file(const std::string& path, int64_t limit, const char* what) 
 
 // Throws if a file of the bundle is a symbolic link, or is in a linked folder of the bundle,
 // because links may point outside the bundle. The path to the bundle itself comes from the caller,
-// and may have links.
+// and may contain links.
 void refuse_links(const std::string& folder, const std::string& name) {
   for (size_t end = name.find('/');; end = name.find('/', end + 1)) {
     const std::string path = folder + "/" + name.substr(0, end);
@@ -80,7 +80,7 @@ std::string read_manifest(const std::string& folder) {
   return read_file(path, kManifestLimitBytes, "a manifest");
 }
 
-// True if a file name stays inside the bundle's folder.
+// Returns true if a file name stays inside the bundle's folder.
 bool is_safe_name(const std::string& name) {
   for (const char* const part : {"//", "/./", "/../"})
     if (("/" + name + "/").find(part) != std::string::npos) return false;
@@ -97,13 +97,14 @@ const std::string& read_hash(const json::Value& object, const char* key) {
 }
 
 constexpr const char* kEngines = "engines/";  // folder of engine files
-constexpr int64_t kLarge = 16 << 20;  // bytes of a large file, which takes about 10 ms to hash
+constexpr int64_t kLarge = 16 << 20;  // smallest size in bytes of a large file; hashing this many
+                                      // bytes takes about 10 ms
 
-// Checks the files that the manifest lists. Engine files are checked only if one of them may run.
-// So if an engine file is damaged, the CPU can still run the graph, and the user can rebuild the
-// engine. If no engine file runs, the hashes of large files are not checked here; these files are
-// returned to the caller. `records` applies only to large files, because hashing a small file is
-// faster than searching for its record.
+// Checks the files that the manifest lists. Engine files are checked only if an engine file may
+// run. So if an engine file is damaged, the CPU can still run the graph, and the user can rebuild
+// the engine. If no engine file runs, this function does not check the hashes of large files, but
+// returns these files to the caller. `records` applies only to large files, because hashing a small
+// file is faster than searching for the record of the file.
 std::vector<FileHash> check_files(const json::Value& files, const std::string& folder,
                                   bool check_hashes, bool with_engines, Records records) {
   std::vector<FileHash> left;
@@ -155,8 +156,8 @@ int32_t read_size(const json::Value& object, const char* key, int32_t low, int32
   return static_cast<int32_t>(object.integer(key, low, high));
 }
 
-// Reads the cache sizes of the layers that have keys and values. The layers are in the order in
-// which a pass lists them.
+// Reads the cache sizes of the layers that have keys and values. The order of the layers is the
+// same as in a pass.
 CacheShape read_cache(const json::Value& graph) {
   const int32_t type = read_cache_type(graph);
   if (type == kInt8 && graph.find("device_file") != nullptr)
@@ -175,7 +176,7 @@ CacheShape read_cache(const json::Value& graph) {
 }
 
 // Reads the names of the graph's inputs and outputs. The names are passed to ONNX Runtime and shown
-// in messages. So they must be short, printable and unique.
+// in messages. So the names must be short, printable and unique.
 PortNames read_ports(const json::Value& graph) {
   std::set<std::string> taken;
   const auto name = [&](const json::Value& object, const char* key) {
@@ -252,7 +253,7 @@ Profile read_profile(const json::Value& profile) {
   return {sizes("tokens"), sizes("cached"), sizes("rows")};
 }
 
-// True for a version such as "10.14.1.48", with or without the build number.
+// Returns true for a version such as "10.14.1.48", with or without the build number.
 bool is_version(const std::string& text) {
   const auto dots = std::count(text.begin(), text.end(), '.');
   return (dots == 2 || dots == 3) && text.size() <= 40 && text.front() != '.' &&
@@ -266,7 +267,7 @@ bool is_target_name(const std::string& name) {
 }
 
 // Returns advice for running a GPU bundle on a GPU. Only the exporter checks "targets", so the list
-// may name no device here.
+// may be empty here.
 std::string device_advice(const json::Value& root, const std::string& folder) {
   using Kind = json::Value::Kind;
   const json::Value* const targets = root.find("targets");
@@ -355,7 +356,7 @@ dlm_policy read_preset(const json::Value& preset) {
   return policy;
 }
 
-// Reads `loop.effort`, which has one policy for each effort level.
+// Reads `loop.effort`, which contains one policy for each effort level.
 Policies read_efforts(const json::Value& effort, const json::Value& presets) {
   effort.refuse_unknown({"preset", "levels"});
   if (presets.find(effort.string("preset")) == nullptr)
@@ -368,7 +369,8 @@ Policies read_efforts(const json::Value& effort, const json::Value& presets) {
   return found;
 }
 
-// Reads the name of the compiled text file. If the build did not write this file, reads the reason.
+// Reads the name of the compiled text file. If the build did not write a text file, reads the
+// reason.
 void read_text_entry(const json::Value& root, const json::Value& files, const std::string& folder,
                      bool check_hashes, Manifest& manifest) {
   const json::Value* const entry = root.find("text");
@@ -456,7 +458,7 @@ std::shared_ptr<const Text> read_text(const Manifest& manifest) {
          "runs any tokenizer",
          manifest.text_refusal.c_str());
   const std::string data = read_file(path, kTextLimitBytes, "it");
-  // The file was hashed when the bundle was opened, but it may have been replaced since then.
+  // The file was hashed when the bundle was opened, but the file may have been replaced since then.
   if (!manifest.text_sha256.empty() && sha256_hex(data) != manifest.text_sha256)
     refuse_hash(path, kAgain);
   return std::make_shared<const Text>(data.data(), data.size(), path);
@@ -472,8 +474,8 @@ Manifest read_bundle(const std::string& path, bool check_hashes, const std::stri
     return interpret(text, folder, check_hashes, engine, records);
   } catch (const Error& error) {
     const std::string message = error.what();
-    // If the error is about a file, the message already starts with the file's path. If it is about
-    // the manifest's content, the path of the manifest must be added.
+    // If the error is about a file, the message already starts with the file's path. If the error
+    // is about the manifest's content, the path of the manifest must be added.
     if (message.compare(0, folder.size(), folder) == 0) throw;
     throw Error(error.status(), folder + "/" + kManifest + ": " + message);
   }

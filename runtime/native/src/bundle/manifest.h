@@ -29,7 +29,7 @@ struct FileHash {
 // The effort levels that a bundle may have. The level with the fewest passes comes first.
 constexpr const char* kEfforts[] = {"instant", "low", "medium", "high"};
 
-// Policies with their names, in the order in which the manifest lists them.
+// Policies with their names, in the order of the manifest.
 using Policies = std::vector<std::pair<std::string, dlm_policy>>;
 
 // Returns the policy with this name, or NULL.
@@ -41,13 +41,15 @@ inline const dlm_policy* find_policy(const Policies& policies, const std::string
 
 struct Manifest {
   std::string text;  // content of manifest.json
-  // The engine to run. If the caller chose "auto", it is the engine that the bundle was built for.
+  // The engine to run. If the caller chose "auto", this is the engine for which the bundle was
+  // built.
   std::string engine;
   Denoiser denoiser;
   GraphSpec graph;
   std::vector<EngineSpec> engines;  // in the manifest's order
   bool is_for_gpus = false;   // true if the bundle was built for GPUs, even if it has no engine yet
-  std::string device_advice;  // how to run the bundle on a GPU; empty if it was not built for GPUs
+  std::string device_advice;  // how to run the bundle on a GPU; empty if the bundle was not built
+                              // for GPUs
   std::string default_preset;
   Policies presets;                // the strings in these policies are static
   Policies efforts;                // fitted effort levels, fewest passes first; may be empty
@@ -61,22 +63,22 @@ struct Manifest {
 // Reads and checks the bundle in the folder `path`. `engine` is the field of dlm_open_options.
 //
 // If check_hashes is false, only the sizes of files are checked. Otherwise the hashes are checked
-// too. A large file is not hashed again if it has not changed since a record said that its hash is
-// right (bundle/verified_files.h). Every file is hashed if $DLM_HASH_FILES is "always", or if
-// `engine` is "none", which opens a bundle only to check it.
+// too. A large file is not hashed again if there is a record that its hash is right, and the file
+// has not changed since the record was written (bundle/verified_files.h). Every file is hashed if
+// $DLM_HASH_FILES is "always", or if `engine` is "none", which opens a bundle only to check it.
 //
 // Engine files, and the hashes in their entries, are checked only if a TensorRT engine may run. The
-// files in `unhashed` are not hashed yet. The caller must hash them before the first pass. It may
-// do so while an engine maps them into memory.
+// files in `unhashed` are not hashed yet. The caller must hash these files before the first pass.
+// The caller may hash these files while an engine maps them into memory.
 //
 // Throws Error(DLM_NOT_FOUND, DLM_BAD_BUNDLE, DLM_UNSUPPORTED, DLM_INVALID_ARGUMENT).
 Manifest read_bundle(const std::string& path, bool check_hashes, const std::string& engine);
 
-// Reads the compiled text file. Throws Error(DLM_UNSUPPORTED) if the bundle has no such file, and
-// Error(DLM_BAD_BUNDLE) if the file has changed since the bundle was opened.
+// Reads the compiled text file. Throws Error(DLM_UNSUPPORTED) if the bundle contains no text file.
+// Throws Error(DLM_BAD_BUNDLE) if the file has changed since the bundle was opened.
 std::shared_ptr<const Text> read_text(const Manifest& manifest);
 
-// Throws Error(DLM_BAD_BUNDLE) if the file does not have the expected hash.
+// Throws Error(DLM_BAD_BUNDLE) if the hash of the file is not the expected hash.
 void check_hash(const FileHash& file);
 
 // Checks a caller's description of a denoiser. Throws Error(DLM_INVALID_ARGUMENT).

@@ -1,4 +1,4 @@
-// Names, checks and writes the records of files whose SHA-256 was right.
+// Finds, checks and writes the records of files whose SHA-256 was right.
 #include "bundle/verified_files.h"
 
 #include <fcntl.h>
@@ -23,10 +23,10 @@ namespace {
 constexpr int64_t kSettledSeconds = 2;  // some file systems store times in whole seconds
 constexpr const char* kFolder = "dlm-runtime";
 
-// The file systems for which records are written. Some of them are read-only. The others update a
-// file's change time at every write. This includes the first write through mmap after a flush,
-// because their page_mkwrite calls file_update_time. The magic numbers are from linux/magic.h and
-// from the kernel's fs/.
+// The file systems for which records are written. Some of them are read-only. The other file
+// systems update a file's change time at every write. The first write through mmap after a flush
+// also updates the change time, because page_mkwrite of these file systems calls file_update_time.
+// The magic numbers are from linux/magic.h and from the kernel's fs/.
 struct FileSystem {
   uint32_t magic;
   bool is_read_only;
@@ -41,8 +41,8 @@ constexpr FileSystem kTrusted[] = {
     {0xE0F5E1E2, true},   // EROFS
 };
 
-// Describes a file and its current state. The text changes whenever the file changes, and no two
-// files have the same text. A record contains just this text, so a record can be compared without a
+// Describes a file and its current state. The text changes whenever the file changes, and the texts
+// of two files always differ. A record consists of this text, so a record can be compared without a
 // parser.
 std::string describe(const struct stat& info, const std::string& sha256) {
   char text[512];
@@ -56,8 +56,8 @@ std::string describe(const struct stat& info, const std::string& sha256) {
 }
 
 // Returns the file name of a file's record. There are at most 65,536 names, so that records cannot
-// fill the disk. If two files have the same record name, each new record replaces the other file's
-// record.
+// fill the disk. If the records of two files have the same name, each new record replaces the other
+// file's record.
 std::string record_name(const struct stat& info) {
   char text[16];
   std::snprintf(text, sizeof text, "%04x",
@@ -92,7 +92,7 @@ std::string cache_home() {
 }
 
 // Creates the folder of records and its parent if they are missing. Creates no folder in another
-// user's directory, because that user could not use it later.
+// user's directory, because that user could not use the folder later.
 void make_folder(const std::string& home) {
   const std::string above = home.substr(0, home.find_last_of('/') + 1);
   struct stat info{};
@@ -126,8 +126,8 @@ bool is_recorded(const struct stat& info, const std::string& sha256) {
   if (!file.is_open() || fstat(file.number(), &record) != 0 || !S_ISREG(record.st_mode) ||
       !is_ours_alone(record))
     return false;
-  // The record's time stamp is in the future. So the clock was set back, and time stamps may
-  // repeat.
+  // The record's time stamp is in the future. This shows that the clock was set back, so time
+  // stamps may repeat.
   if (is_before(now(), record.st_mtim)) return false;
   const std::string expected = describe(info, sha256);
   char found[512];
@@ -153,7 +153,7 @@ void record(const struct stat& info, const std::string& sha256) {
     unlinkat(folder.number(), partial.c_str(), 0);
 }
 
-// True if every later change of the file will be visible in its change time.
+// Returns true if every later change of the file will update the file's change time.
 bool will_show_changes(int descriptor, const struct stat& info) {
   timespec settled = info.st_ctim;
   settled.tv_sec += kSettledSeconds;
@@ -178,8 +178,8 @@ bool has_sha256(const std::string& path, const std::string& sha256, Records reco
   if (!file.is_open() || fstat(file.number(), &before) != 0 || !S_ISREG(before.st_mode))
     return sha256_file_hex(path) == sha256;  // throws if the file cannot be read
   if (records == Records::use && is_recorded(before, sha256)) return true;
-  // The order of these steps matters. First the file is flushed, then it is hashed, and then its
-  // time stamps are compared.
+  // The order of these steps matters. First the file is flushed, then the file is hashed, and then
+  // the time stamps of the file are compared.
   const bool shows_changes = will_show_changes(file.number(), before);
   const bool is_right = sha256_file_hex(file.number(), path) == sha256;
   if (is_right && shows_changes && fstat(file.number(), &after) == 0 &&

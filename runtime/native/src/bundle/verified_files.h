@@ -1,18 +1,19 @@
 // Remembers which files had the right SHA-256, so that opening a bundle need not hash them again.
 //
 // For each file, a small record is written to $XDG_CACHE_HOME/dlm-runtime or ~/.cache/dlm-runtime.
-// The record has the file's device, inode, size, modification time, change time and hash. The
-// kernel updates the change time at every change, and programs cannot set it. So if a file still
-// has the recorded change time, it still has the recorded hash. There are exceptions: damage of the
-// disk, and a root user who changes the clock or the blocks of the disk. Only hashing the file
-// detects such changes.
+// The record contains the file's device, inode, size, modification time, change time and hash. The
+// kernel updates the change time at every change, and programs cannot set the change time. So if a
+// file still has the recorded change time, the file still has the recorded hash. There are
+// exceptions: the disk may be damaged, and a root user may change the clock or the blocks of the
+// disk. Only hashing the file detects such changes.
 //
 // In these cases, a later change could stay undetected, so no record is written:
-//   - The file changed less than two seconds ago. Its time stamp may be too coarse to show a second
-//     change. (Git calls such index entries "racy", see gitformat-index and racy-git in its
+//   - The file changed less than two seconds ago. The time stamp may be too coarse to show a second
+//     change. (Git calls such index entries "racy", see gitformat-index and racy-git in Git's
 //     documentation.)
 //   - The file system is not known to update time stamps at every write. Network file systems and
-//     FUSE depend on other programs for this. tmpfs misses writes through mmap.
+//     FUSE depend on other programs to update time stamps. tmpfs does not update time stamps at
+//     writes through mmap.
 // If the user has no cache directory, files are hashed each time a bundle is opened.
 #pragma once
 
@@ -22,7 +23,7 @@ namespace dlm {
 
 enum class Records {
   none,   // always hash the file
-  write,  // hash the file, and write a record if its hash is right
+  write,  // hash the file, and write a record if the hash is right
   use,    // if a record says that the hash is right, do not hash the file; otherwise like `write`
 };
 
@@ -30,8 +31,8 @@ enum class Records {
 // the same errors as sha256_file_hex. A record that cannot be read or written is not an error.
 bool has_sha256(const std::string& path, const std::string& sha256, Records records);
 
-// Returns the user's choice in $DLM_HASH_FILES. "changed" means Records::use. This is also the
-// default if the variable is unset or empty. "always" means Records::none. Throws
+// Returns the user's choice in $DLM_HASH_FILES. "changed" means Records::use. If the variable is
+// unset or empty, the result is also Records::use. "always" means Records::none. Throws
 // Error(DLM_INVALID_ARGUMENT) for any other value.
 Records chosen_records();
 

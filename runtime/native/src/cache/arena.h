@@ -23,7 +23,7 @@ class Arena {
  public:
   using Handle = std::list<Place>::iterator;
 
-  // What one request contributes to a pass.
+  // The part of a pass that belongs to one request.
   struct Part {
     Handle place;
     // The pass computes positions `first` to `first + tokens - 1`, and reads `cached` rows of the
@@ -36,8 +36,8 @@ class Arena {
   // std::bad_alloc.
   Arena(HostEngine& engine, const CacheShape& shape, int64_t rows);
 
-  // True if the arena has room for several more requests at once. `wanted` has the number of rows
-  // of each request. The rows of a request must be contiguous.
+  // Returns true if the arena has room for several more requests at once. `wanted` contains the
+  // number of rows of each request. The rows of a request must be contiguous.
   bool has_room(const std::vector<int32_t>& wanted) const;
 
   // Reserves rows for a request. A request without a cache takes 0 rows. Call this function only if
@@ -49,15 +49,15 @@ class Arena {
   // pass's pointers to keys and values itself.
   void run(dlm_pass& pass, const std::vector<Part>& parts);
 
-  // Does the same for one request as Context::keep_outside does for a context.
+  // Does for one request what Context::keep_outside does for a context.
   void keep_outside(Handle place, int32_t first, int32_t last);
 
-  // The bytes of the rows that a request stores at this time.
+  // Returns the number of bytes of the rows that a request currently stores.
   uint64_t bytes_of(Handle place) const {
     return static_cast<uint64_t>(place->slots.length()) * row_sum_;
   }
 
-  // The largest number of bytes that all requests together have stored at any time.
+  // Returns the largest number of bytes that all requests together have stored at any time.
   uint64_t cache_bytes() const { return used_bytes_; }
 
  private:
@@ -72,8 +72,8 @@ class Arena {
   const CacheShape& shape_;  // belongs to the engine
   const int64_t rows_;
   std::list<Place> places_;  // ordered by first row
-  // storage_ has all stored rows. fresh_ has the rows of the current pass that must still be
-  // stored.
+  // storage_ contains all stored rows. fresh_ contains the rows of the current pass that must still
+  // be stored.
   std::unique_ptr<std::byte[]> storage_, fresh_;
   // [2 * layers + 1]: where each tensor (keys, values, ...) starts in storage_.
   std::vector<size_t> starts_;

@@ -1,5 +1,5 @@
-// The context of an engine that runs in host memory. Each context has its own keys and values
-// there.
+// The context of an engine that runs in host memory. Each context has its own keys and values in
+// host memory.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -61,8 +61,8 @@ class HostContext final : public Context {
   uint64_t cache_bytes() const override { return used_bytes_; }
 
  private:
-  // Layers that have the same number of heads. Their rows have the same layout, and are moved in
-  // the same way.
+  // Layers that have the same number of heads. The rows of these layers have the same layout, and
+  // are moved in the same way.
   struct Group {
     int32_t kv_heads;
     std::vector<size_t> layers;

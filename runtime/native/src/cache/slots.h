@@ -14,16 +14,17 @@ namespace dlm {
 // Assigns the rows of a key or value tensor to slots. A row belongs to one position and one head.
 // The heads of all requests in a batch are counted together, so there are heads * L slots. Here L =
 // S + T, S is the number of cached positions, and T is the number of positions that the pass
-// computes. L is the length of the canvas. If rows are appended, L grows with them. A pass reads
-// the first part of the tensor, [heads, S], and writes the part after it, [heads, T].
+// computes. L is the length of the canvas. If rows are appended, L grows by the number of appended
+// rows. A pass reads the first part of the tensor, [heads, S], and writes the next part, [heads,
+// T].
 //
 // The cached rows of a head may be in any order. When S or the positions change, each head gets a
-// new part of the tensor. Only rows outside this new part must move. Their number depends on the
-// number of heads before this head, but not on the length of the canvas.
+// new part of the tensor. Only rows outside this new part must move. The number of rows that must
+// move depends on the number of heads before this head, but not on the length of the canvas.
 class Slots {
  public:
   // Moves `rows` rows of a tensor, starting at row `from`, to row `to`. With is_swap, exchanges
-  // them with the rows there. The two ranges do not overlap.
+  // these rows with the rows at row `to`. The two ranges do not overlap.
   struct Move {
     size_t from, to, rows;
     bool is_swap;
@@ -59,16 +60,16 @@ class Slots {
       for (size_t i = from; i < hole_.last; ++i) put(head * stride_ + i, slot++);
   }
 
-  // From now on, the cached rows are those outside the positions from `first` to `last` - 1. They
-  // must be at the start of the tensor, head by head. Returns the moves that the caller must apply
-  // for this.
+  // Selects the rows of all positions except `first` to `last` - 1 as the cached rows. The cached
+  // rows must be at the start of the tensor, head by head. Returns the moves that the caller must
+  // apply to put the cached rows there.
   std::vector<Move> keep_outside(int32_t first, int32_t last) {
     const Range hole{std::min(static_cast<size_t>(first), length_),
                      std::min(static_cast<size_t>(last), length_)};
     const size_t kept = length_ - (hole.last - hole.first);
     // There are two lists per head. `slots` lists the slots in the head's new part whose rows may
     // have to move away. `rows` lists the rows of the head that may be outside its new part. All
-    // other slots of the new part have rows that stay there.
+    // other slots of the new part contain rows that stay in their slots.
     std::vector<std::vector<size_t>> slots(heads_), rows(heads_);
     for (size_t head = 0; head < heads_; ++head) {
       const Range part{head * kept, (head + 1) * kept}, before{head * kept_, (head + 1) * kept_};
@@ -80,8 +81,8 @@ class Slots {
     }
     std::vector<Move> moves;
     for (size_t n = 0; n < heads_; ++n) {
-      // The heads are processed in the direction in which their parts shift. So the target slots
-      // are rarely in use.
+      // The heads are processed in the direction in which their parts shift. So target slots are
+      // rarely occupied.
       const size_t head = kept < kept_ ? n : heads_ - 1 - n;
       const Range part{head * kept, (head + 1) * kept},
           own{head * stride_, head * stride_ + length_};
@@ -92,7 +93,8 @@ class Slots {
       auto row = rows[head].begin();
       for (const size_t slot : slots[head]) {
         if (!part.holds(slot) || belongs(row_at_[slot])) continue;
-        // The loop always finds such a row, because there are as many of these rows as slots.
+        // The loop always finds such a row, because the number of rows in `rows` equals the number
+        // of slots in `slots`.
         while (!belongs(*row) || part.holds(slot_of_[*row])) ++row;
         const size_t from = slot_of_[*row];
         const bool is_swap = !hole.holds(row_at_[slot] % stride_);
@@ -120,7 +122,7 @@ class Slots {
     bool holds(size_t i) const { return i >= first && i < last; }
   };
 
-  // Calls `visit` for the elements of the range `one` that are not in the range `other`.
+  // Calls `visit` for each element of the range `one` that is not in the range `other`.
   template <class Visit>
   static void each_in_one(const Range& one, const Range& other, const Visit& visit) {
     for (size_t i = one.first; i < std::min(one.last, other.first); ++i) visit(i);
@@ -134,8 +136,8 @@ class Slots {
 
   size_t heads_ = 0, length_ = 0;  // length_ is L, the number of positions per head
   size_t stride_ = 1;              // allocated rows per head
-  // S, the number of cached rows per head. They are at the start of the tensor, and their positions
-  // are outside hole_.
+  // S, the number of cached rows per head. The cached rows are at the start of the tensor, and
+  // their positions are outside hole_.
   size_t kept_ = 0;
   Range hole_{0, 0};
   // Both arrays have heads * stride elements. The row of head h and position i has the index h *

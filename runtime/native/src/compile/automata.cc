@@ -1,5 +1,5 @@
-// Compiles nodes of an expression graph to automata. First builds a non-deterministic automaton,
-// then makes it deterministic with the subset construction.
+// Compiles nodes of an expression graph to automata. First builds a non-deterministic automaton.
+// Then makes this automaton deterministic with the subset construction.
 //
 // Each pair of a node and the state that follows it is built only once. So nodes with the same
 // continuation share states. Nodes of the kinds `both`, `without` and `characters` are compiled
@@ -20,7 +20,7 @@ using State = uint32_t;
 using Kind = Expressions::Kind;
 constexpr State kEnd = 0;  // the state at the end of a text
 constexpr State kUnknown = UINT32_MAX;
-// An automaton may have this many times the limit of states before it is minimised.
+// Before an automaton is minimised, it may have this many times the limit of states.
 constexpr size_t kUnminimised = 8;
 
 // ---- UTF-8 ------------------------------------------------------------------------------------
@@ -31,9 +31,9 @@ class Utf8 {
  public:
   ByteAutomaton make(const CodePoints& points, Budget& budget) {
     out_.starts.push_back(0);
-    // One entry for each length of a UTF-8 sequence, 1 to 4 bytes. An entry has the code points of
-    // this length, the fixed bits of the first byte, and the number of code point bits in the other
-    // bytes.
+    // One entry for each length of a UTF-8 sequence, 1 to 4 bytes. An entry contains the code
+    // points of this length, the fixed bits of the first byte, and the number of code point bits in
+    // the other bytes.
     struct Length {
       char32_t low, high;
       int lead, bits;
@@ -265,7 +265,7 @@ class GraphMaker {
       frames.push_back({part, result, 0, 0, 0});
       return kUnknown;
     }
-    budget_.check_states(high);  // each repetition needs at least one state
+    budget_.check_states(high);  // every repetition needs at least one state
     State next = stage == 0 ? frame.follows : result;
     if (stage > 0 && stage <= high - low) next = add_branch({result, frame.follows});
     if (stage == high) return next;
@@ -425,8 +425,8 @@ class Subsets {
     }
   }
 
-  // Returns the number of the subset of the given states. Each branch is replaced by its
-  // alternatives.
+  // Returns the number of the subset of the given states. Each branch is replaced by the
+  // alternatives of the branch.
   int32_t number_of(const State* states, size_t count) {
     if (count == 1 && alone_[states[0]] >= 0) return alone_[states[0]];
     ++round_;
@@ -480,11 +480,11 @@ class Subsets {
   Budget& budget_;
   ByteAutomaton out_;
   std::vector<State> content_;  // the lists of all subsets, one after another
-  // List s has the elements begins_[s] to begins_[s + 1] - 1 of content_.
+  // List s consists of the elements begins_[s] to begins_[s + 1] - 1 of content_.
   std::vector<size_t> begins_{0};
   HashIndex numbers_;           // finds the subsets that do not consist of exactly one state
   std::vector<uint32_t> seen_;  // for each state: the last round that visited it
-  // For each state: the subset that has only this state; -1 if it does not exist.
+  // For each state: the subset that contains only this state; -1 if there is no such subset.
   std::vector<int32_t> alone_;
   uint32_t round_ = 0;
   std::vector<State> subset_, open_, targets_;
@@ -495,7 +495,8 @@ class Subsets {
 
 const ByteAutomaton& Automata::of(Node node) {
   Budget& budget = expressions_.budget();
-  // The parts of a node have lower numbers than the node. So the loop below compiles parts first.
+  // The indices of the parts of a node are lower than the index of the node. So the loop below
+  // compiles parts first.
   std::vector<Node> needed, open{node};
   std::vector<uint8_t> seen(expressions_.size(), 0);
   while (!open.empty()) {

@@ -12,7 +12,7 @@ namespace dlm::compile {
 
 // Compiles nodes of an expression graph to minimal automata over bytes. For example, the node of
 // the regular expression a|b becomes an automaton with two states. The object caches the automata
-// that it compiles. So a part that several nodes share is compiled only once.
+// that it compiles. So if several nodes share a part, this part is compiled only once.
 class Automata {
  public:
   explicit Automata(const Expressions& expressions) : expressions_(expressions) {}

@@ -1,4 +1,5 @@
-// Limits for the time, memory and size of compiling one constraint, and a Budget that checks them.
+// Limits for the time, memory and size of compiling one constraint, and the class Budget, which
+// checks these limits.
 #pragma once
 
 #include <time.h>

@@ -8,8 +8,8 @@
 namespace dlm::compile {
 namespace {
 
-// Returns the edge from `first` to `last` - 1 that accepts the byte. Returns `last` if there is
-// none.
+// Returns the edge from `first` to `last` - 1 that accepts the byte. Returns `last` if there is no
+// such edge.
 const ByteEdge* find_edge(const ByteEdge* first, const ByteEdge* last, uint8_t byte) {
   const ByteEdge* const edge = std::lower_bound(
       first, last, byte, [](const ByteEdge& each, uint8_t value) { return each.high < value; });

@@ -19,8 +19,9 @@ struct ByteEdge {
 // A deterministic automaton. State 0 is the start state. An automaton without states accepts no
 // text.
 //
-// The functions below return minimal automata. In a minimal automaton, every state has a path to an
-// accepting state. No two states accept the same continuations. States are in breadth-first order.
+// The functions below return minimal automata. In a minimal automaton, there is a path from every
+// state to an accepting state. No two states accept the same continuations. The states are in
+// breadth-first order.
 struct ByteAutomaton {
   // [states + 1]: the edges of state s start at starts[s] and end before starts[s + 1].
   std::vector<uint32_t> starts;
@@ -35,7 +36,7 @@ struct ByteAutomaton {
 };
 
 // Appends an edge to the last state of an automaton. If the edge is adjacent to the previous edge
-// and has the same target, extends the previous edge instead.
+// and has the same target, the function extends the previous edge instead.
 void append_edge(ByteAutomaton& automaton, uint8_t low, uint8_t high, int32_t state);
 
 // Returns the minimal automaton of all continuations that `automaton` accepts from state `first`
@@ -43,7 +44,7 @@ void append_edge(ByteAutomaton& automaton, uint8_t low, uint8_t high, int32_t st
 ByteAutomaton minimised(const ByteAutomaton& automaton, int32_t first, Budget& budget);
 
 // intersection() accepts the texts that both automata accept. difference() accepts the texts that
-// `first` accepts and `second` does not. Both functions return minimal automata.
+// `first` accepts and `second` does not accept. Both functions return minimal automata.
 ByteAutomaton intersection(const ByteAutomaton& first, const ByteAutomaton& second, Budget& budget);
 ByteAutomaton difference(const ByteAutomaton& first, const ByteAutomaton& second, Budget& budget);
 

@@ -44,7 +44,7 @@ schema::Texts texts_of(Expressions& expressions, const Constraint& constraint, d
     case Constraint::grammar:
       return {grammar(expressions, constraint.content, constraint.max_depth), {}};
     case Constraint::decisions:
-      break;  // compile_constraint handles it
+      break;  // compile_constraint handles this kind
   }
   fail(DLM_INTERNAL, "a constraint of kind %d", static_cast<int>(constraint.kind));
 }
@@ -69,8 +69,8 @@ Compiled compile_constraint(const Constraint& constraint, const Vocabulary& voca
       fail(DLM_INVALID_ARGUMENT, "decisions: put the text of before and behind into parts");
     return {decisions(constraint.content, vocabulary, budget), {}};
   }
-  // The number of states is only estimated, and may be too low. If the automaton is too large, try
-  // again with a lower limit for the estimate.
+  // The number of states is only estimated, and the estimate may be too low. If the automaton is
+  // too large, try again with a lower limit for the estimate.
   for (double most_states = 0;;) {
     Expressions expressions(budget);
     schema::Texts texts = texts_of(expressions, constraint, most_states);

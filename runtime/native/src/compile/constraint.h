@@ -37,7 +37,7 @@ struct Compiled {
 };
 
 // Compiles a constraint. Throws Error(DLM_INVALID_ARGUMENT) if the content is not valid or not
-// supported, or if it exceeds a limit.
+// supported, or if compiling exceeds a limit.
 Compiled compile_constraint(const Constraint& constraint, const Vocabulary& vocabulary);
 
 // Reads the vocabulary of a compiled text file. Throws Error(DLM_UNSUPPORTED) if the tokenizer is

@@ -18,14 +18,15 @@ namespace {
 
 constexpr int32_t kNone = -1;
 constexpr size_t kMostBytes = size_t{1} << 20, kMostOptions = 255;
-constexpr size_t kEncodedBytes = 96;  // most bytes of a forced text that the tokenizer is given
+constexpr size_t kEncodedBytes = 96;  // largest number of bytes of a forced text that is passed to
+                                      // the tokenizer
 
-// The bytes of all answers. Each node knows the next bytes, so each answer is one path.
+// A tree of the bytes of all answers. Each node stores the next bytes, so each answer is one path.
 struct Bytes {
   struct Step {
     uint8_t byte;
     int32_t to;
-    int32_t completed;  // the option that ended before this byte; kNone if there is none
+    int32_t completed;  // the option that ended before this byte; kNone if no option ended
   };
   std::vector<std::vector<Step>> steps;  // by node
   std::vector<int32_t> ended;            // by node: the option that ends here and ends the answer
@@ -120,7 +121,7 @@ class Reader {
   std::vector<std::pair<int32_t, int32_t>> open_;  // the ends of the last question's options
 };
 
-// Numbers lists of ints. Equal lists have equal numbers.
+// Assigns an index to each list of ints. Equal lists get the same index.
 class Numbered {
  public:
   int32_t number_of(std::vector<int32_t> list) {
@@ -185,8 +186,8 @@ class Builder {
     return found->second;
   }
 
-  // The bytes after a node that are forced, cut to whole characters and to the length that the
-  // tokenizer is given. `size` is set to their number without this cut.
+  // Returns the forced bytes after a node, cut to whole characters and to the length that may be
+  // passed to the tokenizer. `size` is set to the number of forced bytes without this cut.
   std::string forced_text(int32_t node, size_t& size) const {
     std::string out;
     for (size = 0; !bytes_.is_end(node) && bytes_.steps[index(node)].size() == 1; ++size) {
@@ -214,7 +215,7 @@ class Builder {
 
   // Finds the tokens that can follow a node. Tokens below `parent` (all tokens if it is kNone)
   // start with bytes that lead to `node` and complete `tags`. If `wanted` is a node of the tree of
-  // tokens, leaves out all other tokens of at most `forced` bytes.
+  // tokens, leaves out all tokens of at most `forced` bytes, except the tokens of `wanted`.
   void walk(int32_t parent, int32_t node, int32_t tags, int32_t wanted, size_t forced,
             std::vector<Leap>& out) {
     const int32_t end = parent < 0 ? tree_.size() : tree_.behind[index(parent)];
@@ -273,7 +274,8 @@ class Builder {
     budget_.check_memory(token_count_ * sizeof(int32_t) + edge_count_ * sizeof(Edge));
   }
 
-  // Finds the fewest tokens from each state to the end, and the states that have a way there.
+  // Finds the smallest number of tokens from each state to the end, and the states from which the
+  // end can be reached.
   void drop_dead_states() {
     std::vector<std::vector<int32_t>> sources(states_.size());
     for (size_t state = 0; state < states_.size(); ++state)
@@ -362,7 +364,8 @@ class Builder {
   Budget& budget_;
   int32_t end_node_ = kNone;
   Numbered tags_;
-  std::vector<std::vector<Leap>> leaps_;  // by node; empty if they are not computed yet
+  std::vector<std::vector<Leap>> leaps_;  // one entry per node; empty if the entry is not computed
+                                          // yet
   std::map<std::pair<int32_t, int32_t>, int32_t> numbers_;  // of states, by node and tags
   std::vector<State> states_;
   std::vector<std::vector<Edge>> edges_;  // by state

@@ -1,10 +1,11 @@
-// Compiles the questions of a decision to an automaton over token ids. The automaton accepts an
-// answer text: fixed text, and for each question one of its options.
+// Compiles the questions of a decision to an automaton over token ids. The automaton accepts answer
+// texts. An answer text consists of fixed texts, and of one option of each question.
 //
-// The automaton also tells the options apart. A state in which a text arrives right after it has
-// completed an option has this option as a tag (`Automaton::tags`). Every text passes through one
-// tag of each question. So the probability of an option is the probability of the texts that
-// arrive in states with its tag. constraints/marginals.h computes it.
+// The automaton also shows which option a text contains. If a text arrives in a state right after
+// the text has completed an option, this option is a tag of the state (`Automaton::tags`). Every
+// text passes through one tag of each question. So the probability of an option is the probability
+// of the texts that arrive in states with the tag of the option. constraints/marginals.h computes
+// this probability.
 #pragma once
 
 #include <string_view>
@@ -17,9 +18,10 @@ namespace dlm::compile {
 
 // `content` is JSON: {"parts": [...], "is_open": false}. A part is a fixed text, or a list of the
 // 1 to 255 options of a question. Between two questions, there must be fixed text. If `is_open` is
-// false, at least one end token follows the answer. If it is true, any tokens follow it. Throws
-// Error(DLM_INVALID_ARGUMENT) if the content is not valid, if a text could be read as two
-// different answers, if no tokens make an option, or if a limit is exceeded.
+// false, at least one end token follows the answer. If `is_open` is true, any tokens may follow the
+// answer. Throws Error(DLM_INVALID_ARGUMENT) if the content is not valid, if a text could be read
+// as two different answers, if no tokens produce the text of an option, or if compiling exceeds a
+// limit.
 Automaton decisions(std::string_view content, const Vocabulary& vocabulary, Budget& budget);
 
 }  // namespace dlm::compile

@@ -19,8 +19,8 @@ constexpr int kDeepestGroup = 250;
 constexpr uint32_t kMostCount = 1000000;
 
 // The characters of \d, \w, \s and the dot in ECMA-262, and the characters that other engines add
-// to these sets. In ECMA-262, \d and \w have only ASCII characters. \s has the characters of
-// WhiteSpace and LineTerminator.
+// to these sets. In ECMA-262, \d and \w contain only ASCII characters, and \s contains the
+// characters of WhiteSpace and LineTerminator.
 const CodePoints kDigits{{'0', '9'}};
 const CodePoints kWord{{'0', '9'}, {'A', 'Z'}, {'_', '_'}, {'a', 'z'}};
 const CodePoints kSpaces{{9, 13},          {' ', ' '},       {0xA0, 0xA0},     {0x1680, 0x1680},
@@ -31,7 +31,8 @@ const CodePoints kOtherSpaces{{0x1C, 0x1F}, {0x85, 0x85}, {0x180E, 0x180E}};
 const CodePoints kNewline{{'\n', '\n'}};
 const CodePoints kLineEnds{{'\n', '\n'}, {'\r', '\r'}, {0x2028, 0x2029}};
 
-// The characters that at least one engine includes in \d. any_word() returns the same for \w.
+// Returns the characters that at least one engine includes in \d. any_word() returns the same for
+// \w.
 const CodePoints& any_digits() {
   static const CodePoints points = *unicode_property("Nd", std::nullopt);
   return points;
@@ -55,8 +56,8 @@ struct Flags {
 };
 
 // A parsed term. If the term matches exactly one character of a set, `set` is that set. If the term
-// is ^ or $, `is_start` or `is_end` is true. A look-behind may contain only one such term, and not
-// $.
+// is ^ or $, `is_start` or `is_end` is true. A look-behind may contain only one such term, and this
+// term must not be $.
 struct Term {
   Looks::Piece piece;
   std::optional<CodePoints> set;
@@ -77,7 +78,7 @@ class Reader {
   }
 
   Node read() {
-    // ECMA-262 does not allow (?i) here. Other engines do, and the meaning is clear.
+    // ECMA-262 does not allow (?i) here. Other engines allow (?i) here, and the meaning is clear.
     if (take("(?i)")) flags_.ignores_case = true;
     const Term found = disjunction();
     if (at_ < pattern_.size()) refuse("an unmatched )");
@@ -201,8 +202,8 @@ class Reader {
     return of_set(folded({{point, point}}));
   }
 
-  // Parses one of the quantifiers * + ? {n} {n,} {n,m}. Other braces are literal characters, as in
-  // browsers.
+  // Parses one of the quantifiers * + ? {n} {n,} {n,m}. All other braces are literal characters, as
+  // in browsers.
   bool quantifier(uint32_t& low, uint32_t& high) {
     if (is_at('*') || is_at('+') || is_at('?')) {
       const char letter = pattern_[at_++];
@@ -238,9 +239,9 @@ class Reader {
 
   Term anchor(bool is_start) {
     Look look;
-    // In Python, $ also matches before a \n at the end of the string. This code accepts any \n
-    // there, and does not check that it is the last character. So the language for Found::perhaps
-    // may be larger than necessary.
+    // In Python, $ also matches before a \n at the end of the string. This code accepts any \n at
+    // this position, and does not check that the \n is the last character. So the language for
+    // Found::perhaps may be larger than necessary.
     const bool is_before_newline = is_wide_ && !is_start && !flags_.is_multiline;
     const bool has_set = flags_.is_multiline || is_before_newline;
     CodePoints& set = (is_start ? look.before : look.after)[0];
@@ -258,8 +259,8 @@ class Reader {
 
   Term boundary(bool is_edge) {
     Look look;
-    // Set 0 has the characters that are word characters in all engines. Set 1 has those that are
-    // word characters only in some engines.
+    // Set 0 contains the characters that are word characters in all engines. Set 1 contains the
+    // characters that are word characters only in some engines.
     look.before[0] = look.after[0] = kWord;
     look.before[1] = look.after[1] = intersection(any_word(), complement(kWord));
     for (size_t before = 0; before < 4; ++before)
@@ -409,8 +410,8 @@ class Reader {
     return escape();
   }
 
-  // Returns the set of \d, \w or \s. If `is_wide` is true, the set has the characters that at least
-  // one engine includes. Otherwise it has the characters that all engines include.
+  // Returns the set of \d, \w or \s. If `is_wide` is true, the set contains the characters that at
+  // least one engine includes. Otherwise the set contains the characters that all engines include.
   static CodePoints letter_class(char32_t letter, bool is_wide) {
     if (letter == 'd') return is_wide ? any_digits() : kDigits;
     if (letter == 'w') return is_wide ? any_word() : kWord;
@@ -418,7 +419,8 @@ class Reader {
                    : intersection(kSpaces, complement(kZeroWidthSpace));
   }
 
-  // Parses an escape and returns its set of characters. The backslash was parsed already.
+  // Parses an escape and returns the set of characters that the escape matches. The backslash was
+  // parsed already.
   CodePoints escape() {
     const char32_t letter = next();
     const auto of = [](char32_t point) { return CodePoints{{point, point}}; };
@@ -521,8 +523,8 @@ class Reader {
   Looks looks_;
   size_t at_ = 0;
   int depth_ = 0;
-  // Selects the sets of \d, \w, \s and so on. If true, a set has the characters that at least one
-  // engine includes. Otherwise it has the characters that all engines include.
+  // Selects the sets of \d, \w, \s and so on. If true, a set contains the characters that at least
+  // one engine includes. Otherwise a set contains the characters that all engines include.
   bool is_wide_;
   Flags flags_;
 };

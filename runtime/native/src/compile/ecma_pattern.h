@@ -3,14 +3,16 @@
 // https://tc39.es/ecma262/#sec-patterns.
 //
 // The flag u forbids escapes such as \- and \_. Browsers accept these escapes without the flag.
-// This compiler also accepts them. They match the escaped character.
+// This compiler also accepts these escapes. They match the escaped character.
 //
 // Validators use the regex engine of their programming language, and these engines differ. In
 // Python, for example, \d and \w match more than ASCII, the dot matches every character except \n,
 // and $ also matches before a \n at the end. So the compiler can return two languages for a
-// pattern. The first has the strings in which every engine finds a match. It is used where a string
-// must match. The second has the strings in which at least one engine finds a match. It is excluded
-// where a string must not match. So the output never contains a string on which engines disagree.
+// pattern. The first language consists of the strings in which every engine finds a match. If a
+// string must match, the compiler allows only strings of the first language. The second language
+// consists of the strings in which at least one engine finds a match. If a string must not match,
+// the compiler excludes all strings of the second language. So the output never contains a string
+// on which engines disagree.
 #pragma once
 
 #include <cstdint>
@@ -20,13 +22,14 @@
 
 namespace dlm::compile {
 
-// Which strings of a pattern to return. `surely` means the strings in which every engine finds a
-// match. `perhaps` means the strings in which at least one engine finds a match.
+// Selects one of the two languages of a pattern. `surely` means the strings in which every engine
+// finds a match. `perhaps` means the strings in which at least one engine finds a match.
 enum class Found : uint8_t { surely, perhaps };
 
-// Returns the JSON strings in which the pattern is found anywhere. The strings have no quotes, and
-// are escaped as in json_text.h. For example, the pattern ^a$ returns only the string a. Throws if
-// the pattern is not valid or not supported. The message is "pattern '...' has ... at character N".
+// Returns the JSON strings in which the pattern is found at any position. The strings have no
+// quotes, and are escaped as in json_text.h. For example, the pattern ^a$ returns only the string
+// a. Throws if the pattern is not valid or not supported. The message is "pattern '...' has ... at
+// character N".
 Node pattern_in_string(Expressions& expressions, std::string_view pattern, Found found);
 
 // Does the same as pattern_in_string(), but returns plain UTF-8 text instead of escaped JSON

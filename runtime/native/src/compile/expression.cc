@@ -9,7 +9,7 @@ namespace dlm::compile {
 namespace {
 
 constexpr char32_t kBeforeSurrogates = 0xD7FF, kBehindSurrogates = 0xE000, kLastPoint = 0x10FFFF;
-constexpr size_t kNodeBytes = 160;  // estimated memory of a node and its entry in numbers_
+constexpr size_t kNodeBytes = 160;  // estimated memory of a node and of its entry in numbers_
 
 template <class Number>
 void append(std::string& out, Number number) {
@@ -57,8 +57,8 @@ Expressions::Expressions(Budget& budget) : budget_(budget) {
   add({Kind::empty, true, 0, 0, 0, 0}, {});
 }
 
-// Returns the node for an item, and adds the item if it is new. Two items are the same node if they
-// have the same kind and the same `content`.
+// Returns the node for an item, and adds the item if the item is new. Two items are the same node
+// if they have the same kind and the same `content`.
 Node Expressions::add(const Item& item, const std::string& content) {
   std::string key(1, static_cast<char>(item.kind));
   key += content;
@@ -174,9 +174,10 @@ Node Expressions::repeat(Node part, uint32_t low, uint32_t high) {
   if (kind(part) == Kind::repeat) {
     // (x{a,b}){c,d} can be rewritten as x{a*c,b*d} if it matches every number of x in that range. k
     // copies of the inner repetition match at most b*k times x, and k + 1 copies match at least
-    // a*(k + 1) times x. So no number is missing between them if a*(k + 1) <= b*k + 1. If this is
-    // true for the smallest k, it is true for every larger k. Without the rewrite, an automaton of
-    // (x{1,100}){1,100} would have to follow thousands of ways to split the same text.
+    // a*(k + 1) times x. So if a*(k + 1) <= b*k + 1, no number between these two numbers is
+    // missing. If this condition is true for the smallest k, it is true for every larger k. Without
+    // the rewrite, an automaton of (x{1,100}){1,100} would have to follow thousands of ways to
+    // split the same text.
     const uint64_t a = this->low(part), b = this->high(part), fewest = low > 0 ? low : 1;
     const bool has_gap = (high > fewest && b != kUnbounded && fewest * b + 1 < (fewest + 1) * a) ||
                          (low == 0 && a > 1);

@@ -3,9 +3,9 @@
 // automaton.
 //
 // Two nodes with the same content are the same node. So the graph stores a common part only once.
-// The compiler also compiles a part only once for all places where the same text follows. To make
-// as many parts common as possible, build sequences from right to left. For example, the members
-// [b][c] at the end of [a][b][c] and of [b][c] are then the same node.
+// If the same text follows a part at several places, the compiler compiles the part only once for
+// all these places. To get as many common parts as possible, build sequences from right to left.
+// For example, the members [b][c] at the end of [a][b][c] and of [b][c] are then the same node.
 #pragma once
 
 #include <bitset>
@@ -40,10 +40,10 @@ constexpr uint32_t kUnbounded = UINT32_MAX;
 
 // Stores the graph of nodes and creates new nodes. For example, the regular expression a|b* is
 // `either(bytes("a"), repeat(bytes("b"), 0, kUnbounded))`. Each function that creates a node first
-// looks for a node with the same content. If there is one, it returns that node.
+// looks for a node with the same content. If there is such a node, the function returns that node.
 class Expressions {
  public:
-  // The memory of the nodes is limited by the budget. The budget must outlive this object.
+  // The budget limits the memory of the nodes. The budget must outlive this object.
   explicit Expressions(Budget& budget);
   Expressions(const Expressions&) = delete;
   Expressions& operator=(const Expressions&) = delete;
@@ -66,7 +66,7 @@ class Expressions {
   Node empty() const { return 1; }
   Node bytes(std::string_view text);
   Node set(const ByteSet& bytes);
-  // `points` must be normalised. Surrogates are left out.
+  // `points` must be normalised. The node leaves out surrogates.
   Node characters(const CodePoints& points);
   Node machine(const ByteAutomaton& automaton);  // minimises `automaton`
   Node sequence(Node first, Node second);
@@ -112,7 +112,8 @@ class Expressions {
   std::vector<CodePoints> points_;
   std::vector<ByteAutomaton> automata_;
   std::vector<std::vector<Node>> choices_;
-  std::unordered_map<std::string, Node> numbers_;  // finds a node by its kind and content
+  std::unordered_map<std::string, Node> numbers_;  // finds a node by the kind and content of the
+                                                   // node
 };
 
 }  // namespace dlm::compile

@@ -18,7 +18,7 @@ string many(const string& item, int low, int high) {
 
 // ---- Dates (RFC 3339) ----
 
-// Covers the years 0001 to 9999. Year 0 is left out, because Python's dates do not have it.
+// Covers the years 0001 to 9999. Year 0 is left out, because Python's dates do not support year 0.
 string date() {
   const string year = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)";
   const string fours = "(?:0[48]|[2468][048]|[13579][26])";
@@ -28,7 +28,7 @@ string date() {
          fours + "|" + fours + "00)-02-29)";
 }
 
-// Leap seconds are left out, because few programs that read dates support them.
+// Leap seconds are left out, because few programs that read dates support leap seconds.
 string time() {
   return "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,9})?"
          "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])";
@@ -47,8 +47,8 @@ string duration() {
 // ---- Hosts ----
 
 // Returns a label of a host name, with up to `most` characters. A label is the part between two
-// points. Its third and fourth character must not both be "-", because such a label can be
-// Punycode, which programs decode and check.
+// points. The third and the fourth character of a label must not both be "-". Otherwise the label
+// could be Punycode, which programs decode and check.
 string label(int most) {
   const string end = "[A-Za-z0-9]", any = "[A-Za-z0-9-]";
   const string rest = end + "(?:" + any + "{0," + std::to_string(most - 4) + "}" + end + ")?|-" +
@@ -72,8 +72,8 @@ string host(int fewest) {
 }
 
 // Letters of common scripts that are written from left to right. IDNA 2008 allows these letters
-// unchanged. Twelve such letters take less than 63 characters in Punycode, so they fit into a
-// label.
+// unchanged. Twelve such letters become less than 63 characters in Punycode, so twelve letters fit
+// into a label.
 const char kLetters[] =
     "a-z0-9\\u{DF}-\\u{F6}\\u{F8}-\\u{FF}\\u{3B1}-\\u{3C9}\\u{430}-\\u{45F}\\u{3041}-\\u{3096}"
     "\\u{30A1}-\\u{30FA}\\u{4E00}-\\u{9FA5}\\u{AC00}-\\u{D7A3}";
@@ -105,7 +105,7 @@ string ipv6() {
 // ---- Mail ----
 
 // Returns mail addresses as in RFC 5321. The part before the @ consists of words that are separated
-// by points. It has up to `most` characters. Quoted names are left out.
+// by points. This part has up to `most` characters. Quoted names are left out.
 Node mail(Expressions& e, const string& letters, int most, const string& host_name) {
   const string word = "[" + letters + "!#$%\\&'*+/=?\\^_`{|}\\~-]+";
   const Node words = regex(e, word + "(?:\\." + word + ")*");
@@ -141,8 +141,8 @@ struct Uri {
     return "[A-Za-z][A-Za-z0-9+.-]*:" + hierarchy() + "|" + character + "+(?:/" + segment + ")*)" +
            tail;
   }
-  // Returns a relative reference, which may be empty. Its first segment must not contain a colon.
-  // Otherwise programs would take the text before the colon as a scheme.
+  // Returns relative references, including the empty one. The first segment must not contain a
+  // colon. Otherwise programs would interpret the text before the colon as a scheme.
   string reference() const {
     string first = character;
     first.erase(first.find(":@]"), 1);
@@ -162,8 +162,8 @@ string uri_template() {
          variable + ")*\\})*";
 }
 
-// Returns simple regular expressions that all engines accept. Their groups are nested at most
-// twice, and their only ranges are ranges of letters and digits.
+// Returns simple regular expressions that all engines accept. In these expressions, groups are
+// nested at most twice, and all ranges are ranges of letters or digits.
 string expression() {
   // JSON writes each backslash as two backslashes.
   const string plain = "(?:[A-Za-z0-9 _:;,<>@%=!'/`.-]|\\\\\\\\[dDwWsS.*+?()\\[\\]{}|^$/])";
@@ -177,7 +177,7 @@ string expression() {
   return "\\^?" + all + "(?:\\|" + all + ")*\\$?";
 }
 
-// Returns JSON pointers (RFC 6901). They may contain any characters; ~ and / are escaped.
+// Returns JSON pointers (RFC 6901). A pointer may contain any characters; ~ and / are escaped.
 Node pointer(Expressions& e) {
   const Node escape = e.sequence(e.bytes("~"), e.either(e.bytes("0"), e.bytes("1")));
   const Node letter = spelled(e, complement({{'/', '/'}, {'~', '~'}}));

@@ -17,8 +17,8 @@ namespace {
 using Graph = std::vector<std::vector<uint32_t>>;  // for each rule: the rules to which it refers
 
 // The strongly connected components of a graph, found with Tarjan's algorithm. numbers[v] is the
-// component of vertex v. If an edge leads from one component to another, the component at its end
-// has the lower number.
+// component of vertex v. If an edge leads from one component to a different component, the
+// component at the end of the edge has the lower number.
 struct Components {
   std::vector<uint32_t> numbers;
   uint32_t count = 0;
@@ -42,7 +42,8 @@ struct Components {
       last = open_.back();
       open_.pop_back();
       numbers[last] = count;
-      low_[last] = UINT32_MAX;  // marks the vertex as finished, so that it joins no other component
+      low_[last] = UINT32_MAX;  // marks the vertex as finished, so that it is not added to a second
+                                // component
     }
     ++count;
   }
@@ -55,11 +56,11 @@ struct Components {
 // Compiles the rules of a grammar to regular languages (sets of texts).
 //
 // Some rules refer to themselves or to each other only at their ends, like `root ::= "a" root |
-// "b"`. Rules that are connected in this way form a set. They are a system of linear equations, and
-// the solution of the system is a regular language.
+// "b"`. Rules that are connected in this way form a rule set. The rules of a rule set are a system
+// of linear equations, and the solution of this system is a regular language.
 //
-// Any other reference is a call. A call that leads back to its own caller goes one level deeper. At
-// the deepest level, such calls match no text.
+// All other references are calls. If a call leads back to its own caller, the call goes one level
+// deeper. At the deepest level, such calls match no text.
 class Compiler {
  public:
   Compiler(Expressions& expressions, std::string_view text)
@@ -83,7 +84,7 @@ class Compiler {
     for (uint32_t level = is_recursive() ? max_depth + 1 : 1; level-- > 0;) {
       std::vector<Node> made(grammar_.rules.size(), expressions_.nothing());
       for (const uint32_t set : order_) solve(set, made, below);
-      if (made == below) break;  // more levels add no text
+      if (made == below) break;  // further levels add no texts
       below = std::move(made);
     }
     return below[grammar_.root];
@@ -92,10 +93,10 @@ class Compiler {
  private:
   enum class State : uint8_t { unknown, open, done };
 
-  // The texts of a part at the end of a rule, as one side of a linear equation. `whole` has the
-  // texts without a reference to a rule of the same set. `before` has an entry for each rule of the
-  // set to which the part refers at its end. The entry has the texts that come before this
-  // reference.
+  // The texts of a part at the end of a rule, as one side of a linear equation. `whole` contains
+  // the texts without a reference to a rule of the same rule set. `before` contains an entry for
+  // each rule of the rule set to which the part refers at its end. The entry contains the texts
+  // that come before this reference.
   struct Linear {
     Node whole;
     std::map<uint32_t, Node> before;
@@ -166,8 +167,8 @@ class Compiler {
                   "' starts with itself. Write a repetition, such as item (\",\" item)*");
   }
 
-  // Adds a set of rules to order_, after all sets that it calls. Also adds to deeper_ the calls
-  // that lead back to their caller.
+  // Adds a rule set to order_, after all rule sets that it calls. Also adds the calls that lead
+  // back to their caller to deeper_.
   void order_calls(uint32_t set) {
     states_[set] = State::open;
     std::vector<Call> calls;
@@ -182,7 +183,8 @@ class Compiler {
     order_.push_back(set);
   }
 
-  // A reference to a rule. The bool is true if the reference is at the end of its own rule.
+  // A reference to a rule. The bool is true if the reference is at the end of the rule that
+  // contains it.
   using Call = std::pair<const GrammarPart*, bool>;
 
   void calls_of(const GrammarChoices& choices, bool is_tail, std::vector<Call>& out) {
@@ -197,13 +199,14 @@ class Compiler {
 
   // ---- Texts ----
 
-  // Computes the texts of all rules of a set, and writes them to `made`. `made` must already have
-  // the texts of the sets that this set calls. `below` has the texts one level deeper.
+  // Computes the texts of all rules of a rule set, and writes these texts to `made`. `made` must
+  // already contain the texts of the rule sets that this rule set calls. `below` contains the texts
+  // one level deeper.
   void solve(uint32_t set, std::vector<Node>& made, const std::vector<Node>& below) {
     std::map<uint32_t, Linear> equations;
     for (const uint32_t rule : members_[set])
       equations.emplace(rule, choices(grammar_.rules[rule].choices, set, true, made, below));
-    // The solution of x = a x + b is x = a* b (Arden's rule). The loop puts the solution of each
+    // The solution of x = a x + b is x = a* b (Arden's rule). The loop inserts the solution of each
     // rule into all other equations.
     for (const uint32_t rule : members_[set]) {
       Linear solved = equations.at(rule);
@@ -277,10 +280,11 @@ class Compiler {
   Expressions& expressions_;
   const std::string_view text_;
   const GrammarText grammar_;
-  std::vector<uint32_t> sets_;  // for each rule: the number of the set that contains it
+  std::vector<uint32_t> sets_;  // for each rule: the index of the rule set that contains the rule
   Graph members_;               // for each set: its rules
   std::vector<State> states_;   // for each set: whether order_calls() has visited it
-  // The sets that can be reached from root. A set comes after the sets that it calls.
+  // The rule sets that can be reached from root. A rule set comes after the rule sets that it
+  // calls.
   std::vector<uint32_t> order_;
   std::unordered_set<const GrammarPart*> deeper_;  // the references that go one level deeper
 };
@@ -288,7 +292,8 @@ class Compiler {
 // Estimates the number of states that a node needs. If a part occurs several times, each occurrence
 // counts.
 double unfolded_states(const Expressions& expressions, Node root) {
-  // Sizes are computed in the order of the nodes, because the parts of a node have lower numbers.
+  // Sizes are computed in the order of the nodes, because the indices of the parts of a node are
+  // lower than the index of the node.
   std::vector<double> sizes(root + 1, 1);
   for (Node node = 0; node <= root; ++node) {
     double& size = sizes[node];

@@ -13,12 +13,13 @@ namespace dlm::compile {
 // Returns the texts that match the rule `root`. For example, `root ::= "a" root | "b"` matches b,
 // ab, aab and so on.
 //
-// A rule may refer to itself at its end, as in this example. Such a reference may be repeated
-// without a limit. Any other recursive reference may be nested up to `max_depth` times. The default
-// of `max_depth` is 3. If the automaton would exceed the limits, the default is reduced.
+// A rule may refer to itself at its end, as in this example. The number of repetitions of such a
+// reference is not limited. All other recursive references may be nested up to `max_depth` times.
+// The default of `max_depth` is 3. If the automaton would exceed the limits with this default, a
+// smaller depth is used.
 //
-// Throws "grammar: line L, column C: ..." if the text is not a valid grammar, or if it uses
-// something that is not supported.
+// Throws "grammar: line L, column C: ..." if the text is not a valid grammar, or if the grammar
+// uses an unsupported feature.
 Node grammar(Expressions& expressions, std::string_view text,
              std::optional<uint32_t> max_depth = std::nullopt);
 

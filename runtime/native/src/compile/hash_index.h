@@ -1,4 +1,4 @@
-// A hash index of numbers. The caller stores the data that each number stands for.
+// A hash index of numbers. The caller stores the data that belongs to each number.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@ namespace dlm::compile {
 // not be negative.
 class HashIndex {
  public:
-  // Searches the numbers that were added with this hash. Returns one for which is_equal(number) is
-  // true, or -1 if there is none.
+  // Searches the numbers that were added with this hash. Returns a number for which
+  // is_equal(number) is true, or -1 if there is no such number.
   template <class Equal>
   int32_t find(uint64_t hash, const Equal& is_equal) const {
     if (slots_.empty()) return -1;

@@ -77,18 +77,19 @@ void keep_away(Bound& bound, bool is_low) {
 }
 
 // Builds the texts of the non-negative numbers between two bounds. The functions process a number
-// digit by digit, like an automaton. Their parameter `is_low` means that all digits so far are
-// equal to the digits of the lower bound. Then the next digit must not be smaller than the next
-// digit of that bound. `is_high` is the same for the upper bound.
+// digit by digit, like an automaton. The parameter `is_low` means that all digits so far are equal
+// to the digits of the lower bound. In this case, the next digit must not be smaller than the next
+// digit of the lower bound. The parameter `is_high` has the same meaning for the upper bound.
 class Naturals {
  public:
   Naturals(Expressions& expressions, const Bound& low, const std::optional<Bound>& high,
            size_t fraction_digits)
       : expressions_(expressions), low_(low), has_high_(high.has_value()), most_(fraction_digits) {
     if (high) high_ = *high;
-    // Cuts the bounds to `most_` digits after the point, because numbers have no more digits. If
-    // the cut removes a digit other than 0, the bound becomes smaller. In this case, the cut lower
-    // bound is excluded, because it is below the real bound. The cut upper bound is allowed.
+    // Cuts the bounds to `most_` digits after the point, because numbers have at most `most_`
+    // digits after the point. If the cut removes a digit other than 0, the bound becomes smaller.
+    // In this case, the cut lower bound is excluded, because it is below the real bound. The cut
+    // upper bound is allowed.
     const auto cut = [&](Bound& bound, bool is_low) {
       const bool is_between = bound.fraction.size() > most_ &&
                               bound.fraction.find_first_not_of('0', most_) != std::string::npos;
@@ -133,7 +134,7 @@ class Naturals {
   }
 
   // Returns the texts of the next digit, each followed by `after`. `low` and `high` are the digits
-  // of the two bounds at this place.
+  // of the two bounds at this position.
   Node step(bool is_low, bool is_high, char low, char high, bool is_first, const Tight& after) {
     std::vector<Node> choices;
     const char least = is_low ? low : '0', most = is_high ? high : '9';
@@ -259,12 +260,13 @@ Node in_range(Expressions& e, const NumberRange& range, size_t fraction_digits) 
 
 // Returns the texts of numbers that are a multiple of `divisor` * 10^-`places`. If there are fewer
 // than `places` digits after the point, the missing digits count as zeros. The result also contains
-// texts that are not valid numbers. So the caller must intersect it with a language of numbers.
+// texts that are not valid numbers. So the caller must intersect the result with a language of
+// numbers.
 Node with_remainder(Expressions& expressions, uint64_t divisor, size_t places) {
   if (divisor > kMostRemainders) refuse("multipleOf with so many digits is not supported");
   // State 0 is the start state. Every other state is a pair of a phase and a remainder. Before the
   // point, the phase is 0. After the point, the phase is the number of characters from the point
-  // on, and the point itself counts.
+  // on, including the point.
   const size_t phases = places == 0 ? 1 : places + 2;
   const auto state = [&](size_t phase, uint64_t remainder) {
     return static_cast<int32_t>(1 + phase * divisor + remainder % divisor);
@@ -345,8 +347,8 @@ std::string written(int64_t count, size_t places) {
   return count < 0 ? "-" + digits : digits;
 }
 
-// Returns the texts of multiples of a fraction, `units` * 10^-`places`. The fraction has no exact
-// double. numbers() describes which multiples are included.
+// Returns the texts of multiples of a fraction, `units` * 10^-`places`. A double cannot represent
+// the fraction exactly. numbers() describes which multiples are included.
 Node rounded_multiples(Expressions& e, const NumberRange& range, int64_t units, size_t places) {
   const auto tens = static_cast<int64_t>(power(10, places));
   const double divisor = static_cast<double>(units) / static_cast<double>(tens);

@@ -25,8 +25,8 @@ struct Decimal {
   static Decimal parse(std::string_view number);
   bool is_integer() const { return exponent >= 0; }
   bool is_zero() const { return digits.empty(); }
-  // Returns a negative number if this number is less than `other`. Returns 0 if they are equal.
-  // Otherwise returns a positive number.
+  // Returns a negative number if this number is less than `other`. Returns 0 if this number equals
+  // `other`. Otherwise returns a positive number.
   int compare(const Decimal& other) const;
 };
 
@@ -34,7 +34,7 @@ struct NumberRange {
   std::optional<Decimal> low, high;
   bool low_excluded = false, high_excluded = false;
   bool integers = false;
-  std::vector<Decimal> multiples;  // positive divisors; a number must be a multiple of each of them
+  std::vector<Decimal> multiples;  // positive divisors; a number must be a multiple of each divisor
 };
 
 // Returns the texts of all numbers that have an exponent of at most two digits or no exponent.
@@ -42,17 +42,18 @@ struct NumberRange {
 Node any_number(Expressions& expressions);
 // Returns the texts of the numbers in a range. Returns nothing() if the range is empty. Throws if
 // the range is not supported. The error message gives only the reason, so the caller must add the
-// place in the schema.
+// position in the schema.
 //
-// If `integers` is true, the numbers are written without a fraction and without an exponent. Other
-// numbers that have a bound are written without an exponent and with few digits after the point. So
-// a number is still inside the bounds after a program has rounded it to a double.
+// If `integers` is true, the numbers are written without a fraction and without an exponent. All
+// other numbers that have a bound are written without an exponent and with few digits after the
+// point. So a number is still inside the bounds after a program has rounded the number to a double.
 //
 // If a divisor in `multiples` is an integer, all numbers are integers. A divisor such as 0.01 has
 // no exact double. Validators divide the number by this divisor in doubles, and check that the
-// result is an integer. The returned texts contain only numbers that pass this check. These are up
-// to 10,000 multiples around the number inside the bounds that is nearest to zero. All integers of
-// up to six digits that are multiples are added if all of them pass the check.
+// result is an integer. The returned texts contain only numbers that pass this check. The function
+// lists up to 10,000 multiples around the number inside the bounds that is nearest to zero. If all
+// multiples that are integers of up to six digits pass the check, the function adds all of these
+// integers.
 Node numbers(Expressions& expressions, const NumberRange& range);
 
 }  // namespace dlm::compile

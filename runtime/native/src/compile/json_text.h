@@ -1,9 +1,9 @@
 // Builds regular languages (sets of texts) of the characters and strings of JSON text.
 //
-// Characters are written as json.dumps(ensure_ascii=False) writes them. A character is written as
-// itself if JSON allows that. Otherwise it is written as an escape of two characters, such as \n.
-// Characters that need an escape of the form \uXXXX are left out. DEL and the control characters
-// U+0080 to U+009F are left out too.
+// Characters are written as json.dumps(ensure_ascii=False) writes them. If JSON allows a character
+// without an escape, the character is written without an escape. Otherwise the character is written
+// as an escape of two characters, such as \n. Characters that need an escape of the form \uXXXX are
+// left out. DEL and the control characters U+0080 to U+009F are left out too.
 #pragma once
 
 #include <cstdint>

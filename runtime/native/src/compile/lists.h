@@ -1,4 +1,4 @@
-// Stores lists of numbers and gives each list a number. Equal lists are stored only once.
+// Stores lists of numbers, and assigns an index to each list. Equal lists are stored only once.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace dlm::compile {
 
 class Lists {
  public:
-  // Returns the number of the list. Adds the list if it is new.
+  // Returns the index of the list. Adds the list if the list is new.
   int32_t number_of(const std::vector<int32_t>& list) {
     uint64_t hash = list.size();
     for (const int32_t each : list) hash = mixed(hash, static_cast<uint64_t>(each));
@@ -34,11 +34,11 @@ class Lists {
     return {content_.data() + starts_[index(number)], content_.data() + starts_[index(number) + 1]};
   }
   int32_t size() const { return static_cast<int32_t>(starts_.size()) - 1; }
-  size_t elements() const { return content_.size(); }  // number of elements of all lists
+  size_t elements() const { return content_.size(); }  // total number of elements of all lists
 
  private:
   std::vector<int32_t> content_;
-  // List n has the elements starts_[n] to starts_[n + 1] - 1 of content_.
+  // List n consists of the elements starts_[n] to starts_[n + 1] - 1 of content_.
   std::vector<size_t> starts_{0};
   HashIndex index_;
 };

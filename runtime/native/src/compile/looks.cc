@@ -117,7 +117,7 @@ Looks::Piece Looks::repeat(Piece part, uint32_t low, uint32_t high) {
 }
 
 // Splits classes of characters until each class is completely inside or completely outside of each
-// set.
+// of the sets.
 void Looks::divide(const std::array<CodePoints, 2>& sets, std::vector<CodePoints>& classes) const {
   for (const CodePoints& set : sets) {
     if (set.empty()) continue;
@@ -479,9 +479,9 @@ Node Looks::endless(Piece piece, size_t before, size_t after) {
   return known_[key] = e.either(std::move(choices));
 }
 
-// Fills item.steps. For each pair of states, it has the texts that lead from the first state to the
-// second one by any number of repetitions. This is the algorithm of Kleene (1956), which allows one
-// more intermediate state in each round.
+// Fills item.steps. For each pair of states, item.steps contains the texts that lead from the first
+// state to the second state by any number of repetitions. The code uses the algorithm of Kleene
+// (1956), which allows one more intermediate state in each round.
 void Looks::close(Item& item) {
   Expressions& e = expressions_;
   const Piece part = item.parts[0];

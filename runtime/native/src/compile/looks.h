@@ -14,8 +14,9 @@
 namespace dlm::compile {
 
 // A condition on the character before a position and the character after it. For example, ^
-// requires that there is no character before the position. `before` has two sets of characters, and
-// `after` has two more. Each pair of sets divides the neighbouring characters into four kinds:
+// requires that there is no character before the position. `before` contains two sets of
+// characters, and `after` contains two more sets. Each of these pairs of sets divides the
+// neighbouring characters into four kinds:
 //
 //   0: no character, because the position is at the start or the end of the text
 //   1: a character of the first set
@@ -41,16 +42,17 @@ class Looks {
   // `subject` is the start of each error message, for example "regex".
   Looks(Expressions& expressions, Spell spell, std::string subject);
 
-  // A part of an expression. If the part has no conditions, it is the node `node`, and `item` is 0.
-  // Otherwise `item` is its index in items_.
+  // A part of an expression. If the part has no conditions, `node` is the node of the part, and
+  // `item` is 0. Otherwise `item` is the index of the part in items_.
   struct Piece {
     Node node = 0;
-    uint32_t item = 0;  // 0: the part is `node`
+    uint32_t item = 0;  // 0: the part has no conditions, and `node` is its node
   };
   Piece plain(Node node) const { return {node, 0}; }
   Piece look(Look look);
-  // Returns a look-ahead. It is the condition that `piece` matches the text after the position. If
-  // `is_negative` is true, it is the condition that `piece` does not match there.
+  // Returns a look-ahead: the condition that `piece` matches the text after the position. If
+  // `is_negative` is true, returns the condition that `piece` does not match the text after the
+  // position.
   Piece ahead(Piece piece, bool is_negative);
   Piece sequence(std::vector<Piece> parts);
   Piece either(std::vector<Piece> choices);
@@ -70,16 +72,17 @@ class Looks {
     Look look = {};
     std::vector<Node> steps = {};  // filled by close()
   };
-  // The texts that may follow a position. They depend on the character before the position, so
-  // there is one node for each class of that character. Index 0 is for the start of the text, where
-  // there is no character before. Index i + 1 is for the class before_[i].
+  // The texts that may follow a position. These texts depend on the character before the position,
+  // so there is one node for each class of that character. Index 0 is for the start of the text,
+  // where there is no character before. Index i + 1 is for the class before_[i].
   using Rest = std::vector<Node>;
-  // The key of a cached result. It has these elements:
+  // The key of a cached result. The key consists of these elements:
   //
   //   - the index of the item
-  //   - the index of the item's part, or its smallest number of repetitions
-  //   - its largest number of repetitions
-  //   - the classes of the characters before and after it; class 0 means that there is no character
+  //   - the index of the item's part, or the smallest number of repetitions of the part
+  //   - the largest number of repetitions of the part
+  //   - the classes of the characters before and after the part; class 0 means that there is no
+  //     character
   using Key = std::tuple<uint32_t, size_t, uint32_t, size_t, size_t>;
 
   Piece add(Item item);
@@ -122,7 +125,8 @@ class Looks {
   Node in_turn(const First& first, bool first_looks_after, const Second& second,
                bool second_looks_before, size_t before, size_t after);
   // Return the number of classes of the neighbouring character that must be distinguished at a
-  // position between two repetitions. The result is 1 if the item does not look at this character.
+  // position between two repetitions. The result is 1 if the conditions of the item do not depend
+  // on this character.
   size_t classes_before(const Item& item) const { return item.looks_before ? before_.size() : 1; }
   size_t classes_after(const Item& item) const { return item.looks_after ? after_.size() : 1; }
   [[noreturn]] void refuse(const char* what) const;

@@ -1,12 +1,12 @@
-// Minimises an automaton. The code takes one strongly connected component at a time, from the ends
-// of texts to their starts. It replaces the states of each component by new states, which are the
-// states of the minimal automaton.
+// Minimises an automaton. The code processes one strongly connected component at a time, from the
+// ends of texts to their starts. The code replaces the states of each component by new states,
+// which are the states of the minimal automaton.
 //
-// Outside cycles, two states are equal if they lead to equal states. One look-up finds an equal
-// state, as in Revuz (1992). Inside a component, partition refinement separates the states that
-// differ (Hopcroft 1971). Afterwards, either the whole component equals states that were found
-// before, or none of its states do. Most states of real constraints are outside cycles, so most
-// states are visited only once.
+// Outside cycles, two states are equal if their edges lead to equal states. One look-up finds an
+// equal state, as in Revuz (1992). Inside a component, partition refinement separates the states
+// that differ (Hopcroft 1971). Afterwards, either all states of the component equal states that
+// were found before, or no state of the component does. Most states of real constraints are outside
+// cycles, so most states are visited only once.
 #include <algorithm>
 #include <utility>
 
@@ -72,7 +72,7 @@ class Minimiser {
   }
 
   // Finds the strongly connected components with Tarjan's algorithm (1972) and an explicit stack. A
-  // component is complete only after all components that it leads to are complete.
+  // component is complete only after all components to which its edges lead are complete.
   void visit_components() {
     struct Frame {
       int32_t state;
@@ -159,7 +159,7 @@ class Minimiser {
            equal(made_.edges.data() + from, edges_.data(), edges_.size());
   }
 
-  // Returns the new state whose edges are edges_. Adds this state if it does not exist.
+  // Returns the new state whose edges are edges_. Adds this state if there is no such state.
   int32_t find_or_add(bool accepting) {
     const uint64_t hash = hash_edges(accepting);
     const int32_t known =
@@ -221,8 +221,8 @@ class Minimiser {
   //
   // The states of a class have the same distance to an end and the same hash. The hash of a state
   // is computed from the hashes of its next states, in several rounds. If a next state is nearer to
-  // an end, its hash of this round is used. Otherwise its hash of the round before is used. When a
-  // round separates only few states, split() does the rest.
+  // an end, the hash of the next state from this round is used. Otherwise the hash from the round
+  // before is used. When a round separates only few states, split() does the rest.
   void seed_classes() {
     constexpr int kMostRounds = 16;
     const size_t count = members_.size();
@@ -285,7 +285,7 @@ class Minimiser {
                                                 : ~canonical_[index(to)];
   }
 
-  // Lists the sources of each member: the members that have an edge to it.
+  // Lists the sources of each member: the members that have an edge to this member.
   void list_sources() {
     const size_t count = members_.size();
     begins_.assign(count + 2, 0);
@@ -354,8 +354,9 @@ class Minimiser {
       for (size_t i = 1; i < runs.size(); ++i)
         if (runs[i].second - runs[i].first > runs[largest].second - runs[largest].first)
           largest = i;
-      // The states that were not visited form one part of their own. They lead only to classes that
-      // kept their numbers. Each visited state leads to at least one other class.
+      // The states that were not visited form one separate part. The edges of these states lead
+      // only to classes that kept their numbers. At least one edge of each visited state leads to a
+      // different class.
       const bool keeps_unchanged = unchanged >= runs[largest].second - runs[largest].first;
       std::vector<std::vector<int32_t>> others;
       for (size_t i = 0; i < runs.size(); ++i) {
@@ -402,7 +403,8 @@ class Minimiser {
     parts_[index(number)].push_back(member);
   }
 
-  // Returns a hash that is the same for equal states. It is different for most other states.
+  // Returns a hash of a state. Equal states have the same hash. Most states that are not equal have
+  // different hashes.
   uint64_t hash_shape(bool accepting, int32_t distance) const {
     uint64_t hash = mixed(accepting, static_cast<uint64_t>(distance));
     int first = -2, last = -2;
@@ -416,8 +418,8 @@ class Minimiser {
     return mixed(hash, static_cast<uint64_t>(first) << 16 | static_cast<uint16_t>(last));
   }
 
-  // Returns true if the component equals new states that exist already. If so, fills canonical_. It
-  // is enough to compare one member, because each member can reach all others.
+  // Returns true if the component equals new states that exist already. If so, fills canonical_.
+  // Comparing one member is enough, because each member can reach all other members.
   bool merge_component() {
     const int32_t pivot = parts_.front().front();
     const int32_t state = members_[index(pivot)];
@@ -442,8 +444,8 @@ class Minimiser {
     return false;
   }
 
-  // Compares a class with the new state that may be equal to it (its image), edge by edge. Assigns
-  // images to the classes to which its edges lead.
+  // Compares a class with its image, edge by edge. The image of a class is the new state that may
+  // be equal to the class. Assigns images to the classes to which its edges lead.
   bool matches_image(int32_t number, std::vector<int32_t>& images, std::vector<int32_t>& open) {
     const int32_t state = members_[index(parts_[index(number)].front())];
     const int32_t image = images[index(number)];
@@ -527,7 +529,8 @@ class Minimiser {
   ByteAutomaton made_;
   HashIndex by_edges_;               // finds new states by their edges
   HashIndex by_shape_;               // finds the first new state with a given hash_shape()
-  std::vector<int32_t> next_shape_;  // for each new state: the next one with the same hash, or -1
+  std::vector<int32_t> next_shape_;  // for each new state: the next new state with the same hash,
+                                     // or -1
   std::vector<ByteEdge> edges_;      // edges of the current state
 
   // The data of the current component. Members are numbered by their index in members_.

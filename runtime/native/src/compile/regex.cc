@@ -13,7 +13,7 @@
 namespace dlm::compile {
 namespace {
 
-// The largest nesting depth of groups. It is the same as in Rust's regex crate.
+// The largest nesting depth of groups, which is the same as in Rust's regex crate.
 constexpr size_t kDeepestGroup = 250;
 constexpr uint32_t kMostCount = 1000000;
 
@@ -255,8 +255,9 @@ class Reader : RegexText {
     ++at_;
   }
 
-  // Parses flags, such as the i-s in (?i-s) or (?i-s:...). Returns the character after them. It is
-  // ")" if the flags apply to the rest of the group, or ":" if they start a new group.
+  // Parses flags, such as the i-s in (?i-s) or (?i-s:...). Returns the character after the flags.
+  // This character is ")" if the flags apply to the rest of the group, or ":" if the flags start a
+  // new group.
   char read_flags() {
     RegexFlags flags = flags_;
     bool is_on = true, is_empty = true, has_minus = false;

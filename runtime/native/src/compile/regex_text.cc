@@ -239,8 +239,8 @@ void RegexText::open_class(std::vector<OpenClass>& open) {
   if (made.items.empty() && take("]")) made.items.push_back({']', ']'});
 }
 
-// Applies the last operator to the characters that were parsed after it. `operation` becomes the
-// new last operator.
+// Applies the last operator to the characters that were parsed after this operator. `operation`
+// becomes the new last operator.
 void RegexText::operate(OpenClass& open, char operation) const {
   CodePoints right = normalised(std::move(open.items));
   open.items.clear();
@@ -260,7 +260,8 @@ void RegexText::operate(OpenClass& open, char operation) const {
   open.operation = operation;
 }
 
-// Parses [:alpha:] or a similar ASCII class. Returns false if there is no such class here.
+// Parses [:alpha:] or a similar ASCII class. Returns false if there is no such class at the current
+// position.
 bool RegexText::ascii_class(CodePoints& items) {
   static const std::pair<std::string_view, CodePoints> kClasses[] = {
       {"alnum", {{'0', '9'}, {'A', 'Z'}, {'a', 'z'}}},
@@ -292,8 +293,8 @@ bool RegexText::ascii_class(CodePoints& items) {
   return false;
 }
 
-// Parses one character or one set inside a class in brackets. Returns true if it is a character,
-// because only a character can start a range such as a-z.
+// Parses one character or one set inside a class in brackets. Returns true if the parsed item is a
+// character, because only a character can start a range such as a-z.
 bool RegexText::class_item(CodePoints& set, char32_t& point) {
   if (!take("\\")) {
     point = next("a class");

@@ -16,8 +16,8 @@ struct RegexFlags {
        is_unicode = true, is_verbose = false;
 };
 
-// The base class of the parser in regex.cc. It parses the text from left to right, and holds the
-// position and the flags.
+// The base class of the parser in regex.cc. The class parses the text from left to right, and holds
+// the position and the flags.
 class RegexText {
  public:
   RegexText(Budget& budget, std::string_view text);
@@ -36,11 +36,12 @@ class RegexText {
   // If the flag i is set, adds the characters that differ only in case from a character of the set.
   CodePoints folded(const CodePoints& points) const;
   // Parses \d, \p{...} and similar sets. The backslash was parsed already. Returns false if there
-  // is no such set here.
+  // is no such set at the current position.
   bool escaped_set(CodePoints& set);
   // Parses the rest of an escaped character, after the backslash.
   char32_t escaped_character();
-  // Parses a class in brackets, such as [a-z&&[^x]], starting at its opening bracket.
+  // Parses a class in brackets, such as [a-z&&[^x]]. The current position must be the opening
+  // bracket.
   CodePoints bracketed();
 
   Budget& budget_;
@@ -49,7 +50,7 @@ class RegexText {
   RegexFlags flags_;
 
  private:
-  // The state of a class in brackets while it is parsed. A class can contain other classes.
+  // The state of a class in brackets during parsing. Classes in brackets can be nested.
   struct OpenClass {
     bool is_negated = false;
     CodePoints items = {};  // characters after the last operator

@@ -1,4 +1,4 @@
-// Turns an automaton over bytes into an automaton over token ids.
+// Converts an automaton over bytes to an automaton over token ids.
 #pragma once
 
 #include "compile/budget.h"
@@ -9,14 +9,14 @@
 namespace dlm::compile {
 
 // Returns an automaton over token ids that accepts the same texts as the byte automaton `texts`. At
-// each end of a text, it accepts any number of end tokens.
+// each end of a text, the returned automaton accepts any number of end tokens.
 //
-// If only one text can follow a state, this state gets only few edges: one for the token with which
-// the tokenizer starts that text, and others for tokens that are longer than the text. So the
+// If only one text can follow a state, this state gets only few edges: one edge for the token with
+// which the tokenizer starts that text, and edges for tokens that are longer than the text. So the
 // decoding loop can predict forced tokens. This does not change which texts are accepted.
 //
-// `texts` must be minimal and not empty. Throws if no tokens make an accepted text, or if a limit
-// is exceeded.
+// `texts` must be minimal and not empty. Throws an error if no tokens produce an accepted text, or
+// if compiling exceeds a limit.
 Automaton token_automaton(const ByteAutomaton& texts, const Vocabulary& vocabulary, Budget& budget);
 
 }  // namespace dlm::compile

@@ -1,4 +1,4 @@
-// Assigns classes to tokens. Tokens get the same class if they are in the same groups.
+// Assigns classes to tokens. Two tokens get the same class if they are in the same groups.
 //
 // A node is a prefix of tokens in the tree of token_sets.h. First, nodes are separated by the sets
 // that contain them. Then tokens are separated by their nodes. This is cheaper than visiting all
@@ -44,8 +44,8 @@ void Partition::split(const Each& each) {
   ++round_;
 }
 
-// Returns a 1 for each group that is one of `groups` or a part of one of them, and a 0 for each
-// other group.
+// For each group, returns a 1 if the group is in `groups` or is a part of a group in `groups`.
+// Otherwise returns a 0 for the group.
 std::vector<uint8_t> TokenClasses::needed_for(const std::vector<int32_t>& groups) const {
   std::vector<uint8_t> is_needed(index(groups_.size()), 0);
   for (const int32_t group : groups) is_needed[index(group)] = 1;
@@ -72,7 +72,8 @@ Partition TokenClasses::split_nodes(const std::vector<uint8_t>& is_needed) {
 }
 
 // Splits tokens by their nodes: tokens stay together if the same parts of `nodes` contain them.
-// Also lists the tokens of each part of `nodes`, and the resulting parts of tokens in it.
+// For each part of `nodes`, also lists the tokens of the part and the resulting parts of tokens in
+// the part.
 Partition TokenClasses::split_tokens(const Partition& nodes, int32_t vocab_size) {
   node_starts_.assign(index(nodes.parts()) + 2, 0);
   const auto each_tokens = [&](auto see) {  // see(part, first token, last token)
@@ -116,8 +117,8 @@ Partition TokenClasses::split_tokens(const Partition& nodes, int32_t vocab_size)
   return tokens;
 }
 
-// For each group, makes the list of the parts of tokens in it. Returns the number of each group's
-// list.
+// For each group, makes the list of the parts of tokens in the group. Returns the index of each
+// group's list.
 std::vector<int32_t> TokenClasses::list_parts(const std::vector<uint8_t>& is_needed,
                                               const Partition& nodes, Lists& lists) {
   std::vector<int32_t> list_of(index(groups_.size()), kNone);
@@ -155,7 +156,7 @@ std::vector<int32_t> TokenClasses::name(const std::vector<int32_t>& groups, Auto
   Lists lists;
   const std::vector<int32_t> list_of = list_parts(is_needed, nodes, lists);
 
-  // Numbers the parts of tokens. Parts that are in the same groups get the same number.
+  // Assigns a number to each part of tokens. Parts that are in the same groups get the same number.
   std::vector<int32_t> number_of(index(lists.size()), kNone), numbers, used;
   for (const int32_t group : groups) {
     int32_t& number = number_of[index(list_of[index(group)])];

@@ -12,14 +12,14 @@
 
 namespace dlm::compile {
 
-// A partition of the numbers 0 to n - 1, which can be refined. At first, all members are in part 0.
-// Later, part 0 has the members that were in no set.
+// A partition of the numbers 0 to n - 1 (the members), which can be refined. At first, all members
+// are in part 0. Later, part 0 contains the members that were in no set.
 class Partition {
  public:
   explicit Partition(int32_t count) : part_of_(static_cast<size_t>(count), 0), sizes_{count} {}
 
-  // Splits each part into the members inside a set and the members outside of it. each(see) must
-  // call see(member) for each member of the set, in any order. split() calls `each` twice.
+  // Splits each part into the members inside a set and the members outside of this set. each(see)
+  // must call see(member) for each member of the set, in any order. split() calls `each` twice.
   template <class Each>
   void split(const Each& each);
   int32_t part(int32_t member) const { return part_of_[static_cast<size_t>(member)]; }
@@ -40,8 +40,8 @@ class TokenClasses {
   TokenClasses(const TokenGroups& groups, Budget& budget) : groups_(groups), budget_(budget) {}
 
   // Fills token_class, group_starts and group_classes of an automaton that has no states yet.
-  // `groups` must not have duplicates. Returns the number that each group has in the automaton.
-  // Groups with the same tokens get the same number. Classes are sorted by their lowest token.
+  // `groups` must not contain duplicates. Returns the index of each group in the automaton. Groups
+  // with the same tokens get the same index. Classes are sorted by their lowest token.
   std::vector<int32_t> name(const std::vector<int32_t>& groups, Automaton& out);
 
  private:

@@ -1,10 +1,10 @@
 // Sets of nodes in a tree of tokens. The compiler follows tokens byte by byte, from set to set, so
-// that it handles many tokens at once (token_walks.h).
+// that the compiler processes many tokens at once (token_walks.h).
 //
 // A state of an automaton divides the bytes into parts. The bytes of a part lead to the same next
 // state. From a set of nodes, each part leads to a new set: the children whose last byte is in that
 // part. For example, "hello" and "world" take the same path from a state inside a string. A set is
-// computed when it is first needed, and only once.
+// computed only once, when it is first needed.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ struct TokenTree {
   std::vector<uint8_t> bytes;   // [nodes]: the last byte of the prefix
   std::vector<int32_t> depths;  // [nodes]: length of the prefix in bytes
   std::vector<int32_t> behind;  // [nodes]: the first node after the node's subtree
-  // Node n has the tokens token_starts[n] to token_starts[n + 1] - 1.
+  // The tokens of node n are the tokens from index token_starts[n] to token_starts[n + 1] - 1.
   std::vector<int32_t> token_starts, tokens;
 
   int32_t size() const { return static_cast<int32_t>(bytes.size()); }
@@ -46,8 +46,8 @@ class TokenSets {
   // The tree must outlive this object.
   explicit TokenSets(const TokenTree& tree);
 
-  // Returns the number of a shape, which is a list of ranges in ascending order. Adds the shape if
-  // it is new.
+  // Returns the index of a shape, which is a list of ranges in ascending order. Adds the shape if
+  // the shape is new.
   int32_t shape_of(const std::vector<Range>& ranges);
 
   // Returns the children of a set that are not empty, in the order of their parts. The result is a
@@ -57,15 +57,15 @@ class TokenSets {
 
   int32_t size() const { return static_cast<int32_t>(sets_.size()); }
   int32_t depth(int32_t set) const { return sets_[index(set)].depth; }
-  // The number of nodes below the nodes of the set.
+  // Returns the number of nodes below the nodes of the set.
   int32_t below(int32_t set) const { return sets_[index(set)].below; }
   bool has_tokens(int32_t set) const { return sets_[index(set)].has_tokens; }
   size_t count(int32_t set) const { return sets_[index(set)].count; }
-  // Returns the set that has only one node of the given set: the node with the index `number`.
+  // Returns the set that contains only one node of the given set: the node with the index `number`.
   int32_t alone(int32_t set, size_t number) {
     return set_of({nodes_[sets_[index(set)].first + number]}, depth(set));
   }
-  // Returns true if the set has exactly this one node.
+  // Returns true if the set contains exactly this one node.
   bool is_node(int32_t set, int32_t node) const {
     return sets_[index(set)].count == 1 && nodes_[sets_[index(set)].first] == node;
   }
@@ -86,7 +86,7 @@ class TokenSets {
     size_t first, count;  // index of the first node in nodes_, and number of nodes
     int32_t depth, below;
     bool has_tokens;
-    int32_t last;  // index in opened_ of the shape that was asked for last, or -1
+    int32_t last;  // index in opened_ of the shape that was requested last, or -1
   };
   struct Opened {
     int32_t set, shape;

@@ -10,9 +10,9 @@
 namespace dlm::compile {
 namespace {
 
-// A state inside a string accepts nearly all bytes, and most of them lead to one state. A state
-// inside a word or number accepts only few bytes. These two limits tell the two kinds of states
-// apart.
+// A state inside a string accepts nearly all bytes, and most of these bytes lead to one state. A
+// state inside a word or number accepts only few bytes. These two limits distinguish the two kinds
+// of states.
 constexpr int kManyBytes = 24, kBytesAlike = 16;
 // Largest size of a forced text, in bytes, that is passed to the tokenizer.
 constexpr int32_t kEncodedBytes = 96;

@@ -17,22 +17,23 @@ class TokenStates {
  public:
   TokenStates(const ByteAutomaton& texts, TokenSets& sets, Budget& budget);
 
-  // Returns the number of a shape of TokenSets. It divides the bytes that the state accepts into
-  // parts by their next states.
+  // Returns the index of a shape of TokenSets. The shape divides the bytes that the state accepts
+  // into parts by their next states.
   int32_t shape(int32_t state) const { return states_[static_cast<size_t>(state)].shape; }
-  // The next state for one part of the state's shape.
+  // Returns the next state for one part of the state's shape.
   int32_t target(int32_t state, int32_t part) const {
     return targets_[states_[static_cast<size_t>(state)].first + static_cast<size_t>(part)];
   }
-  // The number of forced bytes after the state. A byte is forced if no other byte is allowed.
+  // Returns the number of forced bytes after the state. A byte is forced if it is the only allowed
+  // byte.
   int32_t forced(int32_t state) const { return forced_[static_cast<size_t>(state)]; }
-  // Returns true if the state accepts many bytes, and many of them lead to the same state.
+  // Returns true if the state accepts many bytes, and many of these bytes lead to the same state.
   bool is_wide(int32_t state) const { return states_[static_cast<size_t>(state)].is_wide; }
   // Returns true if many bytes lead from the state back to itself. Tokens from many other states
   // reach such a state.
   bool is_hub(int32_t state) const { return states_[static_cast<size_t>(state)].is_hub; }
-  // The text that must follow a state. It is cut to whole characters, and to the length that may be
-  // passed to the tokenizer.
+  // Returns the text that must follow a state. The text is cut to whole characters, and to the
+  // length that may be passed to the tokenizer.
   std::string text_after(int32_t state) const;
   size_t bytes() const;
 

@@ -1,17 +1,17 @@
 // Finds the tokens that lead from state to state. A walk follows all tokens from one state. Walks
 // start only from states that tokens reach. Three things make the walks short:
 //
-// - A walk does not visit single tokens. It visits sets of nodes of the token tree (token_sets.h).
-//   So it visits all tokens that a state treats alike in one step.
+// - A walk does not visit single tokens. Instead, a walk visits sets of nodes of the token tree
+//   (token_sets.h). So a walk visits all tokens that a state treats alike in one step.
 // - Several walks may reach the same state with the same set of nodes. The rest of these walks is
-//   the same, so it is walked only once. Its result is stored as groups of tokens. Such a common
-//   rest starts where tokens enter or leave the states that accept many bytes, and at states to
-//   which most bytes lead back. For example, suppose that a text is one of 100 listed words or any
-//   other string. Then a state inside a word has nearly all of its tokens in common with the other
-//   states.
+//   the same, so the code walks this rest only once, and stores the result as groups of tokens.
+//   Such a common rest starts where tokens enter or leave the states that accept many bytes, and at
+//   states to which most bytes lead back. For example, suppose that a text is one of 100 listed
+//   words or any other string. Then a state inside a word has nearly all of its tokens in common
+//   with the other states.
 // - The tokens from one state to another are stored as a list of sets and groups. Equal lists are
-//   one group, no matter how many states use it. For example, in a string with a counted length,
-//   all tokens of n characters are one group.
+//   one group, no matter how many states use this group. For example, in a string with a counted
+//   length, all tokens of n characters are one group.
 #include "compile/token_walks.h"
 
 #include "compile/numbers.h"
@@ -21,9 +21,10 @@ namespace {
 
 constexpr int32_t kSharedNodes = 8;  // results of walks below more nodes than this are stored
 constexpr int kMostNesting = 16;     // largest depth of nested walks
-// Many states may lead to a hub by nearly all first bytes, for example if "abc" may occur anywhere
-// in a text. (A hub is a state to which many bytes lead back.) After kMostLargeSets such walks to a
-// hub, each first byte is walked alone, and the results are stored.
+// A hub is a state from which many bytes lead back to the same state. Nearly all first bytes may
+// lead from many states to a hub, for example if "abc" may occur anywhere in a text. After
+// kMostLargeSets such walks to a hub, the code walks each first byte separately, and stores the
+// results.
 constexpr int32_t kLargeSet = 4096;  // number of nodes below a large set
 constexpr int kMostLargeSets = 3;
 constexpr size_t kTextBytes = 192;  // estimated memory of an entry in first_nodes_, in bytes

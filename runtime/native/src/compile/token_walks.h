@@ -17,8 +17,8 @@
 namespace dlm::compile {
 
 // Stores groups of tokens. Each group is a list of items. An item n >= 0 means the tokens of one
-// set of nodes. An item ~n means all tokens of group n, which must have a lower number than the
-// group that contains the item. Equal lists are one group.
+// set of nodes. An item ~n means all tokens of group n. The index of group n must be lower than the
+// index of the group that contains the item. Equal lists are one group.
 class TokenGroups {
  public:
   // The sets must outlive this object.
@@ -36,7 +36,7 @@ class TokenGroups {
   }
   int32_t item_count() const { return static_cast<int32_t>(item_sets_.size()); }
   int32_t set_of(int32_t item) const { return item_sets_[index(item)]; }
-  // Returns the number of the group with these items. Adds the group if it is new.
+  // Returns the index of the group with these items. Adds the group if the group is new.
   int32_t group_of(const std::vector<int32_t>& items) { return items_.number_of(items); }
   int32_t size() const { return items_.size(); }
   size_t bytes() const {
@@ -49,8 +49,8 @@ class TokenGroups {
     const auto [first, end] = items_.list(group);
     std::for_each(first, end, see);
   }
-  // Calls see(first, last) several times. Each call gets the start and the end of some tokens.
-  // Together they are the tokens of an item n >= 0.
+  // Calls see(first, last) several times. Each call gets the start and the end of some of the
+  // tokens of an item n >= 0. Together, the calls get all tokens of the item.
   template <class See>
   void each_tokens(int32_t item, const See& see) const {
     sets_.each_tokens(set_of(item), see);
@@ -69,14 +69,14 @@ struct TokenEdge {
 
 // The edges of the states that tokens reach.
 struct TokenEdges {
-  // Returns the edges of a state. Tokens must reach the state.
+  // Returns the edges of a state. There must be tokens that reach the state.
   std::pair<const TokenEdge*, const TokenEdge*> of(size_t state) const {
     const auto row = index(row_of[state]);
     return {edges.data() + starts[row], edges.data() + starts[row + 1]};
   }
 
   std::vector<int32_t> row_of;    // [states]: -1 if tokens do not reach the state
-  std::vector<size_t> starts{0};  // row r has the edges starts[r] to starts[r + 1] - 1
+  std::vector<size_t> starts{0};  // row r consists of the edges starts[r] to starts[r + 1] - 1
   std::vector<TokenEdge> edges;
 };
 
@@ -88,7 +88,7 @@ class TokenWalks {
              Budget& budget);
 
   TokenEdges walk_all();
-  // The groups that walk_all() found. The reference is valid while this object exists.
+  // Returns the groups that walk_all() found. The reference is valid while this object exists.
   const TokenGroups& groups() const { return groups_; }
 
  private:
@@ -109,9 +109,9 @@ class TokenWalks {
   void walk(int32_t state);
   // Appends the steps for all nodes below a set. The nodes of the set themselves lead to `state`.
   void walk_below(int32_t set, int32_t state, std::vector<Step>& out);
-  // Does the same as walk_below(), but stores the steps, so that other walks can use them.
+  // Does the same as walk_below(), but stores the steps, so that later walks can use these steps.
   void go_on(int32_t set, int32_t state, std::vector<Step>& out);
-  // Sorts steps by their states: lists_[i] has the items that lead to targets_[i].
+  // Sorts steps by their states: lists_[i] contains the items that lead to targets_[i].
   void sort_steps(const std::vector<Step>& steps);
 
   const Vocabulary& vocabulary_;

@@ -72,7 +72,7 @@ std::optional<CodePoints> by_key(const std::string& key) {
 
 // Normalises the name of a property as the Rust crate regex-syntax does. For example, an "is" at
 // the start is removed. The exception is "isc", a name of the property ISO_Comment. Without the
-// "is", it would become the name of the category C.
+// "is", the name would become the name of the category C.
 std::string plain_name(std::string_view name) {
   const bool has_is =
       name.size() >= 2 && (name[0] == 'i' || name[0] == 'I') && (name[1] == 's' || name[1] == 'S');

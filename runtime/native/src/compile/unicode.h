@@ -19,14 +19,14 @@ bool contains(const CodePoints& points, char32_t point);
 std::optional<CodePoints> unicode_property(std::string_view name,
                                            std::optional<std::string_view> value = std::nullopt);
 
-// The characters of \w in Unicode: letters, marks, decimal numbers, connector punctuation and
-// joiners (UTS #18).
+// Returns the characters of \w in Unicode: letters, marks, decimal numbers, connector punctuation
+// and joiners (UTS #18).
 const CodePoints& unicode_word();
 const CodePoints& unicode_digits();  // \d: decimal numbers
 const CodePoints& unicode_spaces();  // \s: White_Space
 
-// Returns the set, and all characters that differ only in case from one of its characters. Uses the
-// simple case folding of Unicode.
+// Returns a set that contains all characters of the given set, and all characters that differ only
+// in case from one of these characters. Uses the simple case folding of Unicode.
 CodePoints with_all_cases(const CodePoints& points);
 
 }  // namespace dlm::compile

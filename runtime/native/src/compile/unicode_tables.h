@@ -12,17 +12,17 @@ namespace dlm::compile {
 // first number itself.
 
 // The sets of code points. A boundary is a code point at which a set begins or ends. A set is
-// stored as its difference from earlier sets: the number of earlier sets that it uses, the indices
-// of these sets, and a list of code points. To decode a set, join this list with the boundaries of
-// all these earlier sets. The boundaries of the new set are the code points that appear an odd
-// number of times.
+// stored as its difference from earlier sets: the number of earlier sets used, the indices of these
+// sets, and a list of code points. To decode a set, join this list with the boundaries of all these
+// earlier sets. The boundaries of the new set are the code points that appear an odd number of
+// times.
 extern const uint8_t kUnicodeSets[];
 extern const size_t kUnicodeSetCount;
 
 // Groups of characters that are equal if case is ignored. A group is stored as its lowest
-// character, followed by a list of its other characters. The lowest character is stored as the
-// difference from the lowest character of the previous group. In the list, the first difference is
-// from the lowest character of the group.
+// character, followed by a list of the remaining characters of the group. The lowest character is
+// stored as the difference from the lowest character of the previous group. In the list, the first
+// difference is from the lowest character of the group.
 extern const uint8_t kCaseFolds[];
 extern const size_t kCaseFoldCount;
 

@@ -9,7 +9,7 @@
 namespace dlm::compile {
 namespace {
 
-// Largest size, in bytes, of sets that are stored for later use.
+// Largest total size, in bytes, of the sets that are stored for later use.
 constexpr size_t kKeptBytes = size_t{32} << 20;
 
 // Shortens a path of nodes to `depth`. `node` is the first node after the subtrees of the removed

@@ -1,4 +1,4 @@
-// The texts of a tokenizer's tokens, as a tree of their prefixes. token_walks.h uses it.
+// The texts of a tokenizer's tokens, as a tree of their prefixes. token_walks.h uses this tree.
 //
 // The tree is exact only for byte-level vocabularies. In such a vocabulary, each token is a string
 // of bytes, and the bytes of a text are the bytes of its tokens.
@@ -18,12 +18,12 @@ namespace dlm::compile {
 
 class Vocabulary {
  public:
-  // Tokenizes a text, and returns the first token, or -1 if there is none.
+  // Encodes a text with the tokenizer, and returns the first token, or -1 if there is no token.
   using FirstToken = std::function<int32_t(std::string_view text)>;
 
-  // `tokens` has the text of each id. The text is empty for tokens that never occur inside a text.
-  // `ends` has the end tokens, which may follow a text. There must be at least one end token.
-  // Throws Error(DLM_INVALID_ARGUMENT).
+  // `tokens` contains the text of each id. The text of a token is empty if the token never occurs
+  // inside a text. `ends` contains the end tokens, which may follow a text. There must be at least
+  // one end token. Throws Error(DLM_INVALID_ARGUMENT).
   Vocabulary(std::vector<std::string> tokens, int32_t vocab_size, std::vector<int32_t> ends,
              FirstToken first_token);
   Vocabulary(const Vocabulary&) = delete;
@@ -33,15 +33,15 @@ class Vocabulary {
   const std::vector<int32_t>& ends() const { return ends_; }
   const TokenTree& tree() const { return tree_; }
 
-  // Tokenizes the text, and returns the node of the first token. Returns -1 if that token is
-  // unknown, or if the text does not start with it.
+  // Encodes the text with the tokenizer, and returns the node of the first token. Returns -1 if the
+  // first token is unknown, or if the text does not start with the text of this token.
   int32_t first_node(std::string_view text) const;
 
   // Returns sets of nodes for compiling one constraint: the sets that were stored last, or new
   // ones. Only one thread may use the returned sets. Any number of threads may call this function
   // and keep_sets().
   std::unique_ptr<TokenSets> take_sets() const;
-  // Stores sets for the next call of take_sets(), unless they are too large.
+  // Stores sets for the next call of take_sets(), unless the sets are too large.
   void keep_sets(std::unique_ptr<TokenSets> sets) const;
 
  private:

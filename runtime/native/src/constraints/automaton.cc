@@ -48,8 +48,8 @@ class Reader {
   }
 
   // Reads `count` + 1 numbers: the starts of `count` lists, and the end of the last list. The first
-  // number must be 0, and the last must be `total`. A number must not be smaller than the number
-  // before it.
+  // number must be 0, and the last must be `total`. Each number must be at least as large as the
+  // preceding number.
   std::vector<int32_t> take_starts(const char* name, int32_t count, int32_t total) {
     std::vector<int32_t> out = take(name, count + 1, 0, total);
     if (out.front() != 0 || out.back() != total || !std::is_sorted(out.begin(), out.end()))
@@ -72,9 +72,10 @@ void check_groups(const Automaton& automaton, const std::string& where) {
   }
 }
 
-// Checks the distance of each state, which is the number of tokens to the nearest end of a text. A
-// state where a text may end must have the distance 0. For other states, the distance must be one
-// more than the smallest distance of the next states. So an end can be reached from every state.
+// Checks the distance of each state, which is the number of tokens to the nearest end of a text.
+// The distance of a state where a text may end must be 0. The distance of any other state must be
+// one more than the smallest distance of its next states. So an end can be reached from every
+// state.
 void check_distances(const Automaton& automaton, const std::string& where) {
   for (int32_t state = 0; state < automaton.states; ++state) {
     const int32_t distance = automaton.distances[state];
@@ -87,10 +88,10 @@ void check_distances(const Automaton& automaton, const std::string& where) {
   }
 }
 
-// Checks that each class leads from a state to at most one next state. Many states have a large
-// group in common. So the check does not list the classes of a state's largest group. Instead, it
-// looks up each of the state's other classes in that group. This makes the check almost as fast as
-// reading the edges.
+// Checks that each class leads from a state to at most one next state. Often, many states use the
+// same large group. So the check does not list the classes of a state's largest group. Instead, it
+// looks up each of the state's other classes in that group. With this method, the check is almost
+// as fast as reading the edges.
 void check_edges(const Automaton& automaton, const std::string& where) {
   // For each class: the last state that had an edge with this class.
   std::vector<int32_t> seen(static_cast<size_t>(automaton.classes), -1);

@@ -1,15 +1,15 @@
-// A compiled constraint. It is an automaton whose symbols are token ids. It accepts exactly the
-// texts that a request may produce.
+// A compiled constraint: an automaton whose symbols are token ids. The automaton accepts exactly
+// the texts that a request may produce.
 //
-// compile/token_automaton.cc builds it. Tokens form a class if they lead to the same next state in
-// every state. Classes form a group if they lead from one state to the same next state. So the work
-// per pass depends on the numbers of classes and groups, not on the number of tokens.
+// compile/token_automaton.cc builds automata. Tokens form a class if they lead to the same next
+// state in every state. Classes form a group if they lead from one state to the same next state. So
+// the work per pass depends on the numbers of classes and groups, not on the number of tokens.
 //
 // An automaton can be stored in a file. All its numbers are little-endian. The file has these
 // parts:
 //   - the magic "DLMAUTO" and the version 1
-//   - six int32 numbers: of tokens in the vocabulary, states, classes, groups, members of all
-//     groups, and edges
+//   - six int32 counts: tokens in the vocabulary, states, classes, groups, members of all groups,
+//     and edges
 //   - 32 bytes that identify the source of the constraint
 //   - the first seven arrays of the struct, in order
 //   - the SHA-256 of all parts before it
@@ -29,11 +29,11 @@ struct Automaton {
   int32_t vocab_size, states, classes, groups;
   std::vector<int32_t> token_class;  // [V]: class of each token; -1: no state accepts the token
   // Several arrays hold one list after another. An array named ..._starts says where the lists
-  // start. In the arrays declared after it, list i has the elements from starts[i] to starts[i +
-  // 1] - 1.
+  // start. In the arrays declared after it, list i consists of the elements from starts[i] to
+  // starts[i + 1] - 1.
   std::vector<int32_t> group_starts, group_classes;
   std::vector<int32_t> edge_starts;
-  // Per edge: the next state, and the group that leads to it.
+  // For each edge: the next state, and the group that leads to the next state.
   std::vector<int32_t> edge_states, edge_groups;
   // For each state: the smallest number of tokens that lead to the end of a text. 0 means that the
   // text may end in this state.
@@ -42,9 +42,9 @@ struct Automaton {
   std::array<uint8_t, 32> made_of{};  // identifies the source of the constraint
 
   // For decisions (compile/decisions.h); empty for other constraints. Options of all questions are
-  // numbered consecutively: question q has the options [question_starts[q], question_starts[q +
-  // 1]). tags has, for each state, the options that a text completes when it arrives in the state.
-  // A file does not store them.
+  // numbered consecutively: question q has the options from question_starts[q] to question_starts[q
+  // + 1] - 1. For each state, tags contains the options that a text completes when the text arrives
+  // in the state. These arrays are not stored in files.
   std::vector<int32_t> question_starts, tag_starts, tags;
 
   struct Edge {
@@ -79,7 +79,7 @@ struct Automaton {
     return {class_tokens.data() + first, static_cast<size_t>(class_starts[number + 1]) - first};
   }
 
-  // The number of options of all questions. It is 0 if the constraint is not a decision.
+  // Returns the number of options of all questions, which is 0 if the constraint is not a decision.
   int32_t options() const { return question_starts.empty() ? 0 : question_starts.back(); }
   View<int32_t> tags_of(int32_t state) const {
     const auto first = static_cast<size_t>(tag_starts[state]);
@@ -104,7 +104,7 @@ std::vector<uint8_t> write_automaton(const Automaton& automaton);
 
 // Reads an automaton from a file's content. Checks all numbers, so that later code can rely on
 // them. `where` is the start of error messages. Throws Error(DLM_BAD_BUNDLE), or
-// Error(DLM_UNSUPPORTED) if the file has another version.
+// Error(DLM_UNSUPPORTED) if the version of the file is unknown.
 Automaton read_automaton(const void* data, size_t size, const std::string& where);
 
 // Reads and checks the file at `path`. Throws the same errors as read_automaton, and

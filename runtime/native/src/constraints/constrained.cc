@@ -113,7 +113,8 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
     proposals.probs[row] = prob;
     if (scores_texts(turn))
       proposals.scores[row] = score_of_texts(marginals_[at]);
-    else  // The margin is the difference to the best other token, so it may be negative.
+    else  // The margin is the probability of the token minus the probability of the best other
+          // token, so the margin may be negative.
       proposals.scores[row] =
           !turn.is_editing && policy_.score == Score::margin
               ? prob - static_cast<double>(path_[at] == place.best ? probs[1] : probs[0])
@@ -121,8 +122,8 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
   }
 }
 
-// Finds a text that the constraint accepts, and writes it to path_. If scores are computed from
-// texts, also fills marginals_.
+// Finds a text that the constraint accepts, and writes this text to path_. If scores are computed
+// from texts, also fills marginals_.
 void Constrained::find_text(const Turn& turn, int32_t state, const std::vector<uint8_t>& ends) {
   const Sampling drawn{policy_.temperature, policy_.top_p, policy_.top_k}, predicted{1, 1, 0};
   bool is_found;
@@ -153,7 +154,8 @@ void Constrained::scaffold(const std::vector<int32_t>& canvas,
   for (int32_t position = std::max(first, range.first); position < last; ++position) {
     const int32_t number = only_[position - first];
     if (number < 0 || undecided[position] == 0) continue;
-    if (number == end_class)  // only end tokens are legal here, and all of them give the same text
+    if (number == end_class)  // only end tokens are legal here, and all end tokens give the same
+                              // text
       certain.push_back({position, end});
     else if (const View<int32_t> tokens = automaton_->tokens_of(number); tokens.size == 1)
       certain.push_back({position, tokens[0]});
@@ -203,8 +205,8 @@ std::vector<uint8_t> Constrained::ends_behind(int32_t position, const std::vecto
   return viterbi_.ways().reaching(places_, 0);
 }
 
-// Fills places_ for the positions from `first` to `last` - 1. A decided position allows only its
-// own token.
+// Fills places_ for the positions from `first` to `last` - 1. At a decided position, only the
+// decided token is allowed.
 void Constrained::fill_places(int32_t first, int32_t last, const std::vector<int32_t>& canvas,
                               const std::vector<uint8_t>& undecided) {
   places_.clear();

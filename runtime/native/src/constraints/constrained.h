@@ -1,13 +1,14 @@
-// The proposer of a request with a constraint. After each pass, it finds one text that the
-// automaton accepts: the most likely text, or a random sample. All its proposals come from this
-// text, so any number of them can commit at the same time. If a request ends early, the proposer
-// completes its text with as few tokens as possible. Where possible, these tokens are the proposed
-// ones.
+// The proposer of a request with a constraint. After each pass, the proposer finds one text that
+// the automaton accepts: the most likely text, or a random sample. All proposals come from this
+// text, so any number of proposals can commit at the same time. If a request ends early, the
+// proposer completes its text with as few tokens as possible. If possible, these tokens are the
+// tokens that the last pass proposed.
 //
-// The constraint covers a range of the canvas. The range goes from the request's first undecided
-// position to its last. It also includes the `given` tokens before the first undecided position.
-// Tokens of the caller inside the range belong to the text. After each block, the decided tokens
-// must still allow a complete text in the positions that remain.
+// The constraint covers a range of the canvas. The range starts at the request's first undecided
+// position and ends at the last undecided position. The range also includes the `given` tokens
+// before the first undecided position. Tokens of the caller inside the range belong to the text.
+// After each block, the decided tokens must still allow a complete text in the positions that
+// remain.
 #pragma once
 
 #include <memory>
@@ -25,8 +26,8 @@ class Constrained final : public Proposer {
  public:
   // `given` is the number of tokens before the first undecided position that belong to the text.
   // `denoiser` must outlive the proposer. Throws Error(DLM_INVALID_ARGUMENT) if no text of the
-  // constraint fits into the canvas. Throws Error(DLM_UNSUPPORTED) if the automaton was made for
-  // another vocabulary.
+  // constraint fits into the canvas. Throws Error(DLM_UNSUPPORTED) if the automaton was made for a
+  // different vocabulary.
   Constrained(const Denoiser& denoiser, const Policy& policy,
               std::shared_ptr<const Automaton> automaton, int32_t given,
               const std::vector<int32_t>& canvas, const std::vector<uint8_t>& undecided);
@@ -52,8 +53,8 @@ class Constrained final : public Proposer {
   // predictions.
   bool scores_texts(const Turn& turn) const;
   double score_of_texts(const Marginal& found) const;
-  // Returns the first undecided position of the range. If there is none, returns the end of the
-  // range.
+  // Returns the first undecided position of the range. If no position of the range is undecided,
+  // returns the end of the range.
   int32_t first_open(const std::vector<uint8_t>& undecided) const;
   int32_t state_before(int32_t position, const std::vector<int32_t>& canvas);
   std::vector<uint8_t> ends_behind(int32_t position, const std::vector<int32_t>& canvas,

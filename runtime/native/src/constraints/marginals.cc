@@ -18,7 +18,7 @@ void raise(Weight& largest, const Weight& other, double slope) {
 
 }  // namespace
 
-// Adds up the weights of texts. The caller must know the largest of them in advance.
+// Adds up the weights of texts. The caller must know the largest weight in advance.
 template <class Weight>
 class TextSums<Weight>::Total {
  public:
@@ -31,7 +31,7 @@ class TextSums<Weight>::Total {
   Weight value() const { return largest_.is_never() ? largest_ : largest_.times(std::log(sum_)); }
 
  private:
-  // Smaller weights vanish in rounding, even if there are 2^32 of them.
+  // Smaller weights vanish in rounding, even if there are 2^32 such weights.
   static constexpr double kNothing = 60;
   const Weight largest_;
   const double slope_;
@@ -164,8 +164,8 @@ void TextSums<Weight>::clear_ahead(const Ways& ways, size_t place) {
   for (const int32_t to : ways.before(place)) ahead_[to] = Weight();
 }
 
-// The number of tokens on all edges of a state. A token that is on several edges counts several
-// times.
+// Returns the number of tokens on all edges of a state. A token that is on several edges counts
+// several times.
 template <class Weight>
 size_t TextSums<Weight>::count_tokens(int32_t state) const {
   size_t count = 0;
@@ -197,7 +197,7 @@ int32_t TextSums<Weight>::draw_token(int32_t state, const Weight& all, const Dra
   return winner.token();
 }
 
-// Returns the state after a token. The text must be able to reach an end from there.
+// Returns the state after a token. An end of a text must be reachable from the returned state.
 template <class Weight>
 int32_t TextSums<Weight>::next_state(int32_t state, int32_t token) const {
   const int32_t next = automaton_.next(state, token);
@@ -244,8 +244,8 @@ void TextSums<Weight>::spread(double mass, int32_t state, const Weight& all) {
   }
 }
 
-// Goes over the places from the first to the last. At each place, computes the probabilities of its
-// groups and of the states after it (mass_), and calls see(place).
+// Goes over the places from the first to the last. At each place, computes the probabilities of the
+// groups of the place and of the states after the place (mass_), and calls see(place).
 template <class Weight>
 template <class See>
 void TextSums<Weight>::each_place(const Ways& ways, See see) {

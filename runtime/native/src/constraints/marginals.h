@@ -4,19 +4,19 @@
 // probabilities.
 //
 // The algorithm is forward filtering, backward sampling (Carter and Kohn, 1994), with the
-// directions swapped. First it computes sums over the rest of the text, from the last position to
-// the first. Then it draws the tokens of a text, from the first position to the last. So each text
-// is drawn with exactly its probability at the temperature, relative to all texts that the
-// constraint accepts.
+// directions swapped. First the algorithm computes sums over the rest of the text, from the last
+// position to the first position. Then the algorithm draws the tokens of a text, from the first
+// position to the last position. So the probability that a text is drawn is exactly its probability
+// at the temperature, divided by the total probability of all texts that the constraint accepts.
 //
 // Only texts with the fewest ruled-out tokens (logit -inf) are drawn. Among these, only texts with
 // the fewest tokens that top_k and top_p cut are drawn. Each position uses the same random numbers
-// as without a constraint (decode/sampling.h).
+// as in a request without a constraint (decode/sampling.h).
 //
-// The sums are stored as logarithms in double. In two cases, they are computed again from exact
-// sums of logits (decode/exact_sum.h). The first case is that every text has a ruled-out or cut
-// token. The second case is that the logarithms are large, because the temperature is near 0 or the
-// logits are huge. So at every position, at least one legal token has a probability above 0.
+// The sums are stored as logarithms in double. In two cases, the sums are computed again from exact
+// sums of logits (decode/exact_sum.h). The first case is that every text contains a ruled-out or
+// cut token. The second case is that the logarithms are large, because the temperature is near 0 or
+// the logits are huge. So at every position, at least one legal token has a probability above 0.
 // tests/constrained_reference.py implements the same algorithm in exact arithmetic.
 #pragma once
 
@@ -37,8 +37,8 @@ struct Marginal {
   double prob, margin, entropy;
 };
 
-// The total weight of a set of texts, as a logarithm in double. A text that has a ruled-out or cut
-// token has the weight 0.
+// The total weight of a set of texts, as a logarithm in double. A text that contains a ruled-out or
+// cut token has the weight 0.
 struct RoundedWeight {
   double log = -std::numeric_limits<double>::infinity();
 
@@ -55,10 +55,11 @@ struct RoundedWeight {
 };
 
 // The exact total weight of a set of texts: exp(sum * slope + rest), where slope is 1 /
-// temperature. Only the texts with the fewest avoided (ruled-out or cut) tokens add to it.
+// temperature. Only the texts with the fewest avoided (ruled-out or cut) tokens count in this
+// weight.
 struct ExactTexts {
   ExactWeight logits = ExactWeight::never();
-  double rest = 0;  // a small number: the logarithm of how many texts are about equally likely
+  double rest = 0;  // a small number: the logarithm of the number of about equally likely texts
 
   static ExactTexts of(float logit, float base, bool is_cut, double) {
     if (is_ruled_out(logit)) return {{ExactWeight::kRuledOut, {}}, 0};
@@ -98,7 +99,7 @@ class TextSums {
   // The sum of the weights of all tokens of a class or group, at the current place.
   struct Sum {
     Weight weight;
-    int32_t number;  // value of weighing_ when this sum was computed
+    int32_t number;  // the value of weighing_ at the time when this sum was computed
   };
   struct Weighed {
     int32_t group;
@@ -106,7 +107,7 @@ class TextSums {
   };
   // The sums for one place, which is one position of the text.
   struct Layer {
-    // For each visited state: the total weight of all paths from it to the end.
+    // For each visited state: the total weight of all paths from the state to the end.
     std::vector<Weight> ahead;
     std::vector<Weighed> groups;  // the groups that these paths use
     Cut cut;
@@ -134,7 +135,8 @@ class TextSums {
   int32_t state_ = 0;
   std::vector<Place> places_;
   std::vector<Layer> layers_;  // one layer per place, and one more after the last place
-  // The place (position of the text) that is being processed, and the layer with its sums.
+  // The place (position of the text) that is being processed, and the layer that contains the sums
+  // of this place.
   const Place* place_ = nullptr;
   Layer* layer_ = nullptr;
   float base_ = 0;    // subtracted from the logits of the current place
@@ -143,11 +145,12 @@ class TextSums {
   std::vector<Sum> classes_, groups_;
   std::vector<float> spare_;    // scratch memory of a draw's Winner
   std::vector<Weight> terms_;   // for each edge of the current state: its weight
-  std::vector<double> shares_;  // for each edge of the current state: its share of the probability
-  // For each state after the current place: the total weight of all paths from it to the end.
+  std::vector<double> shares_;  // for each edge of the current state: the share of the probability
+  // For each state after the current place: the total weight of all paths from the state to the
+  // end.
   std::vector<Weight> ahead_;
   // For each state: the probability that the text is in this state before the current place (mass_)
-  // or after it (mass_behind_).
+  // or after the current place (mass_behind_).
   std::vector<double> mass_, mass_behind_;
   // The probability of each group and class at the current place.
   std::vector<double> group_mass_, class_mass_;
@@ -159,9 +162,9 @@ class Texts {
   Texts(const Automaton& automaton, int32_t left_out)
       : ways_(automaton), rounded_(automaton, left_out), exact_(automaton, left_out) {}
 
-  // Computes the sums over all paths from `state` to the states in `ends`, which has a 1 or 0 for
-  // each state. Returns false if there is no path. Call this function before the functions below.
-  // At a place without logits, all tokens are equally likely.
+  // Computes the sums over all paths from `state` to the states in `ends`, which contains a 1 or 0
+  // for each state. Returns false if there is no path. Call this function before the functions
+  // below. At a place without logits, all tokens are equally likely.
   bool sum(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
            const Sampling& sampling);
 

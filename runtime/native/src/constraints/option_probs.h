@@ -16,12 +16,13 @@ namespace dlm {
 
 class OptionProbs {
  public:
-  // The automaton must be that of a decision, and must outlive this object. `room` is the number of
-  // tokens of the answer and of what follows it.
+  // The automaton must be the automaton of a decision, and must outlive this object. `room` is the
+  // number of tokens of the answer and of the text after the answer.
   OptionProbs(const Automaton& automaton, int32_t room);
 
-  // Adds the texts of a block. They start in `state`, and `texts` has their sums. `room` and
-  // `room_behind` are the numbers of tokens from the start of the block and after its end.
+  // Adds the texts of a block. These texts start in `state`, and `texts` contains their sums.
+  // `room` is the number of tokens from the start of the block on. `room_behind` is the number of
+  // tokens after the end of the block.
   void add_block(int32_t state, int32_t room, Texts& texts, int32_t room_behind);
 
   // By option.
@@ -31,12 +32,12 @@ class OptionProbs {
   // Sets follows_ to 1 for each option that a text can still complete after `state`, so that the
   // whole answer fits into `room` tokens.
   void find_following(int32_t state, int32_t room);
-  // The number of options of a question in follows_.
+  // Returns the number of options of a question that follows_ marks with 1.
   double count_following(size_t question) const;
 
   const Automaton& automaton_;
   std::vector<double> probs_, found_, visits_, last_;
-  std::vector<uint8_t> follows_;  // by option
+  std::vector<uint8_t> follows_;  // one entry for each option
   std::vector<int32_t> steps_;    // by state: the fewest tokens that lead there; -1: none do
   std::vector<int32_t> open_;
 };

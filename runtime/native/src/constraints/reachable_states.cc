@@ -52,8 +52,8 @@ void Ways::meet(int32_t state, const std::vector<Place>& places) {
   }
 }
 
-// There may be hundreds of states, but only few change from one place to the next. So the sets of
-// states are updated, not computed again.
+// There may be hundreds of states, but only few change from one place to the next. So the code
+// updates the sets of states instead of computing them again.
 void Ways::move_open(const std::vector<int32_t>& before, const std::vector<int32_t>& now) {
   // The compiler must assume that a write through a uint8_t pointer changes any memory, including
   // these pointers. Local copies of the pointers avoid reloading them in the inner loop.

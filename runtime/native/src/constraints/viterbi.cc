@@ -20,11 +20,11 @@ constexpr size_t kLanes = 8;
 constexpr size_t kRun = 32;  // tokens per run; highest_ has the highest logit of each run
 // The number of sections of a row. In each section, at least one logit reaches the bound.
 constexpr size_t kSections = 16;
-// A search could read more than 1 / kMany of the row's logits. Then the highest logits of the row
-// are found first.
+// If a search could read more than 1 / kMany of the row's logits, the highest logits of the row are
+// found first.
 constexpr size_t kMany = 16;
 
-// The weight of a token. It is -inf for a token that the denoiser rules out.
+// Returns the weight of a token, which is -inf for a token that the denoiser rules out.
 double weigh(const Place& place, int32_t token) {
   if (place.logits == nullptr) return place.best < 0 || token == place.best ? 0 : -1;
   if (is_ruled_out(place.logits[token])) return kNever;
@@ -38,9 +38,9 @@ ExactWeight weigh_exactly(const Place& place, int32_t token) {
   return {0, ExactSum(place.logits[token]) - ExactSum(place.base())};
 }
 
-// True if `token` is better than `other` at a place: its logit is higher, or the logits are equal
-// and its id is lower. The logits themselves are compared, because rounding may make the
-// differences equal.
+// Returns true if `token` is better than `other` at a place: the logit of `token` is higher, or the
+// logits are equal and the id of `token` is lower. The logits themselves are compared, because
+// rounding may make the differences equal.
 bool is_better(const Place& place, int32_t token, int32_t other) {
   if (place.logits != nullptr)
     return place.logits[token] > place.logits[other] ||
@@ -93,8 +93,8 @@ int32_t find_best(const float* logits, const View<int32_t>& tokens) {
 
 }  // namespace
 
-// Finds the tokens of the row with the highest logits. If a class has one of these tokens, the
-// class's best token is among them.
+// Finds the tokens of the row with the highest logits. If a class contains one of these tokens, the
+// class's best token is also one of these tokens.
 void Viterbi::weigh_highest(const Place& place) {
   looked_at_ = place_;
   const auto vocab_size = static_cast<size_t>(automaton_.vocab_size), runs = vocab_size / kRun;
@@ -223,12 +223,13 @@ bool Viterbi::solve(int32_t state, const std::vector<Place>& places,
   return true;
 }
 
-// Does the same as solve(), but with exact sums. It is used for texts with ruled-out tokens, and
-// for logits that are too far apart for sums in double.
+// Does the same as solve(), but with exact sums. This function is used if texts contain ruled-out
+// tokens, or if logits are too far apart for sums in double.
 bool Viterbi::solve_exactly(int32_t state, const std::vector<Place>& places,
                             const std::vector<uint8_t>& ends, std::vector<int32_t>& tokens) {
   struct Step {
-    int32_t token, state;  // best next token and the state after it; -1 if no text continues
+    int32_t token, state;  // the best next token and the state after this token; -1 if no text
+                           // continues
   };
   const size_t length = places.size();
   // One step for each place and for each state of ways_.before(place).
@@ -272,8 +273,8 @@ bool Viterbi::solve_exactly(int32_t state, const std::vector<Place>& places,
   return true;
 }
 
-// Returns the state after the first step of the best path. Among equally good paths, takes the one
-// with the lowest token id.
+// Returns the state after the first step of the best path. If several paths are equally good, takes
+// the path with the lowest token id.
 int32_t Viterbi::find_step(size_t place, int32_t state, int32_t& token) {
   const std::vector<Weighed>& groups = layers_[place].groups;
   const std::vector<int32_t>& behind = ways_.before(place + 1);
@@ -313,7 +314,7 @@ void Viterbi::find_only(int32_t state, const std::vector<Place>& places,
     const bool is_free = places[i].token < 0;
     const uint8_t* const leads_on = leads_on_.data();
     int32_t only = none;
-    // Every state here has an edge, so each of them can reach an end.
+    // Every state here has an edge, so an end can be reached from every state.
     const bool is_sure = is_free && do_all;
     found.assign(met.size(), 1);
     for (size_t from = 0; from < met.size() && !(is_sure && only == several); ++from) {

@@ -2,18 +2,21 @@
 // Viterbi algorithm (1967; for diffusion language models: DINGO, arXiv:2505.23061).
 //
 // The weight of a token is its logit minus the best logit of its row. If a row has no logits, the
-// weight is 0, or -1 if another token is marked as the best. Texts are compared in this order:
+// weight of a token is 0, or -1 if a different token is marked as the best token. Texts are
+// compared in this order:
 //   1. The text with fewer ruled-out tokens (logit -inf) wins.
-//   2. Then the text with the larger sum of weights wins.
-//   3. Then the text whose first different token has the lower id wins.
-// Sums are computed in double. If the best text has a ruled-out token, or if its sum is large,
+//   2. If this number is equal, the text with the larger sum of weights wins.
+//   3. If the sums are equal too, the first token that differs is compared. The text with the lower
+//      id wins.
+// Sums are computed in double. If the best text contains a ruled-out token, or if its sum is large,
 // `solve` searches again with exact sums (decode/exact_sum.h). So large logits never hide small
 // ones. tests/constrained_reference.py implements the same search in exact arithmetic.
 //
-// A row has one logit per token of the vocabulary, so the search avoids reading logits. It skips a
-// class that no possible text uses at a place. If a group contains the row's best token, that token
-// is the group's best. For large classes, the search first finds the tokens with the highest logits
-// of the row. Then it reads only the logits of those classes that have none of these tokens.
+// A row has one logit per token of the vocabulary, so the search avoids reading logits. At each
+// place, the search skips the classes that no possible text uses there. If a group contains the
+// row's best token, this token is the best token of the group. For large classes, the search first
+// finds the tokens with the highest logits of the row. Then the search reads only the logits of
+// classes that contain none of these tokens.
 #pragma once
 
 #include <cstdint>
@@ -29,19 +32,19 @@ class Viterbi {
   explicit Viterbi(const Automaton& automaton) : automaton_(automaton), ways_(automaton) {}
 
   // Finds the most likely path from `state` to a state in `ends`, and fills `tokens` with one token
-  // per place. `ends` has a 1 or 0 for each state. Returns false if there is no path.
+  // per place. `ends` contains a 1 or 0 for each state. Returns false if there is no path.
   bool solve(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
              std::vector<int32_t>& tokens);
 
-  // For each place, finds the class that all paths from `state` to a state in `ends` use there.
-  // Writes -1 if different paths use different classes.
+  // For each place, finds the class that all paths from `state` to a state in `ends` use at this
+  // place. Writes -1 if different paths use different classes.
   void find_only(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
                  std::vector<int32_t>& classes);
 
   Ways& ways() { return ways_; }
 
  private:
-  // The best token of a class at one place (position of the text). `place` is the number of this
+  // The best token of a class at one place (position of the text). `place` is the index of this
   // place.
   struct Best {
     int32_t token, place;
@@ -68,16 +71,17 @@ class Viterbi {
   const Automaton& automaton_;
   Ways ways_;
   std::vector<Best> classes_;
-  std::vector<double> weights_;  // for each group, at the current place; infinite: not computed yet
-  std::vector<int32_t> tokens_;  // for each group: its best token at the current place
+  std::vector<double> weights_;  // for each group: the weight at the current place; infinite: not
+                                 // computed yet
+  std::vector<int32_t> tokens_;  // for each group: the best token at the current place
   int32_t place_ = 0;            // number of the current place
   int32_t looked_at_ = -1;       // last place for which the highest logits of the row were searched
   size_t looked_up_ = 0;  // number of logits of the current place that were read before that search
-  std::vector<float> highest_;  // for each run of neighbouring tokens: the highest logit
+  std::vector<float> highest_;  // for each run of neighbouring tokens: the highest logit of the run
   std::vector<Layer> layers_;   // one layer per place, and one more after the last place
   // For each state after the current place: the weight of the best path to the end.
   std::vector<double> ahead_;
-  std::vector<uint8_t> leads_on_;  // for each state: 1 if an end can be reached from it
+  std::vector<uint8_t> leads_on_;  // for each state: 1 if an end can be reached from the state
 };
 
 }  // namespace dlm

@@ -6,8 +6,9 @@ namespace dlm {
 
 // The amount of work in a pass, or in one request's share of the pass.
 struct PassLoad {
-  double tokens = 0, rows = 0;  // rows: the rows that the pass scores
-  // Number of (token, visible position) pairs, where both belong to the same request.
+  double tokens = 0, rows = 0;  // `rows` is the number of rows that the pass scores
+  // The number of pairs of a token and a position that the token sees. The token and the position
+  // belong to the same request.
   double pairs = 0;
 
   PassLoad& operator+=(const PassLoad& other) {
@@ -19,12 +20,13 @@ struct PassLoad {
 };
 
 // The coefficients of the model, in milliseconds. Each pass has a fixed cost. Each token, each
-// scored row and each pair of PassLoad adds to this cost.
+// scored row and each pair of PassLoad adds a cost.
 struct PassCost {
   double pass = 0, token = 0, row = 0, pair = 0;
 
   bool is_known() const { return pass > 0 || token > 0 || row > 0 || pair > 0; }
-  // The predicted milliseconds that `load` adds to a pass, without the pass's fixed cost.
+  // Returns the predicted time in milliseconds that `load` adds to a pass, without the pass's fixed
+  // cost.
   double share(const PassLoad& load) const {
     return token * load.tokens + row * load.rows + pair * load.pairs;
   }

@@ -1,7 +1,7 @@
 // Computes the exact weight of a text, so that two texts can be compared without rounding errors.
 // The weight has two parts: the number of the text's tokens that are ruled out or cut, and the
 // exact sum of the logits of the other tokens. If this sum were computed in double, small logits
-// would be lost next to large ones.
+// would be lost next to large logits.
 #pragma once
 
 #include <array>
@@ -39,7 +39,7 @@ class ExactSum {
   friend bool operator==(const ExactSum& a, const ExactSum& b) { return a.words_ == b.words_; }
   friend bool operator<(const ExactSum& a, const ExactSum& b) { return (a - b).is_negative(); }
 
-  // The sum as a double, accurate to a few units in the last place.
+  // Returns the sum as a double, accurate to a few units in the last place.
   double value() const {
     if (is_negative()) return -(ExactSum() - *this).value();
     double sum = 0;
@@ -63,17 +63,19 @@ class ExactSum {
   }
   bool is_negative() const { return words_[kWords - 1] >> 63 != 0; }
 
-  std::array<uint64_t, kWords> words_{};  // two's complement, lowest word first
+  std::array<uint64_t, kWords> words_{};  // the sum in two's complement, lowest word first
 };
 
 // The weight of a text. operator< is true if text `a` is worse than text `b`. The text with fewer
-// ruled-out tokens is better. If these numbers are equal, the text with fewer cut tokens is better.
-// If those are equal too, the text with the larger sum is better.
+// ruled-out tokens is better. If both texts have the same number of ruled-out tokens, the text with
+// fewer cut tokens is better. If both texts have the same number of cut tokens too, the text with
+// the larger sum is better.
 struct ExactWeight {
-  // Adds up kRuledOut for each token whose logit is -inf, and kCut for each token that top_k or
-  // top_p cut.
+  // A sum to which each token with a logit of -inf adds kRuledOut, and each token that top_k or
+  // top_p cut adds kCut.
   int64_t avoided = 0;
-  // The sum of the other tokens' logits. From each logit, the best logit of its row is subtracted.
+  // The sum of the other tokens' logits. Before a logit is added, the best logit of the row is
+  // subtracted from the logit.
   ExactSum sum;
 
   static constexpr int64_t kCut = 1, kRuledOut = int64_t{1} << 31, kNever = INT64_MAX / 2;

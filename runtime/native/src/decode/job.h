@@ -1,4 +1,5 @@
-// A job is a request that was submitted, with its options, result, statistics and error.
+// A job is a request that was submitted, together with the request's options, result, statistics
+// and error.
 #pragma once
 
 #include <atomic>
@@ -18,12 +19,12 @@ namespace dlm {
 
 using Clock = std::chrono::steady_clock;
 
-// What the runner needs for a request: limits, the writer of its text, and the callback to call
-// after each step.
+// The options of a request that the runner needs: limits, the writer of the request's text, and the
+// callback to call after each step.
 struct JobOptions {
-  int32_t max_steps = 0;  // most passes of the request; 0: no limit
+  int32_t max_steps = 0;  // largest number of passes of the request; 0: no limit
   std::optional<Clock::time_point> deadline;
-  std::unique_ptr<TextWriter> writer;  // NULL: the request makes no text
+  std::unique_ptr<TextWriter> writer;  // NULL: no text is made for the request
   dlm_step_fn on_step = nullptr;
   void* user = nullptr;
 };
@@ -59,11 +60,11 @@ class Job {
     return true;
   }
 
-  // The result. Call this function only after the job has ended. Pointers in the result are valid
-  // as long as the job exists.
+  // Returns the result. Call this function only after the job has ended. Pointers in the result are
+  // valid as long as the job exists.
   const dlm_result& result() const { return result_; }
 
-  // The last step. Only the thread that runs the job may call this function.
+  // Returns the last step. Only the thread that runs the job may call this function.
   const dlm_step& step() const { return step_; }
   const Request& request() const { return request_; }
 

@@ -17,7 +17,7 @@ class LockstepPasses::LaneMember final : public Member {
 };
 
 struct LockstepPasses::Lane {
-  // One row of the batch. In a pass, it runs one canvas of one member.
+  // One row of the batch. In a pass, each row runs one canvas of one member.
   struct Row {
     LaneMember* member;  // NULL if the member has left the lane
     size_t canvas;
@@ -36,7 +36,7 @@ struct LockstepPasses::Lane {
   }
 
   // Assigns the rows of the batch to the members' canvases. While passes read the cache, the rows
-  // keep their assignment, even if a member has left.
+  // keep their assignment, even after a member has left the lane.
   void lay_out_rows() {
     if (!rows.empty() && slowest().request.stage().cached > 0) return;
     rows.clear();
@@ -71,12 +71,13 @@ bool LockstepPasses::has_room(const Request& request) const {
 
 std::unique_ptr<Member> LockstepPasses::start(Request& request) {
   const auto found = find_lane(request);
-  // This call erases nothing. It only makes the iterator mutable.
+  // This call of erase() removes no element. The call only makes the iterator mutable.
   auto lane = lanes_.erase(found, found);
   std::list<Lane> made;
   if (lane == lanes_.end()) {
     spare_context();
-    spare_.reserve(spare_.size() + lanes_.size() + 1);  // so that leave() does not allocate memory
+    spare_.reserve(spare_.size() + lanes_.size() + 1);  // reserves memory, so that leave() does not
+                                                        // allocate memory
     lane = made.emplace(made.end());
   }
   lane->members.reserve(lane->members.size() + 1);
@@ -155,7 +156,7 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
     lane.context->run(pass, stage.use);
   }
   if (keeps_rows(stage.use)) lane.kept = {0, 0};
-  // Until a request has stored its first cache row, the context may still have cache rows of an
+  // Until a request has stored its first cache row, the context may still contain cache rows of an
   // earlier request.
   for (Member* const member : members)
     if (keeps_rows(stage.use) || member->cache_bytes > 0)

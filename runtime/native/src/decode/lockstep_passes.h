@@ -3,19 +3,19 @@
 //
 // A lane is an engine context together with the requests that use it. With a cache, all requests of
 // a lane must be at the same stage of their plans. A request that finishes a stage early waits for
-// the slowest request. Meanwhile, passes still compute the rows of the waiting request, but the
-// runtime ignores the results. A request that has ended leaves the lane before the next pass that
-// reads no cache. (With cache `block`, only passes of the first block read no cache.) Without a
-// cache, the requests of a lane may be at different stages.
+// the slowest request. While a request waits, passes still compute the rows of this request, but
+// the runtime ignores the results. A request that has ended leaves the lane before the next pass
+// that reads no cache. (With cache `block`, only passes of the first block read no cache.) Without
+// a cache, the requests of a lane may be at different stages.
 //
 // Invariants:
-//   - A lane has a context as long as it has a member. When the last member leaves, the context
-//     moves to spare_.
+//   - A lane has a context as long as the lane has a member. When the last member leaves, the
+//     context moves to spare_.
 //   - No request joins a lane after the lane's first pass, because the lane's cache has no rows for
 //     the request.
 //   - Lane::rows assigns the rows of the last pass's batch to members. This assignment does not
-//     change while passes read the cache. If a member has left, its batch rows run another member's
-//     tokens, and the results are ignored.
+//     change while passes read the cache. If a member has left, the batch rows of this member run
+//     the tokens of a different member, and the results are ignored.
 //   - leave() must not throw, because a destructor calls it. So start() reserves the memory that
 //     leave() needs.
 #pragma once
@@ -31,8 +31,8 @@ namespace dlm {
 
 class LockstepPasses final : public PassMaker {
  public:
-  // `rows` and `lanes` limit the cache rows and the lanes of all requests together. `denoiser` and
-  // `engine` must outlive this object.
+  // `rows` is the largest number of cache rows of all requests together. `lanes` is the largest
+  // number of lanes. `denoiser` and `engine` must outlive this object.
   LockstepPasses(const Denoiser& denoiser, Engine& engine, int64_t rows, size_t lanes);
   ~LockstepPasses() override;
 
@@ -64,7 +64,7 @@ class LockstepPasses final : public PassMaker {
   size_t together_ = 1;
   int64_t rows_taken_ = 0;
   std::list<Lane> lanes_;
-  std::vector<std::unique_ptr<Context>> spare_;  // contexts that no lane uses
+  std::vector<std::unique_ptr<Context>> spare_;  // the contexts that no lane uses
 };
 
 }  // namespace dlm

@@ -6,12 +6,13 @@
 //   3. prepare_scores allocates the outputs.
 //   4. The engine runs the pass.
 //   5. predictions_of returns each request's part of the outputs.
-// A dlm_pass points into its Buffers. It is valid until the Buffers are used for another pass.
+// A dlm_pass points into its Buffers. The dlm_pass is valid until the Buffers are used for the next
+// pass.
 //
 // The scored rows of all requests form one array of shape [B, R]: B is the batch size, and R is the
-// number of scored rows of each batch entry. The rows of a request are contiguous. They are in the
-// order of the request's positions, and start at Member::first_row. With guidance, the rows of the
-// request's second canvas start Member::apart rows later.
+// number of scored rows of each batch entry. The rows of a request are contiguous. These rows are
+// in the order of the request's positions, and start at Member::first_row. With guidance, the rows
+// of the request's second canvas start Member::apart rows later.
 #pragma once
 
 #include <chrono>
@@ -25,7 +26,8 @@
 
 namespace dlm {
 
-// The arrays of a pass. They are reused, so a second pass of the same size allocates no memory.
+// The arrays of a pass. The arrays are reused, so a second pass of the same size allocates no
+// memory.
 struct Buffers {
   std::vector<int64_t> input_ids, position_ids, score_rows;
   std::vector<int32_t> top_tokens;
@@ -71,14 +73,14 @@ void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs
 Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,
                            size_t first, size_t apart, Buffers& buffers);
 
-// Throws Error(DLM_UNSUPPORTED) if the engine cannot take `batch` requests in one pass.
+// Throws Error(DLM_UNSUPPORTED) if the engine cannot run `batch` requests in one pass.
 void check_batch(const Engine& engine, int32_t batch);
 
-// Measures the time of passes over made-up tokens. Runs `repeats` passes, and writes the seconds
-// that each pass took to `seconds`. Each pass runs `batch` requests. Each request has `tokens` new
-// tokens and `cached` cached ones, and scores `rows` rows. If `cached` is above 0, a full pass
-// fills the cache first. Calls before_pass before each pass; this call is not measured. Throws
-// Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
+// Measures the time of passes over made-up tokens. Runs `repeats` passes, and writes the time of
+// each pass in seconds to `seconds`. Each pass runs `batch` requests. Each request has `tokens` new
+// tokens and `cached` cached tokens, and scores `rows` rows. If `cached` is above 0, a full pass
+// fills the cache first. Calls before_pass before each pass. The time of before_pass is not
+// measured. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED).
 void time_passes(const Denoiser& denoiser, const Engine& engine, Context& context, Buffers& buffers,
                  int32_t batch, int32_t tokens, int32_t cached, int32_t rows, double* seconds,
                  size_t repeats, const std::function<void()>& before_pass);

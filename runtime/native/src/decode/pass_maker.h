@@ -2,15 +2,15 @@
 // Runner decides when to make a pass, and calls the PassMaker.
 //
 // There are two implementations:
-//   - make_shared_passes is for engines that take segments. It runs any mix of requests in one
-//     pass.
-//   - LockstepPasses is for engines that take one shape per pass. It runs only requests of the same
-//     shape together (decode/lockstep_passes.h).
+//   - make_shared_passes is for engines that take segments. make_shared_passes runs any mix of
+//     requests in one pass.
+//   - LockstepPasses is for engines that take one shape per pass. LockstepPasses runs only requests
+//     of the same shape together (decode/lockstep_passes.h).
 //
-// For each request, the runner calls has_room, then start, which creates the request's Member. For
-// each pass, it calls choose and run. When the request has ended, it destroys the Member. All calls
-// come from the runner's thread. A Member refers to its Request and its PassMaker. Both must
-// outlive the Member, and the Request must not move in memory.
+// For each request, the runner first calls has_room, and then start, which creates the request's
+// Member. For each pass, the runner calls choose and run. When the request has ended, the runner
+// destroys the Member. All calls come from the runner's thread. A Member refers to its Request and
+// its PassMaker. Both must outlive the Member, and the Request must not move in memory.
 #pragma once
 
 #include <cstddef>
@@ -35,12 +35,12 @@ class Member {
 
   Request& request;
   Needs needs;  // outputs that the next pass must return; the runner sets them before the pass
-  // Where the request's outputs are in the last pass; see predictions_of.
+  // The position of the request's outputs in the outputs of the last pass; see predictions_of.
   size_t first_row = 0, apart = 0;
   uint64_t cache_bytes = 0;  // current size of the request's keys and values
-  // If this range is not empty, the cache has the rows outside of this range, and no row was stored
-  // since the range was set. If it is empty, the range must be set before the next pass that reads
-  // the cache.
+  // If this range is not empty, the cache contains the rows outside of this range, and no row was
+  // stored since the range was set. If the range is empty, the caller must set the range before the
+  // next pass that reads the cache.
   Range kept{0, 0};
 };
 
@@ -70,30 +70,31 @@ class PassMaker {
   // Starts a request. Call it only if has_room() returned true.
   virtual std::unique_ptr<Member> start(Request& request) = 0;
 
-  // Chooses the members of the next pass. `members` lists all running members, and the member that
-  // has waited longest comes first. Returns indices into `members`, at least one.
+  // Chooses the members of the next pass. `members` lists all running members. The member that has
+  // waited longest comes first in `members`. Returns indices into `members`, at least one.
   virtual std::vector<size_t> choose(const std::vector<Member*>& members,
                                      const PassLimits& limits) = 0;
 
-  // Runs one pass for the chosen members. Errors of the engine are thrown to the caller.
+  // Runs one pass for the chosen members. If the engine throws an error, the caller gets this
+  // error.
   virtual dlm_pass run(const std::vector<Member*>& members, Buffers& buffers,
                        PassSeconds& seconds) = 0;
 
-  // The bytes of keys and values that all running requests use now.
+  // Returns the number of bytes of keys and values that all running requests currently use.
   virtual uint64_t cache_bytes() const = 0;
 
  private:
   const int64_t rows_;
 };
 
-// The number of cache rows (of keys and values) that a request needs for all its canvases.
+// Returns the number of cache rows (of keys and values) that a request needs for all its canvases.
 inline int64_t rows_of(const Request& request) {
   return request.has_cache() ? static_cast<int64_t>(request.canvases() * request.canvas().size())
                              : 0;
 }
 
-// Returns the outputs that at least one of the members needs. The candidates are always returned,
-// so they are not included.
+// Returns the outputs that at least one of the members needs. The candidates are not included,
+// because every pass returns the candidates.
 inline Needs needs_of(const std::vector<Member*>& members) {
   Needs needs;
   for (const Member* const member : members) {

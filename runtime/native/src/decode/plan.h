@@ -1,30 +1,30 @@
-// Plans the passes of a request. For each pass, the plan says which rows the pass computes, which
-// rows it reads from the cache, and which rows it stores.
+// Plans the passes of a request. For each pass, the plan says which rows the pass computes, reads
+// from the cache, and stores.
 //
 // The plan depends on the policy's cache:
 //   - `none`: every pass runs the whole canvas.
 //   - `prefix` and `dual` (Fast-dLLM, arXiv:2505.22618): one pass per block, the opening pass, runs
 //     the whole canvas. The block's other passes run fewer positions, and read the cached keys and
-//     values of all other positions. With `prefix`, they run from the block's start to the end of
-//     the canvas. With `dual`, they run the block alone.
+//     values of all other positions. With `prefix`, these other passes run from the block's start
+//     to the end of the canvas. With `dual`, these other passes run only the block.
 //   - `prefix` and `dual` with `refresh`: only the first block's opening pass runs the whole
-//     canvas. The opening pass of a later block starts at the block before it, or `refresh` tokens
-//     before the later block if that is further back. So the cache never keeps the row of a mask
-//     token after its position was decided.
+//     canvas. The opening pass of a later block starts at the preceding block, or `refresh` tokens
+//     before the later block if that position is earlier. So the cache never keeps the row of a
+//     mask token after the position of the mask token was decided.
 //   - `block` (SDAR, arXiv:2510.06303): exact for block-causal attention. Each pass runs one block,
 //     and reads the cached rows of the finished blocks. One more pass stores each finished block.
-//   - `block-dual` (Fast-dLLM v2, arXiv:2509.26328): like `dual`, but applied to the parts of a
-//     block, called sub-blocks. One pass over the whole block opens each sub-block. The other
-//     passes run the sub-block alone.
+//   - `block-dual` (Fast-dLLM v2, arXiv:2509.26328): like `dual`, but each block is divided into
+//     sub-blocks. One pass over the whole block opens each sub-block. The other passes run only the
+//     sub-block.
 // exporter/dlm_export/network/passes.py implements the same plan.
 //
 // A stage is one or more passes over the same range of positions. Requests and pass makers rely on
 // these invariants:
 //   - Blocks come in order, and the stages of a block are contiguous.
-//   - A request goes through the stages once, in order. It skips stages without work.
+//   - A request goes through the stages once, in order. A request skips stages without work.
 //   - An earlier stage has stored every row that a stage reads. With `append`, a stage reads the
-//     positions before `rows`. With `read` and `refresh`, it reads all positions except `rows`;
-//     with block-causal attention, it reads none after the block's end.
+//     positions before `rows`. With `read` and `refresh`, a stage reads all positions except
+//     `rows`. But with block-causal attention, a stage never reads positions after the block's end.
 //   - Each undecided position of a block is in `decided` of one of the block's repeated stages.
 #pragma once
 
@@ -49,7 +49,7 @@ enum class PassKind { prefill, denoise, store };
 // One or more passes of the same kind over the same range of positions.
 struct Stage {
   Range rows;      // positions that the passes compute
-  int32_t cached;  // number of other positions whose cached rows the passes read
+  int32_t cached;  // number of positions outside `rows` whose cached rows the passes read
   CacheUse use;    // whether and how the passes store their rows
   PassKind kind;
   // true: repeat passes until all positions of `decided` are decided; false: one pass.
@@ -61,13 +61,13 @@ struct Stage {
 };
 
 // Checks that the policy suits the denoiser. Returns the policy with the block length that the
-// denoiser requires. visible_block is described at dlm_denoiser. Throws Error(DLM_INVALID_ARGUMENT,
+// denoiser requires. dlm_runtime.h describes visible_block. Throws Error(DLM_INVALID_ARGUMENT,
 // DLM_UNSUPPORTED) if the policy does not suit the denoiser.
 Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift);
 
-// Plans the passes that decide a canvas's undecided positions, block by block. `policy` must come
-// from suit_policy. The first block starts at the first undecided position. With block-causal
-// attention, it starts at position 0. If `steps` is above 0, it is the number of passes planned for
+// Plans the passes that decide the undecided positions of a canvas, block by block. `policy` must
+// come from suit_policy. The first block starts at the first undecided position, or at position 0
+// with block-causal attention. If `steps` is above 0, `steps` is the number of passes planned for
 // the whole generation. The tokens of the prompt before the first block are stored in as few passes
 // as the engine allows. Throws Error(DLM_INVALID_ARGUMENT).
 std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Policy& policy,

@@ -90,7 +90,7 @@ Policy check_policy(const dlm_policy& given) {
          "policy: commit = \"%s\" needs scores in 0..1, and entropies are not: use score = "
          "\"confidence\"",
          policy.commit);
-  // Entropy-bounded commits compare entropies, so the scores must be entropies.
+  // commit "entropy_bound" compares entropies, so the scores must be entropies.
   if (out.commit == Commit::entropy_bound) out.score = Score::entropy;
   return out;
 }
@@ -101,8 +101,8 @@ int32_t even_count(int32_t masked, int32_t step, int32_t steps) {
 
 int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps) {
   if (step >= steps - 1) return masked;
-  // Computes torch.linspace(1, eps, steps + 1) in fp32. Like torch, it computes each value from the
-  // nearer end of the interval, with a rounded increment.
+  // Computes torch.linspace(1, eps, steps + 1) in fp32. Like torch, this code computes each value
+  // from the nearer end of the interval, with a rounded increment.
   const int32_t half = steps / 2 + steps % 2;  // half of steps + 1, which could overflow int32
   const float end = static_cast<float>(eps), increment = (end - 1.0f) / static_cast<float>(steps);
   const auto t = [&](int32_t i) {

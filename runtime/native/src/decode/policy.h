@@ -5,8 +5,8 @@
 // (arXiv:2508.15487), SDAR (arXiv:2510.06303) and entropy-bounded sampling (arXiv:2505.24857).
 // exporter/dlm_export/network/reference.py implements the same rules in plain torch.
 //
-// A policy is checked twice. check_policy checks its fields and their combinations. suit_policy
-// (decode/plan.h) checks that the policy suits the denoiser.
+// A policy is checked twice. check_policy checks the fields of the policy and the combinations of
+// fields. suit_policy (decode/plan.h) checks that the policy suits the denoiser.
 //
 // The rules only use scores, which proposers compute. So the same rules work for argmax, for
 // sampling and for constraints.
@@ -81,7 +81,7 @@ constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == 
   CHOICE(score_of, ScoreOf)                        \
   NUMBER(cfg_scale, double, 0, 0, 1000)
 
-// A policy whose fields and combinations were checked. dlm_runtime.h documents the fields.
+// A policy that check_policy has checked. dlm_runtime.h documents the fields.
 struct Policy {
 #define DLM_CHOICE(field, type) type field;
 #define DLM_NUMBER(field, type, ...) type field;
@@ -118,8 +118,8 @@ constexpr size_t field_bytes(int32_t kind) {
                                    : 8;
 }
 
-// LLaDA's policy, which is the default: static commits by confidence, blocks of 32 tokens, and no
-// cache. The strings in the result are static.
+// Returns LLaDA's policy, which is the default: commit "static", score "confidence", blocks of 32
+// tokens, and no cache. The strings in the result are static.
 dlm_policy default_policy();
 
 // Returns the static string that equals `value`. Returns nullptr if `value` is not one of the
@@ -132,23 +132,25 @@ void set_field(dlm_policy& policy, const dlm_policy_field& field, Value value) {
   std::memcpy(reinterpret_cast<char*>(&policy) + field.offset, &value, sizeof value);
 }
 
-// Checks the fields of a caller's policy and their combinations. The struct may have the size of
-// any version that this library knows. Throws Error(DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED) with a
-// message that lists the valid choices.
+// Checks the fields of a caller's policy and the combinations of fields. The size of the struct may
+// be the size in any version of the struct that this library knows. Throws
+// Error(DLM_INVALID_ARGUMENT or DLM_UNSUPPORTED) with a message that lists the valid choices.
 Policy check_policy(const dlm_policy& policy);
 
 // Splits `masked` positions evenly over `steps` steps. Returns the number of positions to commit at
 // step `step`. If the shares cannot be equal, earlier steps get the larger shares.
 int32_t even_count(int32_t masked, int32_t step, int32_t steps);
 
-// Returns the number of positions that Dream's schedule commits at a step. The number is at least
-// 1, and is computed in fp32 as published. The last step commits all remaining positions.
+// Returns the number of positions that Dream's schedule commits at a step. This number is at least
+// 1. The function computes in fp32, like Dream's published code. The last step commits all
+// remaining positions.
 int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps);
 
 // Chooses the rows that commit. `scores` has one score per row, in the order of the positions.
 // Fills `order` with the indices of all rows, sorted by descending score. Rows with equal scores
-// are in the order of their positions. With `sequential`, all rows are in this order. Returns the
-// number of rows that commit, at least 1. These are the first rows in `order`.
+// are in the order of their positions. With `sequential`, all rows are in the order of their
+// positions. Returns the number of rows that commit, at least 1. The rows that commit are the first
+// rows in `order`.
 int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t planned,
                std::vector<int32_t>& order);
 

@@ -22,21 +22,23 @@ struct Needs {
   bool entropy = false, logits = false;
 };
 
-// A pass's outputs for the scored rows of one request, in the order of their positions. R is the
-// number of these rows.
+// The outputs of a pass for the scored rows of one request. The rows are in the order of their
+// positions. R is the number of these rows.
 struct Predictions {
   const int32_t* tokens;  // [R, K], never the mask token
   const float* probs;     // [R, K], softmax without the mask token
   const float* entropy;   // [R], the sum of p ln p; NULL if no request needs it
-  // [R, V], raw logits, including that of the mask token; NULL if no request needs them.
+  // [R, V], raw logits, including the logit of the mask token; NULL if no request needs the logits.
   const float* logits;
 };
 
 // The state of a request at a pass, as a proposer sees it.
 struct Turn {
   const std::vector<int32_t>& canvas;     // the canvas that the pass ran over
-  const std::vector<uint8_t>& undecided;  // by canvas position: 1 if it is undecided, otherwise 0
-  const std::vector<int32_t>& positions;  // the scored positions, ascending, before the shift
+  const std::vector<uint8_t>& undecided;  // one entry per canvas position: 1 if the position is
+                                          // undecided, otherwise 0
+  const std::vector<int32_t>& positions;  // the scored positions in ascending order, before they
+                                          // are shifted
   Range block;                            // the block being decided, which contains the positions
   int32_t passes;                         // number of passes that the request made before this pass
   // true: the positions are already decided, but the pass may replace their tokens.
@@ -46,11 +48,11 @@ struct Turn {
 // A proposer's results: one proposal per scored row.
 struct Proposals {
   std::vector<int32_t> tokens;  // proposed tokens, never the mask token
-  // Higher means more certain: between 0 and 1, or (for entropies) at most 0.
+  // Higher scores mean more certain proposals. Scores are between 0 and 1. Entropies are at most 0.
   std::vector<double> scores;
   std::vector<double> probs;  // probability of each proposed token in the softmax of the logits
   // The cost of a constraint, per row: ln p of the best token minus ln p of the proposed token. The
-  // decoding loop fills it, not the proposer.
+  // decoding loop fills this array, not the proposer.
   std::vector<double> losses;
 
   void resize(size_t rows) {
@@ -76,27 +78,29 @@ class Proposer {
   // replaces decided tokens, the scores must be the tokens' probabilities.
   virtual void propose(const Turn& turn, const Predictions& predictions, Proposals& proposals) = 0;
 
-  // May remove rows from `chosen`, the rows that would commit. `chosen` is sorted by descending
-  // score. At least one row must remain, unless the request is replacing decided tokens.
+  // May remove rows from `chosen`. `chosen` contains the rows that would commit, sorted by
+  // descending score. At least one row must remain, unless the request is replacing decided tokens.
   virtual void limit(const Turn&, const Proposals&, std::vector<int32_t>& /*chosen*/) const {}
 
-  // Finds the undecided positions of `range` that have only one legal token, and appends them to
-  // the last argument. The caller then decides these positions. A request calls this function once
-  // for the whole canvas, before the first pass. Later it calls the function for the current block,
-  // before each pass.
+  // Finds the undecided positions of `range` that have only one legal token, and appends these
+  // positions to the last argument. The caller then decides these positions. A request calls this
+  // function once for the whole canvas, before the first pass. Later it calls the function for the
+  // current block, before each pass.
   virtual void scaffold(const std::vector<int32_t>& /*canvas*/, const std::vector<uint8_t>&,
                         Range /*range*/, std::vector<Certain>& /*certain*/) {}
 
-  // True if the text is complete once all positions are decided, even without an end token.
+  // Returns true if the text is complete once all positions are decided, even without an end token.
   virtual bool is_whole() const { return false; }
 
-  // Completes a request that ends early. `guess` has one entry for each position of the canvas. The
-  // entry is the last pass's proposal if the position is undecided and has a proposal. Otherwise it
-  // is -1. The function replaces each -1 by a token. An entry that remains -1 becomes an end token.
+  // Completes a request that ends early. `guess` has one entry for each position of the canvas. If
+  // the position is undecided and the last pass proposed a token for the position, the entry is
+  // this token. Otherwise the entry is -1. The function replaces each -1 by a token. If an entry
+  // remains -1, the caller uses an end token.
   virtual void complete(const std::vector<int32_t>& /*canvas*/, const std::vector<uint8_t>&,
                         std::vector<int32_t>& /*guess*/) {}
 
-  // For decisions: the probability of each option of all questions. NULL if it is not known.
+  // For decisions: returns the probability of each option of all questions. Returns NULL if these
+  // probabilities are not known.
   virtual const std::vector<double>* option_probs() const { return nullptr; }
 
   // Called for every token that the request commits or replaces, so that the proposer can follow
@@ -111,8 +115,9 @@ std::unique_ptr<Proposer> make_proposer(const Denoiser& denoiser, const Policy& 
 // the row's best token, and from the best token's probability.
 double prob_of(int32_t token, const float* logits, int32_t best, float best_prob);
 
-// Finds the most likely tokens of a row of logits, at most `count`, most likely first. Of equal
-// logits, the lowest id comes first. The mask token is left out. Returns how many it found.
+// Finds the most likely tokens of a row of logits, at most `count`, most likely first. Tokens with
+// equal logits are sorted by ascending id. The mask token is left out. Returns the number of tokens
+// found.
 size_t rank_tokens(const Denoiser& denoiser, const float* logits, size_t count, int32_t* best);
 
 // Computes the policy's score of a row from the denoiser's predictions. `prob` is the probability

@@ -11,14 +11,14 @@
 namespace dlm {
 namespace {
 
-// Returns ln p. A constraint may force a token whose probability rounds to 0. Its logarithm must
-// stay finite, because JSON cannot represent infinity.
+// Returns ln p. A constraint may force a token whose probability rounds to 0. The logarithm must
+// stay finite even then, because JSON cannot represent infinity.
 double finite_log(double prob) {
   return std::log(std::max(prob, std::numeric_limits<double>::denorm_min()));
 }
 
-// Returns ln p of the best token minus ln p of another token. If a probability underflows to 0, the
-// smallest positive double is used instead. So the result is finite, at most 745 nats.
+// Returns ln p of the best token minus ln p of a given token. If a probability underflows to 0, the
+// function uses the smallest positive double instead. So the result is finite and at most 745 nats.
 double log_prob_loss(double best, double prob) {
   return std::max(0.0, finite_log(best) - finite_log(prob));
 }
@@ -73,8 +73,8 @@ void Request::check_limits(const Engine& engine) const {
     const int32_t tokens = stage.rows.tokens();
     const bool is_opening = is_full && !stage.is_repeated;
     int32_t rows = count_undecided(stage.decided);
-    // The block's opening pass decides at least one position. So later passes score at least one
-    // position fewer.
+    // The block's opening pass decides at least one position. So each later pass scores at least
+    // one position less than the opening pass.
     if (is_full && stage.is_repeated) --rows;
     if (is_full && rows == 0) continue;
     if (stage.is_last && policy_.remask == Remask::edit) rows = count_undecided(stage.block);
@@ -102,8 +102,8 @@ bool Request::fits(const Request& other) const {
   if (canvas_.size() != other.canvas_.size() || has_cache() != other.has_cache()) return false;
   if (!has_cache()) return true;
   // With `reuse`, the last pass of a block also stores the block's rows. In lockstep, a slower
-  // request could add a pass, and this pass would store other rows. So results would differ from
-  // those without lockstep.
+  // request could add a pass, and this additional pass would store different rows. So results with
+  // lockstep would differ from results without lockstep.
   if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
   return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
 }
@@ -137,7 +137,7 @@ Needs Request::needs() const {
   if (positions_.empty()) return {};
   if (guidance() > 0) return {false, true};
   Needs found = proposer_->needs(turn());
-  // The candidates of the pass are enough for few alternatives.
+  // If few alternatives are requested, the candidates of the pass are enough.
   found.logits = found.logits || top_count_ > static_cast<size_t>(denoiser_.top_k);
   return found;
 }
@@ -209,7 +209,7 @@ void Request::commit(const Predictions& predictions, const Proposals& proposals)
   take(predictions, proposals, order_);
 }
 
-// Replaces a decided token if another token is clearly more likely (as in LLaDA2.1).
+// Replaces a decided token if a different token is clearly more likely (as in LLaDA2.1).
 void Request::edit(const Predictions& predictions, const Proposals& proposals) {
   order_.clear();
   for (size_t row = 0; row < positions_.size(); ++row)
@@ -326,7 +326,7 @@ void Request::scaffold(Range range, const Predictions* predictions) {
 }
 
 // Returns the loss of a token that is decided without a pass. The loss is computed from the last
-// pass. It is 0 if that pass did not score the position.
+// pass. The loss is 0 if the last pass did not score the position.
 double Request::loss_of(const Certain& certain, const Predictions* predictions) const {
   const auto found = std::lower_bound(positions_.begin(), positions_.end(), certain.position);
   if (!is_constrained_ || predictions == nullptr || predictions->logits == nullptr) return 0;
@@ -337,7 +337,7 @@ double Request::loss_of(const Certain& certain, const Predictions* predictions) 
   return log_prob_loss(prob, prob_of(certain.token, logits, predictions->tokens[best], prob));
 }
 
-// Moves to the next stage that needs a pass. `predictions` are those of the last pass. They are
+// Moves to the next stage that needs a pass. `predictions` are the predictions of the last pass, or
 // NULL if there was no pass yet.
 void Request::settle(const Predictions* predictions) {
   while (!done()) {
@@ -345,9 +345,9 @@ void Request::settle(const Predictions* predictions) {
     scaffold(now.block, predictions);
     const bool is_stored = keeps_rows(now.use);
     const bool is_undecided = count_undecided(now.decided) > 0;
-    // If all positions of the block are decided, the opening pass can be skipped. With `refresh` it
-    // cannot be skipped, because the opening pass of the next block does not recompute the rows
-    // before this block.
+    // If all positions of the block are decided, the opening pass can be skipped. With `refresh`,
+    // the opening pass cannot be skipped, because the opening pass of the next block does not
+    // recompute the rows before this block.
     const bool is_idle =
         !is_undecided && (is_full(policy_.cache) ? policy_.refresh == 0 : now.rows == now.block);
     if (now.is_repeated ? is_undecided : !is_made_ && !is_idle && (is_stored || is_undecided))
@@ -367,8 +367,8 @@ void Request::settle(const Predictions* predictions) {
 }
 
 // Ends the request if one of the generated tokens in the block is an end token, and the policy
-// stops there. All undecided positions then become end tokens. Returns true if the request has
-// ended.
+// stops at end tokens. All undecided positions then become end tokens. Returns true if the request
+// has ended.
 bool Request::end_early(Range block) {
   if (policy_.stop != Stop::eos) return false;
   for (int32_t i = block.first; i < block.last; ++i) {

@@ -3,9 +3,9 @@
 // A request is either done, or at a stage that needs a pass. For each pass, the caller calls
 // find_positions and needs, makes the pass, and calls step. step() gets the proposals and commits
 // them. Once all positions of the block are decided, step() replaces tokens instead, if the policy
-// allows it. The constructor and step() call settle(), which moves to the next stage that needs a
-// pass. Every decided token goes through take(), which writes the token to the canvas and notifies
-// the proposer.
+// allows replacing tokens. The constructor and step() call settle(), which moves to the next stage
+// that needs a pass. Every decided token goes through take(), which writes the token to the canvas
+// and notifies the proposer.
 #pragma once
 
 #include <cstdint>
@@ -21,21 +21,22 @@
 namespace dlm {
 
 // One request's canvas and its progress. A Request selects the positions that a pass must score,
-// and commits tokens after the pass. It does not run passes itself.
+// and commits tokens after the pass. A Request does not run passes itself.
 class Request {
  public:
-  // `undecided` has a 1 for each position to fill. Until such a position is decided, passes see the
-  // token that `canvas` has there. The caller must have checked the ids and lengths. If `steps` is
-  // above 0, it is the number of passes planned for the whole generation. If `proposer` is NULL,
-  // the request uses the proposer that the policy asks for. `top_log_probs` is the number of
-  // alternatives to keep for each token that a pass commits. Throws Error(DLM_INVALID_ARGUMENT,
-  // DLM_UNSUPPORTED), for example if the engine is too small for a pass of the plan.
+  // `undecided` is 1 at each position to fill. Until such a position is decided, passes see the
+  // token that `canvas` contains at this position. The caller must have checked the ids and
+  // lengths. If `steps` is above 0, `steps` is the number of passes planned for the whole
+  // generation. If `proposer` is NULL, the request uses the proposer that the policy asks for.
+  // `top_log_probs` is the number of alternatives to keep for each token that a pass commits.
+  // Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED), for example if the engine is too small for
+  // a pass of the plan.
   Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy,
           std::vector<int32_t> canvas, std::vector<uint8_t> undecided, int32_t steps,
           std::unique_ptr<Proposer> proposer = nullptr, int32_t top_log_probs = 0);
 
-  // True if this request and `other` can share passes in lockstep. With a cache, this is true only
-  // if their passes run over the same rows.
+  // Returns true if this request and `other` can share passes in lockstep. If the requests use a
+  // cache, they can share passes only if their passes run over the same rows.
   bool fits(const Request& other) const;
   bool has_cache() const { return policy_.cache != Cache::none; }
   double guidance() const { return policy_.cfg_scale; }  // guidance scale; 0: no guidance
@@ -47,8 +48,8 @@ class Request {
   size_t stage_number() const { return stage_; }
   const Stage& stage() const { return plan_[stage_]; }
   const std::vector<int32_t>& canvas() const { return canvas_; }
-  // Canvas 0 is the request's canvas. With guidance, there is also canvas 1, a copy in which mask
-  // tokens replace the prompt and all other tokens of the caller.
+  // Returns a canvas by its index. Canvas 0 is the request's canvas. With guidance, there is also
+  // canvas 1, a copy in which mask tokens replace the prompt and all other tokens of the caller.
   const std::vector<int32_t>& canvas(size_t number) const {
     return number == 0 ? canvas_ : unconditional_;
   }
@@ -60,28 +61,28 @@ class Request {
   int32_t nfe() const { return nfe_; }
   dlm_step view() const;
 
-  // The load of the next pass, for predicting its time. Call find_positions first.
+  // Returns the load of the next pass, to predict the time of this pass. Call find_positions first.
   PassLoad load() const { return load_of(stage(), positions_.size()); }
-  // The load of the most expensive of the remaining stages that may take several passes.
+  // Returns the load of the most expensive of the remaining stages that may take several passes.
   PassLoad usual_load(const PassCost& cost) const;
 
-  // Finds the positions that the next pass must score. Returns the number of positions. It is 0 if
-  // the pass only stores rows.
+  // Finds the positions that the next pass must score. Returns the number of positions, which is 0
+  // if the pass only stores rows.
   size_t find_positions();
   // The positions that find_positions found, in ascending order.
   const std::vector<int32_t>& positions() const { return positions_; }
-  Needs needs() const;  // outputs that the next pass must return; empty if it scores no rows
+  Needs needs() const;  // outputs that the next pass must return; empty if the pass scores no rows
 
   // Commits tokens after a pass. The pass must have scored the positions that find_positions found.
   // Throws Error(DLM_ENGINE_FAILED).
   void step(const Predictions& predictions, Proposals& proposals);
 
   // Ends a request early and fills its canvas. Does nothing if the request is done. Each undecided
-  // position takes the token that the last pass proposed. Without such a proposal, it takes the
-  // token that the proposer's complete() chooses, or else an end token. These positions still count
-  // as undecided. `why` is a DLM_FINISH_ constant.
+  // position takes the token that the last pass proposed. If there is no such proposal, the
+  // position takes the token that the proposer's complete() chooses, or else an end token. These
+  // positions still count as undecided. `why` is a DLM_FINISH_ constant.
   void end(int32_t why);
-  void drop() noexcept;  // like end(), but does not fill the canvas, so it needs no memory
+  void drop() noexcept;  // like end(), but does not fill the canvas, so needs no memory
 
   // The fields of dlm_result that the request knows once it is done. The pointers in the result
   // belong to the request.

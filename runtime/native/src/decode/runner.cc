@@ -39,7 +39,7 @@ void Runner::fail_job(Job& job, const Failure& failure) noexcept {
       job.message_ = failure.message;
       make_one_line(job.message_.data(), job.message_.size());
     } catch (...) {
-      job.message_.clear();  // there is no memory for the message, so report only the status
+      job.message_.clear();  // if there is no memory for the message, report only the status
     }
   }
   try {
@@ -137,7 +137,7 @@ bool Runner::make_passes(Until until, const std::function<bool()>& before_pass,
     settle();
     if (!running_.empty()) {
       if (!before_pass()) return false;
-      settle();  // needed again, because before_pass may have cancelled jobs
+      settle();  // called again, because before_pass may have cancelled jobs
     }
     if (!running_.empty()) {
       if (const auto chosen = choose(); !chosen.empty()) pass(chosen);
@@ -170,7 +170,7 @@ void Runner::stop() {
   board_->changed.notify_all();
 }
 
-// Ends a job if it was cancelled, has used all its passes, or is past its deadline.
+// Ends a job if the job was cancelled, has used all its passes, or is past its deadline.
 void Runner::end_if_due(Job& job, Clock::time_point now) {
   const JobOptions& options = job.options_;
   if (job.is_cancelled_)
@@ -240,7 +240,7 @@ void Runner::finish(Job& job) noexcept {
     result.text_size = writer->text().size();
     result.is_text_decided = writer->is_decided(job.request_) ? 1 : 0;
     // If the text is not fully decided, a stop string ends the text, but not the request. So
-    // `finish` still has the reason why the request ended.
+    // `finish` still contains the reason why the request ended.
     if (writer->is_stopped() && result.is_text_decided != 0) {
       result.finish = DLM_FINISH_STOP;
       result.completion_tokens = writer->completion_tokens();
@@ -255,7 +255,7 @@ void Runner::finish(Job& job) noexcept {
     board_->changed.notify_all();
   }
   if (options_.ended_fd < 0) return;
-  // A write that fails is ignored: the descriptor is then full, so its reader will wake anyway.
+  // If the write fails, ignore the failure: the pipe is then full, so its reader will wake anyway.
   constexpr uint64_t kOne = 1;
   [[maybe_unused]] const auto written = write(options_.ended_fd, &kOne, sizeof kOne);
 }
@@ -369,8 +369,8 @@ void Runner::tell(Job& job) {
     fail(DLM_CANCELLED, "a callback asked to stop after %d passes", job.step_.nfe);
 }
 
-// Updates pace_, which is an exponential average over about ten passes. `times` is the measured
-// time of a pass divided by its predicted time. A number above kMost counts as kMost.
+// Updates pace_, which is an exponential average over about ten passes. `times` is the ratio of the
+// measured time of a pass to the predicted time of this pass. A ratio above kMost counts as kMost.
 void Runner::note_pace(double times) {
   constexpr double kShare = 0.1, kMost = 4;
   pace_ = std::max(1.0, pace_ + kShare * (std::min(times, kMost) - pace_));

@@ -1,14 +1,14 @@
-// The Runner runs requests until all of them have ended. It starts waiting requests, makes passes
-// that several requests share, commits tokens, and reports steps.
+// The Runner runs requests until all requests have ended. The Runner starts waiting requests, makes
+// passes that several requests share, commits tokens, and reports steps.
 //
 // A session calls run() on the caller's thread. run() returns when the session's requests have
-// ended. A scheduler has a thread of its own that stays in run(). Any thread may submit requests to
-// a scheduler.
+// ended. For a scheduler, one thread of the program stays in run(). Any thread may submit requests
+// to a scheduler.
 //
 // Ownership. A Job owns its Request, statistics and result. The caller's handle keeps the Job
-// alive. Until the Job has ended, the runner keeps it alive too. The PassMaker owns the keys and
-// values, and has a Member for each running Job. finish() destroys the Member first. So the Job's
-// cache rows are free before any thread sees that the Job has ended.
+// alive. Until the Job has ended, the runner also keeps the Job alive. The PassMaker owns the keys
+// and values, and creates a Member for each running Job. finish() first destroys the Member. So the
+// Job's cache rows are free before any thread sees that the Job has ended.
 //
 // Locking. The Board's mutex guards waiting_, failure_, is_running_, is_stopping_, stats_ and
 // Job::is_done_. Everything else, including running_, belongs to the thread in run(). Other threads
@@ -17,7 +17,7 @@
 //
 // Each pass is one iteration of the loop in run():
 //    1. End the jobs that were cancelled or reached a limit, and start waiting jobs.
-//   2. Call before_pass. It may cancel jobs, so repeat step 1.
+//   2. Call before_pass, which may cancel jobs. So repeat step 1.
 //   3. Choose jobs, and make the pass for them.
 //   4. Commit tokens for each of these jobs, end the jobs that reached a limit, and report the
 //      jobs' steps.
@@ -45,18 +45,20 @@ namespace dlm {
 class Runner {
  public:
   struct Options {
-    // Largest numbers of running and of waiting requests.
+    // The largest number of running requests, and the largest number of waiting requests.
     int32_t most_running = 1, most_waiting = INT32_MAX;
     int32_t most_tokens = INT32_MAX;  // most tokens in a pass that several requests share
     double most_ms = 0;     // limit for the predicted milliseconds of such a pass; 0: no limit
     PassCost cost{};        // model that predicts these milliseconds
-    int32_t ended_fd = -1;  // 8 bytes are written to it for each job that has ended; -1: none
+    int32_t ended_fd = -1;  // a descriptor; run() writes 8 bytes to it for each job that has ended;
+                            // -1: none
   };
 
   // `denoiser` and `pass_maker` must outlive the runner.
   Runner(const Denoiser& denoiser, PassMaker& pass_maker, const Options& options)
       : denoiser_(denoiser), pass_maker_(pass_maker), options_(options) {}
-  // Cancels all jobs, and reports no further steps. Must not be called while a thread is in run().
+  // Cancels all jobs, and reports no further steps. The destructor must not be called while a
+  // thread is in run().
   ~Runner() { drop_all(); }
 
   // May be called only while no thread is in run() and there are no jobs.
@@ -69,14 +71,14 @@ class Runner {
 
   enum class Until { stopped, idle, pass };
 
-  // Makes passes, and calls before_pass before each of them. `until` says when run() returns. With
-  // `stopped`, it returns after stop() was called. With `idle`, it returns when no job is left.
-  // With `pass`, it returns after one pass. If before_pass returns false, throws
+  // Makes passes, and calls before_pass before each pass. `until` says when run() returns. With
+  // `stopped`, run() returns after stop() was called. With `idle`, run() returns when no job is
+  // left. With `pass`, run() returns after one pass. If before_pass returns false, throws
   // Error(DLM_CANCELLED). The jobs then remain for the next call.
   //
   // An error of one job ends only that job. Any other error ends every job with the error's status
-  // and message. run() then throws the error to its caller. submit() throws it too, until run() is
-  // called again. Throws Error(DLM_INVALID_ARGUMENT) if another thread is in run().
+  // and message. run() then throws this error to its caller. Until run() is called again, submit()
+  // throws this error too. Throws Error(DLM_INVALID_ARGUMENT) if another thread is in run().
   void run(Until until, const std::function<bool()>& before_pass);
   // Makes run() return after its current pass. If no thread is in run(), the next call of run()
   // returns without a pass.
@@ -121,12 +123,13 @@ class Runner {
   Options options_;
   const std::shared_ptr<Board> board_ = std::make_shared<Board>();
   Buffers buffers_;
-  // Both lists are in the order of submission. A job is in at most one of them.
+  // Both lists are in the order of submission. A job is in at most one of the two lists.
   Jobs waiting_, running_;
   bool is_running_ = false, is_stopping_ = false;
-  std::optional<Failure> failure_;  // error that ended the last run; guarded by the board's mutex
+  std::optional<Failure> failure_;  // the error that ended the last run(); guarded by the board's
+                                    // mutex
   uint64_t passes_ = 0;
-  double pace_ = 1;  // measured time of passes divided by their predicted time, at least 1
+  double pace_ = 1;  // ratio of the measured time of passes to the predicted time, at least 1
   dlm_scheduler_stats stats_{};  // guarded by the board's mutex
 };
 

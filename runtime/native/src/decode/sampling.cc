@@ -13,9 +13,9 @@ namespace {
 constexpr double kLog2E = 1.4426950408889634;
 
 // Returns an upper bound of 2^power. Unless 2^power is tiny, the bound is at most 1.07 * 2^power.
-// The function makes an integer and uses its bits as a float. This works because 2^n (1 + f) >=
-// 2^(n + f) for f in 0..1. The result is then increased by one thousandth, which covers rounding
-// errors.
+// The function makes an integer and uses its bits as a float. The result is an upper bound because
+// 2^n (1 + f) >= 2^(n + f) for f in 0..1. The function then increases the result by one thousandth,
+// which covers rounding errors.
 float exp_bound(float power) {
   // kOne is the exponent field of the float 1. kStep is the number of floats per exponent.
   constexpr float kOne = 127, kStep = 8388608;
@@ -71,8 +71,8 @@ void Winner::see(int32_t token, double log_weight) {
   const float bound = exp_bound(static_cast<float>(log_weight * kLog2E));
   if (spare_ != nullptr && spare_[token] > bound * scale_) return;
   const double u = uniform(token);
-  // This test rejects almost all losing tokens without computing a logarithm. It is safe because
-  // -ln(-ln u) <= -ln(1 - u).
+  // This test rejects almost all losing tokens without computing a logarithm. The test is safe
+  // because -ln(-ln u) <= -ln(1 - u).
   if (1 - u > bound * scale_) return;
   const double value = log_weight - std::log(-std::log(u));
   if (value < best_ || (value == best_ && token > token_)) return;
@@ -99,7 +99,7 @@ void Winner::prepare(int32_t vocab_size, std::vector<float>& spare) {
   spare_ = spare.data();
 }
 
-// Does the same as see(), but for a range of tokens.
+// Does the same as see(), for a range of tokens.
 void Winner::see_row(const float* logits, int32_t first, int32_t last, float best,
                      double temperature) {
   constexpr int32_t kSome = 128;
@@ -127,7 +127,7 @@ std::array<uint32_t, 4> Winner::words_of(int32_t pair) const {
   return philox(key_.seed, {key_.step, key_.position, static_cast<uint32_t>(pair), kDraws});
 }
 
-// The uniform random number of a token. One block of random words serves two tokens.
+// Returns the uniform random number of a token. Two tokens use the same block of random words.
 double Winner::uniform(int32_t token) {
   if (token / 2 != pair_) {
     pair_ = token / 2;
@@ -136,7 +136,7 @@ double Winner::uniform(int32_t token) {
   return token % 2 == 0 ? unit(words_[0], words_[1]) : unit(words_[2], words_[3]);
 }
 
-// Computes weights_ for all tokens, and their sum total_.
+// Computes weights_, the weights of all tokens, and total_, the sum of these weights.
 void Sampler::temper(const Tempered& tempered, int32_t vocab_size, int32_t left_out) {
   weights_.resize(static_cast<size_t>(vocab_size));
   double total = 0;
@@ -156,8 +156,8 @@ Cut Sampler::find_cut(const float* logits, int32_t vocab_size, int32_t left_out,
   temper({logits, best, sampling.temperature}, vocab_size, left_out);
   cut(logits, sampling);
   if (sampling.top_p >= 1 && kept_.size() < static_cast<size_t>(sampling.top_k)) {
-    // Some of the top_k best tokens have the weight 0, because they are too unlikely to be drawn.
-    // They still must not be cut, because a constraint may need them.
+    // Some of the top_k best tokens have the weight 0, because these tokens are too unlikely to be
+    // drawn. But these tokens must not be cut, because a constraint may need them.
     kept_.clear();
     for (int32_t token = 0; token < vocab_size; ++token)
       if (token != left_out && logits[token] > -std::numeric_limits<float>::infinity())
@@ -214,8 +214,8 @@ void Sampler::keep_best(const float* logits, int32_t top_k) {
   kept_.resize(count);
 }
 
-// Applies top_k and top_p, and stores the remaining tokens in kept_. Finds them by bisection, in
-// linear time.
+// Applies top_k and top_p, and stores the remaining tokens in kept_. The function finds the
+// remaining tokens by bisection, in linear time.
 void Sampler::cut(const float* logits, const Sampling& sampling) {
   kept_.clear();
   // The total weight of all tokens below `least` is less than the weight that top_p may cut. So all
@@ -229,7 +229,7 @@ void Sampler::cut(const float* logits, const Sampling& sampling) {
   keep_best(logits, sampling.top_k);
   if (sampling.top_p >= 1) return;
   // Bisection: the token of rank `first` remains, and the token of rank `last` is cut. `before` is
-  // the total weight of the ranks below `first`.
+  // the total weight of all tokens whose rank is below `first`.
   size_t first = 0, last = kept_.size();
   for (double before = 0; last - first > 1;) {
     const size_t middle = first + (last - first) / 2;

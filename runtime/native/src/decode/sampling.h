@@ -3,7 +3,7 @@
 //
 // The Gumbel method gives each token a uniform random number u, and draws the token with the
 // largest l/T - ln(-ln u) (Gumbel, 1954; also in LLaDA's loop, arXiv:2502.09992). The computation
-// uses fp64. u is a pure function of seed, step, position and token. So a draw has the same result
+// uses fp64. u is a pure function of the seed, step, position and token. So the same token is drawn
 // on any engine, with any number of threads, and in any batch. A small change of the logits changes
 // the drawn token only rarely.
 #pragma once
@@ -15,10 +15,9 @@
 
 namespace dlm {
 
-// How to draw at a temperature above 0. First, all but the `top_k` most likely tokens are cut (0:
-// no token is cut). Of the remaining tokens, only the most likely ones can be drawn: the smallest
-// number of them whose total probability is above `top_p`. The probabilities are those at the
-// temperature.
+// How to draw a token at a temperature above 0. First, all but the `top_k` most likely tokens are
+// cut (0: no token is cut). Then all tokens are cut except the smallest set of most likely tokens
+// whose total probability is above `top_p`. The probabilities are computed at the temperature.
 struct Sampling {
   double temperature, top_p;
   int32_t top_k;
@@ -31,13 +30,13 @@ struct DrawKey {
   uint32_t step, position;
 };
 
-// A token cannot win if its logit is too far below the best logit. This is the limit for the
+// A token cannot win if its logit is too far below the best logit. kFarthest is the limit for this
 // difference, divided by the temperature. The random part is always between -ln(53 ln 2) and 53 ln
 // 2.
 constexpr double kFarthest = 42;
 
-// Finds the token with the largest sum of noise and log weight. The caller passes every token to
-// `see` or `see_row`. There must be at least one token.
+// Finds the token with the largest sum of random noise and log weight. The caller passes every
+// token to `see` or `see_row`. There must be at least one token.
 class Winner {
  public:
   explicit Winner(const DrawKey& key) : key_(key) {}
@@ -46,8 +45,8 @@ class Winner {
   // Makes later calls of `see` faster, for tokens below vocab_size. `spare` is scratch memory that
   // must outlive this object.
   void prepare(int32_t vocab_size, std::vector<float>& spare);
-  // Calls `see` for the tokens from `first` to `last` - 1. Their log weights are (logits[token] -
-  // best) / temperature. `best` must not be smaller than any of these logits.
+  // Calls `see` for the tokens from `first` to `last` - 1. The log weight of a token is
+  // (logits[token] - best) / temperature. `best` must not be smaller than any of these logits.
   void see_row(const float* logits, int32_t first, int32_t last, float best, double temperature);
   int32_t token() const { return token_; }
 
@@ -78,16 +77,17 @@ struct Cut {
   }
 };
 
-// A drawn token, and some properties of its distribution. All numbers are NaN if a logit is NaN or
-// +inf.
+// A drawn token, and some properties of the distribution from which it was drawn. All fields except
+// the token are NaN if a logit is NaN or +inf.
 struct Draw {
   int32_t token;
   double prob;             // probability of the token
-  double margin, entropy;  // p1 - p2 and sum p ln p of the distribution
+  double margin, entropy;  // `margin` is p1 - p2, and `entropy` is sum p ln p
 };
 
-// The fields that a draw computes. `token`: only the token. `distribution`: the token, prob and
-// margin. `entropy`: all fields. In each case, the numbers are NaN if a logit is NaN or +inf.
+// The fields of a Draw to compute. `token`: only the token. `distribution`: the token, prob and
+// margin. `entropy`: all fields. In each case, all fields except the token are NaN if a logit is
+// NaN or +inf.
 enum class Told { token, distribution, entropy };
 
 // Draws tokens from one row of logits [vocab_size]. Never draws the token `left_out`. The object
@@ -95,12 +95,12 @@ enum class Told { token, distribution, entropy };
 class Sampler {
  public:
   // Draws a token. If a logit is NaN or +inf, or if all are -inf, all fields except the token are
-  // NaN. Otherwise, only the fields that `told` asks for are defined.
+  // NaN. Otherwise, only the fields that `told` selects are defined.
   Draw draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling,
             const DrawKey& key, Told told);
 
   // Finds the last token of a row that may be drawn after top_k and top_p cut the others. If a row
-  // has a NaN, or has no finite logit, no token is cut.
+  // contains NaN, or contains no finite logit, no token is cut.
   Cut find_cut(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling);
 
  private:
@@ -119,7 +119,7 @@ class Sampler {
   void cut(const float* logits, const Sampling& sampling);
   void keep_best(const float* logits, int32_t top_k);
 
-  std::vector<double> weights_;  // [V], exp((logit - best logit) / temperature)
+  std::vector<double> weights_;  // [V], the weights exp((logit - best logit) / temperature)
   double total_ = 0;             // sum of weights_
   std::vector<int32_t> kept_;    // tokens that may be drawn; unused if no token is cut
 };

@@ -1,10 +1,10 @@
 // A PassMaker that runs different requests in one pass. Each canvas is one segment of the pass. The
-// cache rows of a canvas have a place in the arena, a memory area that all requests share.
+// arena, a memory area that all requests share, contains the cache rows of all canvases.
 //
 // Pieces, arena parts and segments are in the same order: member by member, and canvas by canvas.
-// Member::kept says which cache rows a member reads. If it differs from the last pass, the arena
-// moves the member's rows before the pass. A member owns its places in the arena until the member
-// is destroyed. So a pass never sees the rows of another request.
+// Member::kept says which cache rows a member reads. If Member::kept has changed since the last
+// pass, the arena moves the member's rows before the pass. A member owns its places in the arena
+// until the member is destroyed. So a request never sees the rows of another request.
 #include <algorithm>
 
 #include "cache/arena.h"

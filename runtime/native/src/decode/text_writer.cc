@@ -17,8 +17,8 @@ class WindowDecoder {
     window_.insert(window_.end(), ids, ids + count);
     const std::string decoded = text_of(window_);
     std::string_view whole = decoded;
-    // The text may end with an incomplete character. The next ids may complete it, so it is not
-    // returned yet.
+    // The text may end with an incomplete character. The next ids may complete this character, so
+    // the function does not return it yet.
     const size_t mark = kReplacement.size();
     while (!is_last && whole.size() >= mark && whole.substr(whole.size() - mark) == kReplacement)
       whole.remove_suffix(mark);

@@ -1,8 +1,9 @@
 // Makes the text of a request. A TextWriter decodes tokens as they are committed, and ends the text
 // at the first stop string.
 //
-// It decodes the tokens from the start of the text up to the first undecided position. If the
-// policy may still replace tokens in finished blocks, it stops at the current block instead.
+// A TextWriter decodes the tokens from the start of the text up to the first undecided position. If
+// the policy may still replace tokens in finished blocks, the TextWriter stops at the start of the
+// current block instead.
 #pragma once
 
 #include <cstddef>
@@ -16,36 +17,37 @@
 
 namespace dlm {
 
-// Decodes `count` more ids, and appends their text to `out`, in whole characters. is_last means
+// Decodes the next `count` ids, and appends their text to `out`, in whole characters. is_last means
 // that no ids follow.
 using Decode =
     std::function<void(const int32_t* ids, size_t count, bool is_last, std::string& out)>;
 
 // Makes a Decode from a function that can decode only a whole list of ids. Each call also decodes
-// the last two batches of ids again, because the text of a token may depend on the ids before it.
+// the last two batches of ids again, because the text of a token may depend on the preceding ids.
 Decode decode_by_windows(dlm_decode_fn decode, void* user);
 
 class TextWriter {
  public:
-  // `start` is the canvas position where the text starts. If tells_pieces is true, the writer also
-  // keeps the text that each step adds.
+  // `start` is the canvas position where the text starts. If tells_pieces is true, the TextWriter
+  // also keeps the text that each step adds.
   TextWriter(const Denoiser& denoiser, Decode decode, size_t start, bool tells_pieces,
              std::vector<std::string> stop_strings);
 
   // Decodes the newly decided tokens. Called after each pass and when the request ends. Returns
-  // false if a stop string ended the text. Then the caller must end the request.
+  // false if a stop string ended the text. In this case, the caller must end the request.
   bool read(const Request& request);
 
   const std::string& text() const { return text_; }
-  // The text that the last read() added, if tells_pieces is true; otherwise an empty text. A NUL
-  // follows the text.
+  // Returns the text that the last read() added if tells_pieces is true, otherwise an empty text. A
+  // NUL follows the text.
   std::string_view piece() const {
     return tells_pieces_ ? std::string_view(text_).substr(piece_start_) : std::string_view("");
   }
   bool is_stopped() const { return is_stopped_; }
-  // The number of generated tokens in the text. Tokens of the prompt do not count.
+  // Returns the number of generated tokens in the text. Tokens of the prompt do not count.
   int32_t completion_tokens() const { return completion_tokens_; }
-  // True if all tokens of the text are decided, and also the tokens that end the text.
+  // Returns true if all tokens of the text are decided, and the tokens that end the text are
+  // decided too.
   bool is_decided(const Request& request) const;
 
  private:

@@ -3,7 +3,7 @@
 // An Engine holds the denoiser's weights, which all threads share. Each session opens a Context.
 // The Context owns the session's buffers and its cache of keys and values. The cache is in the
 // memory that the engine uses (host or device). The decoding loop never accesses the keys and
-// values. It only tells the Context how a pass uses the cache.
+// values. The decoding loop only tells the Context how a pass uses the cache.
 #pragma once
 
 #include <algorithm>
@@ -34,11 +34,12 @@ struct CacheLayer {
 // The caches of all layers, one entry per layer.
 using CacheShape = std::vector<CacheLayer>;
 
-// The properties of the denoiser that the decoding loop needs. They have been checked.
+// The properties of the denoiser that the decoding loop needs. These properties were already
+// checked.
 struct Denoiser {
   int32_t vocab_size, mask_token_id, max_canvas_length, top_k, shift;
   bool has_cache;
-  CacheShape cache;  // has at least one layer, but is unused if has_cache is false
+  CacheShape cache;  // contains at least one layer, but is unused if has_cache is false
   std::vector<int32_t> eos_token_ids;
   int32_t visible_block = 0;     // block length of block-causal attention; 0: full attention
   int32_t max_new_tokens = 128;  // new tokens of a request that does not set max_new_tokens
@@ -53,31 +54,31 @@ struct Denoiser {
 enum class CacheUse {
   none,  // reads no rows (S is 0), and does not store the T new rows
   // Reads no rows (S is 0). Stores the T new rows, and drops all other rows. keep_outside then
-  // selects rows from the T new ones. Also sets the batch size B of the cache.
+  // selects some of the T new rows. `fill` also sets the batch size B of the cache.
   write,
   read,     // reads the S rows that keep_outside selected, and stores no rows
   refresh,  // reads the same rows as `read`, and stores the T new rows
   append    // reads the rows of positions 0 to S - 1, and stores only the T new rows, after them
 };
 
-// True if a pass with this use stores its new rows.
+// Returns true if a pass with this use stores its new rows.
 constexpr bool keeps_rows(CacheUse use) { return use != CacheUse::none && use != CacheUse::read; }
 
 // Returns the number of rows to allocate if `rows` rows are needed. The capacity at least doubles,
 // so that rows are copied only a few times. The result does not exceed the longest canvas, unless
-// `rows` does.
+// `rows` exceeds the longest canvas.
 inline int32_t grown(int32_t capacity, int32_t rows, int32_t longest) {
   return std::max(rows, capacity > longest / 2 ? longest : 2 * capacity);
 }
 
-// Holds pointers to the keys and values of all layers, and puts them into a pass.
+// Holds pointers to the keys and values of all layers, and writes these pointers into a pass.
 class KeyValues {
  public:
   explicit KeyValues(size_t layers) : nothing_(layers) {
     for (const int i : {0, 1}) past_[i].resize(layers), present_[i].resize(layers);
   }
 
-  // Layer i has the tensors 2i (keys) and 2i + 1 (values).
+  // Tensor 2i contains the keys of layer i, and tensor 2i + 1 contains the values.
   void set_past(size_t tensor, const void* rows) { past_[tensor % 2][tensor / 2] = rows; }
   void set_present(size_t tensor, void* rows) { present_[tensor % 2][tensor / 2] = rows; }
 
@@ -91,7 +92,7 @@ class KeyValues {
   }
 
  private:
-  std::vector<const void*> nothing_, past_[2];  // nothing_ has NULL for every layer
+  std::vector<const void*> nothing_, past_[2];  // nothing_ contains NULL for every layer
   std::vector<void*> present_[2];
 };
 
@@ -101,16 +102,16 @@ class Context {
 
   // Runs one pass over contiguous positions. All requests of the batch have the same positions. The
   // context sets the fields `layers` and the pointers to keys and values. The caller sets all other
-  // fields of the pass. Throws Error(DLM_ENGINE_FAILED) or another error that ends the request.
+  // fields of the pass. Throws Error(DLM_ENGINE_FAILED) or a different error that ends the request.
   virtual void run(const dlm_pass& pass, CacheUse use) = 0;
 
-  // Selects the rows that later passes read: the rows of all positions before `first`, and from
-  // `last` on. These rows must be stored already, or the last pass must have computed them. Their
-  // order does not matter, because keys include their positions.
+  // Selects the rows that later passes read: the rows of all positions before `first`, and of all
+  // positions from `last` on. Each of these rows must be stored already, or the last pass must have
+  // computed the row. The order of the rows does not matter, because keys include their positions.
   virtual void keep_outside(int32_t first, int32_t last) = 0;
 
-  // The bytes of the batch's keys and values at this time. They cover the whole canvas. With
-  // `append`, they cover only the rows appended so far.
+  // Returns the number of bytes of the batch's keys and values. The keys and values of the whole
+  // canvas count. With `append`, only the rows appended so far count.
   virtual uint64_t cache_bytes() const = 0;
 };
 
@@ -120,27 +121,27 @@ class Engine {
  public:
   virtual ~Engine() = default;
 
-  // Opens a context. Only one thread may use it at a time. The engine must outlive the context.
-  // `longest` is the denoiser's max_canvas_length. It limits the rows of a cache that grows by
-  // `append`.
+  // Opens a context. Only one thread may use a context at a time. The engine must outlive the
+  // context. `longest` is the denoiser's max_canvas_length, which limits the rows of a cache that
+  // grows by `append`.
   virtual std::unique_ptr<Context> open_context(int32_t longest) = 0;
 
-  // True if one pass can run several requests of different shapes as segments. Otherwise requests
-  // of the same shape run in lockstep.
+  // Returns true if one pass can run several requests of different shapes as segments. If the
+  // result is false, requests of the same shape run in lockstep.
   virtual bool takes_segments() const { return false; }
 
   // Allocates `rows` cache rows (of keys and values) for passes that several requests share.
   // Returns NULL if the engine does not support such passes. The engine must outlive the arena.
   virtual std::unique_ptr<Arena> open_arena(int64_t rows);
 
-  // The engine's name, version and provider, as one line for people.
+  // Returns the engine's name, version and provider, as one line for people.
   virtual std::string description() const = 0;
 
-  // The largest number of rows that a pass may score, if it has `tokens` new tokens and reads
-  // `cached` cached tokens. 0 means that the engine cannot run such a pass.
+  // Returns the largest number of rows that a pass may score, if the pass has `tokens` new tokens
+  // and reads `cached` cached tokens. The result 0 means that the engine cannot run such a pass.
   virtual int32_t max_rows(int32_t /*tokens*/, int32_t /*cached*/) const { return INT32_MAX; }
 
-  // The largest number of requests that one pass can run.
+  // Returns the largest number of requests that one pass can run.
   virtual int32_t max_batch() const { return INT32_MAX; }
 
   // Describes the limits of max_rows, for messages. Returns "" if there is no limit.
@@ -159,8 +160,8 @@ class HostEngine : public Engine {
 
   // Runs a pass. The caller has set all fields of dlm_pass. Several contexts may call this function
   // at the same time. If `segments` is empty, the pass runs B requests of the same shape. Otherwise
-  // `segments` divides the tokens between requests. Then B is 1, and S is the number of cached rows
-  // of all requests.
+  // `segments` divides the tokens between requests. In this case, B is 1, and S is the number of
+  // cached rows of all requests.
   virtual void run(const dlm_pass& pass, const std::vector<Segment>& segments) = 0;
 
  protected:
@@ -180,7 +181,7 @@ struct PortNames {
 // The properties of a bundle's graph that engines need. The manifest lists them.
 struct GraphSpec {
   std::string path;         // path of denoiser.onnx
-  std::string device_path;  // path of device.onnx, the same graph for GPUs; may be empty
+  std::string device_path;  // path of device.onnx, a version of the graph for GPUs; may be empty
   int32_t vocab_size, top_k;
   CacheShape cache;
   int32_t cache_type;  // element type of the cache, see engines/graph_contract.h
@@ -188,8 +189,8 @@ struct GraphSpec {
   PortNames ports;     // has one entry for each layer of `cache`
 };
 
-// The smallest and the largest size that an engine's profile accepts, and the size that the engine
-// was tuned for.
+// The smallest and the largest size that an engine's profile accepts, and the size for which the
+// engine was tuned.
 struct Sizes {
   int32_t smallest, best, largest;
 };
@@ -199,7 +200,7 @@ struct Profile {
   Sizes tokens, cached, rows;
 };
 
-// Formats a compute capability for people. For example, 89 becomes "8.9".
+// Formats a compute capability for messages. For example, 89 becomes "8.9".
 inline std::string sm_text(int32_t sm) {
   return std::to_string(sm / 10) + "." + std::to_string(sm % 10);
 }
@@ -208,7 +209,7 @@ inline std::string sm_text(int32_t sm) {
 struct EngineSpec {
   std::string target, path, builder, version;  // builder is "tensorrt" or "tensorrt_rtx"
   std::string bundle;                          // the bundle's folder, for messages
-  std::vector<int32_t> sm;  // compute capabilities of devices that can run it; 89 means 8.9
+  std::vector<int32_t> sm;  // compute capabilities of devices that can run the engine; 89 means 8.9
   Profile prefill, block;   // the engine's profiles 0 and 1
 };
 
@@ -223,23 +224,23 @@ struct ProviderChoice {
 };
 
 // Opens an engine that runs the graph with ONNX Runtime. libonnxruntime is loaded from the path
-// `library`. If that is empty, it is loaded from the places that dlm_open_options lists. With
-// threads = 0, the engine uses all cores. Throws Error(DLM_ENGINE_MISSING) if the library, its
-// provider or a dependency is missing. Throws Error(DLM_UNSUPPORTED) if nodes would run on the CPU
-// and `provider` does not allow that.
+// `library`. If `library` is empty, libonnxruntime is loaded from the paths that dlm_open_options
+// lists. With threads = 0, the engine uses all cores. Throws Error(DLM_ENGINE_MISSING) if the
+// library, its provider or a dependency is missing. Throws Error(DLM_UNSUPPORTED) if nodes would
+// run on the CPU and `provider` does not allow fallback to the CPU.
 std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::string& library,
                                          int threads, const ProviderChoice& provider);
 
-// Opens one of the bundle's TensorRT engines: the one that fits the device and the installed
-// TensorRT. TensorRT is loaded from the path `library`. If that is empty, it is loaded from the
-// places that dlm_open_options lists. Throws Error(DLM_ENGINE_MISSING) if the library or a
+// Opens the one of the bundle's TensorRT engines that fits the device and the installed TensorRT.
+// TensorRT is loaded from the path `library`. If `library` is empty, TensorRT is loaded from the
+// paths that dlm_open_options lists. Throws Error(DLM_ENGINE_MISSING) if the library or a
 // dependency is missing. Throws Error(DLM_UNSUPPORTED) if no engine fits.
 std::unique_ptr<Engine> open_tensorrt(const GraphSpec& graph,
                                       const std::vector<EngineSpec>& engines,
                                       const std::string& library);
 
-// Makes an engine that calls the program's function `run` for each pass. If a row has a NaN or +inf
-// logit, its probabilities become NaN. This ends the request with an error.
+// Makes an engine that calls the program's function `run` for each pass. If a row contains a NaN or
+// +inf logit, the probabilities of the row become NaN. A NaN ends the request with an error.
 std::unique_ptr<HostEngine> make_callback(dlm_pass_fn run, void* user, const Denoiser& denoiser);
 
 // Makes an engine that runs no passes, for a bundle that is only inspected. Every pass throws

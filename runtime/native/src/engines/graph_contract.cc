@@ -75,8 +75,8 @@ Port* find_port(std::vector<Port>& ports, const std::string& name) {
 
 void note_port(const std::string& path, const char* kind, Port& port, int32_t type,
                const Dims& dims) {
-  // A size that changes from pass to pass must be open (below 0) in the graph. A fixed size may be
-  // open too, because each pass is checked.
+  // A size that changes from pass to pass must be open (below 0) in the graph. A size that is fixed
+  // in the manifest may also be open in the graph, because each pass is checked.
   const auto fits = [](int64_t there, int64_t wanted) { return there < 0 || there == wanted; };
   if (type != port.type ||
       !std::equal(dims.begin(), dims.end(), port.dims.begin(), port.dims.end(), fits))

@@ -1,5 +1,5 @@
-// The inputs and outputs that a bundle's graph must have. The manifest lists them. All engines use
-// this file to check graphs and passes against the manifest.
+// The inputs and outputs that a bundle's graph must have. The manifest lists these inputs and
+// outputs. All engines use this file to check graphs and passes against the manifest.
 #pragma once
 
 #include <array>
@@ -41,22 +41,22 @@ struct Port {
 // All inputs and outputs of a graph, which are called ports. The inputs are input_ids, position_ids
 // and score_rows, then the past key and past value of every layer. The outputs are top_token,
 // top_prob, entropy and logits, then the present key and present value of every layer. The manifest
-// has the names of the ports. The order of the ports in the graph does not matter.
+// contains the names of the ports. The order of the ports in the graph does not matter.
 struct Ports {
   std::vector<Port> inputs, outputs;
 };
 constexpr size_t kFirstPast = 3, kFirstPresent = 4;
 
 // Lists the ports that the manifest requires. `batch` is kB if the engine accepts any batch size.
-// Otherwise it is the only batch size that the engine accepts.
+// Otherwise `batch` is the only batch size that the engine accepts.
 Ports list_ports(const GraphSpec& graph, int64_t batch);
 
-// Returns the port with this name, or nullptr.
+// Returns the port with this name, or nullptr if there is no such port.
 Port* find_port(std::vector<Port>& ports, const std::string& name);
 
-// Compares the graph's `type` and `dims` with those of the port, and marks the port as found. Dims
-// below 0 are open. If there is a difference, throws Error(DLM_BAD_BUNDLE). The message names the
-// file `path` and the `kind` of port ("input" or "output").
+// Compares `type` and `dims` from the graph with the type and dims of the port, and marks the port
+// as found. Dims below 0 are open. If there is a difference, throws Error(DLM_BAD_BUNDLE). The
+// message names the file `path` and the `kind` of port ("input" or "output").
 void note_port(const std::string& path, const char* kind, Port& port, int32_t type,
                const Dims& dims);
 

@@ -7,11 +7,11 @@
 namespace {
 
 constexpr float kLowest = -3.4028235e38f;
-// The number of floats that are converted at a time. They fit the first-level cache.
+// The number of floats that are converted at a time. This many floats fit the first-level cache.
 constexpr int64_t kWidened = 4096;
 
 // Prepares one head x [D] of a query or key. If there are norm weights, first normalises x
-// (RMSNorm). Then rotates its first rotary_size numbers (rotate-half) by the angles of the
+// (RMSNorm). Then rotates the first rotary_size numbers of x (rotate-half) by the angles of the
 // position, which are in the cos and sin tables.
 inline void norm_and_turn(const dlm::CachedAttention& a, const float* x, const float* weight,
                           int64_t position, float* out) {
@@ -48,7 +48,8 @@ class Softmax {
   // instructions.
   static constexpr int kBlock = kVectors == 1 ? 8 : simd::kKeyBlock;
   // The number of keys whose attention scores are stored at a time. With few queries, memory limits
-  // the speed. Then these keys and values, and the prefetched ones, must fit the first-level cache.
+  // the speed. So these keys and values, and the prefetched keys and values, must fit the
+  // first-level cache.
   static constexpr int kKeys = kVectors == 1 ? 16 : 32;
 
   explicit Softmax(int64_t head_size) : head_size_(head_size) {
@@ -87,8 +88,8 @@ class Softmax {
     }
   }
 
-  // Adds keys and values that belong to `positions` [rows], in any order. Skips runs of keys that
-  // no lane sees.
+  // Adds the keys and values of the positions in `positions` [rows], which may be in any order.
+  // Skips runs of keys that no lane sees.
   void add_seen(const float* keys, const float* values, const int64_t* positions, int64_t rows) {
     for (int64_t from = 0, end; from < rows; from = end) {
       end = from + 1;
@@ -130,10 +131,10 @@ class Softmax {
   }
 
  private:
-  // Computes the attention scores of `count` keys. Meanwhile prefetches the rows at `next`, which
-  // are needed afterwards. These rows must come from memory, because the weights have displaced
-  // them from the processor's caches. With kHides, a lane ignores keys at positions that its query
-  // does not see.
+  // Computes the attention scores of `count` keys. At the same time, prefetches the rows at `next`,
+  // which are needed afterwards. These rows must be read from memory, because the weights have
+  // displaced these rows from the processor's caches. With kHides, a lane ignores keys at positions
+  // that its query does not see.
   template <bool kHides>
   void score(const float* keys, const void* next, const int64_t* positions, int64_t count) {
     F largest[kVectors];
@@ -171,7 +172,8 @@ class Softmax {
           sums[i] =
               simd::select_greater(behind, simd::zero(), simd::set(-__builtin_inff()), sums[i]);
         }
-        // This maximum ignores NaN. The exponential below makes the result NaN again.
+        // This maximum ignores NaN. But the exponential below makes the result NaN if a score is
+        // NaN.
         largest[v] = simd::max(sums[i], largest[v]);
         simd::store(out + i * kLanes, sums[i]);
       });
@@ -199,8 +201,8 @@ class Softmax {
     fetch_ahead(rows, static_cast<uintptr_t>(number) * sizeof(float));
   }
 
-  // Adds `count` values, each multiplied by its softmax weight. Meanwhile prefetches the rows at
-  // `next`.
+  // Adds `count` values, each multiplied by its softmax weight. At the same time, prefetches the
+  // rows at `next`.
   void weigh(const float* values, const void* next, int64_t count) {
     constexpr int kTogether = kBlock;
     int64_t d = 0;
@@ -333,11 +335,11 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
       if (tiles_of(number) > 1) keep_new_rows(a, Part(a, number, i % a.kv_heads));
     });
   }
-  // The softmax uses powers of 2, not of e. So queries are multiplied by log2(e), as well as by the
-  // usual 1 / sqrt(D).
+  // The softmax uses powers of 2 instead of powers of e. So queries are multiplied by log2(e), as
+  // well as by the usual 1 / sqrt(D).
   const float scale = kLog2e / __builtin_sqrtf(static_cast<float>(D));
   parallel.each(tiles * a.kv_heads, [&](int64_t i) {
-    // The tiles of one request and one key/value head have consecutive numbers.
+    // The tiles of one request and one key/value head have consecutive indices.
     int64_t number = 0, at = i;
     for (; at >= tiles_of(number) * a.kv_heads; ++number) at -= tiles_of(number) * a.kv_heads;
     const int64_t own = tiles_of(number);

@@ -1,9 +1,9 @@
-// All kernels of kernels/kernels.h. They are written once, with the vector operations of the
+// All kernels of kernels/kernels.h. The kernels are written once, with the vector operations of the
 // namespace `simd`. Each instruction set has its own file, which defines these operations and then
 // includes this file.
 //
-// Everything here has internal linkage, and calls no function of the standard library. Otherwise
-// the linker could use code compiled for a newer processor in files for older processors.
+// All functions in this file have internal linkage, and call no function of the standard library.
+// Otherwise the linker could use code compiled for a newer processor in files for older processors.
 #pragma once
 
 #include "kernels/attention.h"

@@ -1,4 +1,4 @@
-// The formats of cached rows. A row has the keys or values of one position and one head. Each
+// The formats of cached rows. A row contains the keys or values of one position and one head. Each
 // format is a class, Fp16Rows or Int8Rows, with these functions:
 //
 //   bytes(D)             returns the bytes of a row of D numbers
@@ -40,9 +40,9 @@ struct Fp16Rows {
   }
 };
 
-// The INT8 format. Each row has its codes, followed by two signed bytes m and e. The scale of the
-// row is (128 + m) * 2 ^ (e + 1). If e is 127, the scale is infinite. Then even codes of 0 become
-// NaN.
+// The INT8 format. Each row consists of the codes, followed by two signed bytes m and e. The scale
+// of the row is (128 + m) * 2 ^ (e + 1). If e is 127, the scale is infinite, and even codes of 0
+// become NaN.
 struct Int8Rows {
   static int64_t bytes(int64_t size) { return size + dlm::kRowScaleBytes; }
 

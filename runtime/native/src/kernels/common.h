@@ -1,5 +1,5 @@
-// Helpers that several kernels use. They need the vector operations of the namespace `simd`, so
-// include a header that defines it first.
+// Helpers that several kernels use. These helpers need the vector operations of the namespace
+// `simd`, so first include a header that defines this namespace.
 #pragma once
 
 #include <utility>
@@ -36,12 +36,12 @@ inline F exp2(F x) {
 
 constexpr float kLog2e = 1.44269504088896340736f;
 
-// One thread does the work on fewer numbers than this. It finishes before a second thread would
-// wake up.
+// If there are fewer numbers than this, one thread does all the work. This thread finishes before a
+// second thread would wake up.
 constexpr int64_t kFewNumbers = 100'000;
 
 // Calls body(0), body(1), ..., body(kCount - 1). Each argument is a compile-time constant. So
-// arrays that are indexed with it stay in registers.
+// arrays that are indexed with this argument stay in registers.
 template <int... kNumbers, class Body>
 [[gnu::always_inline]] inline void unroll(std::integer_sequence<int, kNumbers...>, Body body) {
   (body(std::integral_constant<int, kNumbers>{}), ...);
@@ -51,10 +51,11 @@ template <int kCount, class Body>
   unroll(std::make_integer_sequence<int, kCount>{}, body);
 }
 
-// A row whose magnitudes are all smaller gets the scale of this magnitude.
+// If all magnitudes of a row are smaller than this magnitude, the row gets the scale of this
+// magnitude.
 constexpr float kSmallestRow = 1e-30f;
 
-// Returns the bits of the largest magnitude in a row, as an integer. If the row has a NaN or
+// Returns the bits of the largest magnitude in a row, as an integer. If the row contains NaN or
 // infinity, the result is 0x7f800000 or more.
 inline int32_t largest_bits(const float* x, int64_t count) {
   I largest = simd::izero();
@@ -88,8 +89,8 @@ struct Tiles {
 };
 
 // Prefetches the cache line that is `bytes` bytes after `at`. This address may be past the end of
-// the data. The function is inlined early, because GCC would otherwise delete the call as having no
-// effect.
+// the data. The function is inlined early, because GCC would otherwise delete the call as a call
+// without effect.
 [[gnu::always_inline]] inline void fetch_ahead(const void* at, uintptr_t bytes) {
   __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes));
 }
@@ -118,7 +119,7 @@ inline void copy_panel(const float* results, int64_t rows, int64_t number, int64
 }
 
 // The number of tiles that a task multiplies by each panel before it goes on to the next panel.
-// Their codes stay in the second-level cache while panels are read from memory.
+// The codes of these tiles stay in the second-level cache while panels are read from memory.
 constexpr int64_t kTilesTogether = 20;
 
 }  // namespace

@@ -12,8 +12,8 @@
 
 namespace {
 
-// An fp32 layer in the form that run_product needs: it has all members that run_product requires of
-// its class Product. It does not quantise.
+// An fp32 layer in the form that run_product needs. The struct has all members that run_product
+// requires of its class Product, but does not quantise.
 struct FloatProduct {
   static constexpr int64_t kTogether = kTilesTogether;
 
@@ -40,8 +40,9 @@ struct FloatProduct {
   }
 };
 
-// The scratch memory of a mixture. It has the rows grouped by expert, the intermediate results, and
-// the grouping itself. A slot is one pair of a row and an expert that was chosen for the row.
+// The scratch memory of a mixture. The scratch memory contains the rows grouped by expert, the
+// intermediate results, and the grouping itself. A slot is one pair of a row and an expert that was
+// chosen for the row.
 struct Routed {
   const dlm::Experts& mixture;
   int64_t slots;             // number of slots: rows * active
@@ -68,7 +69,7 @@ struct Routed {
       next += groups[expert].rows;
     }
     // Within each expert, sorts the rows by token. This loop increases `start`, and the next loop
-    // sets it back.
+    // resets `start`.
     for (int64_t slot = 0; slot < slots; ++slot) place[slot] = groups[of.chosen[slot]].start++;
     for (int64_t expert = 0; expert < of.count; ++expert) {
       if (groups[expert].rows == 0) continue;

@@ -1,14 +1,14 @@
-// Kernels for those parts of a pass that ONNX Runtime runs slowly or with much more memory than the
-// weights need. These parts are INT8, INT4 and NVFP4 linear layers, tied heads, mixtures of
-// experts, attention over a cache, and the candidates of a row.
+// Kernels for some parts of a pass. ONNX Runtime runs these parts slowly, or with much more memory
+// than the weights need. These parts are INT8, INT4 and NVFP4 linear layers, tied heads, mixtures
+// of experts, attention over a cache, and the candidates of a row.
 //
 // The kernels are written once (kernels/body.h), and compiled for the vector instructions of each
 // processor. Linear layers also have a version for matrix registers (kernels/linear_by_matrices.h).
 //
 // Every kernel computes the function with the same name in the exporter's functions.py, which
-// consists of ONNX operators. Quantised numbers are bit-identical to those of that function. Sums
-// of floats may differ, because they are added in a different order. Exponentials have a relative
-// error of 2e-7.
+// consists of ONNX operators. Quantised numbers are bit-identical to the quantised numbers of that
+// function. Sums of floats may differ, because they are added in a different order. Exponentials
+// have a relative error of 2e-7.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +20,8 @@
 
 namespace dlm {
 
-// Runs task(user, i) for every i from 0 to count - 1 on one or more threads. Returns when all tasks
-// are done.
+// Runs task(user, i) for every i from 0 to count - 1, on one or more threads. Returns when all
+// tasks are done.
 class Parallel {
  public:
   virtual ~Parallel() = default;
@@ -44,10 +44,10 @@ constexpr int64_t kGroup = 16;  // NVFP4: number of inputs of a column that shar
 // 32 bits.
 constexpr int64_t kMostInputs = 1 << 16;
 constexpr int64_t kLargestHeadSize = 512;  // largest head size for attention
-// In an INT8 cache: bytes of the scale after the codes of a row.
+// In an INT8 cache: the number of bytes of the scale, which follows the codes of a row.
 constexpr int64_t kRowScaleBytes = 2;
 
-// Returns the number of columns of a stored weight matrix. It includes the zeros that pad the last
+// Returns the number of columns of a stored weight matrix, including the zeros that pad the last
 // panel.
 constexpr int64_t padded_columns(int64_t columns) {
   return (columns + kPanel - 1) / kPanel * kPanel;
@@ -63,10 +63,11 @@ constexpr int64_t groups_of(int64_t inputs, int64_t group_size) {
 // of inputs. N is the number of columns, padded to whole panels. The layout depends on the format:
 //   - INT8: codes + 128 [N / 32, K / 4, 32, 4]; scales [N]
 //   - INT4: codes + 8 [N / 32, K / 8, 32, 4]; scales [N / 32, groups, 32] in fp16. The low nibble
-//     of a byte is the code of one input. The high nibble is the code of the fourth input after it.
+//     of a byte is the code of one input. The high nibble is the code of the fourth input after
+//     this input.
 struct LinearWeight {
   const uint8_t* panels;
-  const void* scales;  // fp32; for INT4 fp16
+  const void* scales;  // in fp32, or in fp16 for INT4
   int64_t columns;     // N before padding
 };
 
@@ -102,7 +103,7 @@ struct Linear {
 // panels [N / 32, K, 32] without scales.
 enum class ExpertFormat { fp32, int8, int4 };
 
-// The weight matrices of all experts for one layer, one expert after another.
+// The weight matrices of one layer of all experts, one expert after another.
 struct ExpertWeights {
   const uint8_t* panels;
   const void* scales;
@@ -119,20 +120,21 @@ struct ExpertGroup {
 // format. The kernel reads only the matrices of experts that at least one row has chosen.
 struct Experts {
   const float* x;
-  const int64_t* chosen;  // [rows, active], numbers of experts, all below `count`
+  const int64_t* chosen;  // [rows, active], indices of experts, all below `count`
   const float* weights;   // [rows, active]
   int64_t rows, active, count, inputs, hidden;
-  // [count] matrices each: gate and up are [inputs, hidden], down is [hidden, inputs].
+  // gate, up and down each consist of [count] matrices. The matrices of gate and up are [inputs,
+  // hidden], and the matrices of down are [hidden, inputs].
   ExpertWeights gate, up, down;
   ExpertFormat format;
   int64_t group_size;  // as in Linear, for INT4 matrices
   float* y;
 
-  // The largest number of rows that are processed at once. Further rows use the same scratch memory
-  // afterwards.
+  // Returns the largest number of rows that are processed at once. The remaining rows use the same
+  // scratch memory afterwards.
   static constexpr int64_t kRowsTogether = 512;
 
-  // True if all chosen numbers are valid experts, which the kernel requires.
+  // Returns true if all chosen experts exist, which the kernel requires.
   bool is_in_range() const;
 
   int64_t inputs_of(bool is_gated) const { return is_gated ? inputs : hidden; }
@@ -148,8 +150,8 @@ struct Experts {
            : format == ExpertFormat::int8 ? 4 * width
                                           : 2 * width * groups_of(K, group_size);
   }
-  // The number of bytes of one row's codes, offsets and scale. It is enough for every kernel, see
-  // Linear::scratch_bytes.
+  // Returns the number of bytes of one row's codes, offsets and scale. This number is enough for
+  // every kernel, see Linear::scratch_bytes.
   static int64_t code_bytes(int64_t K) { return 2 * K + 8; }
 
   // Returns the number of bytes of scratch memory that is enough for every kernel. The memory must
@@ -164,8 +166,9 @@ struct Experts {
 };
 
 // An NVFP4 linear layer: y [rows, columns] = x [rows, inputs] @ weight. `inputs` must be a multiple
-// of 16. Each number of the matrix `weight` is its E2M1 code, times its group's scale, times the
-// tensor's scale. The product of the two scales is computed first, in fp32. x is not quantised.
+// of 16. Each element of the matrix `weight` is the element's E2M1 code, times the scale of the
+// element's group, times the tensor's scale. The product of the two scales is computed first, in
+// fp32. x is not quantised.
 struct Nvfp4Linear {
   const float* x;
   int64_t rows, inputs, columns;
@@ -176,20 +179,20 @@ struct Nvfp4Linear {
   float* y;
 };
 
-// The format of a cached row. A row has the D keys or values of one position and one head. It is
-// stored as floats, as fp16, or as codes followed by a scale (kernels/cache_rows.h).
+// The format of a cached row. A row contains the D keys or values of one position and one head. A
+// row is stored as floats, as fp16, or as codes followed by a scale (kernels/cache_rows.h).
 enum class CacheType { fp32, fp16, int8 };
 
 // Attention of the new tokens over cached and new rows. q, k and v are [B, T, heads, D]: B
 // requests, T new tokens, and head size D. If there are norm weights, the kernel first normalises
-// each head of q and k. Then it rotates the first rotary_size numbers of each head by the token's
-// position.
+// each head of q and k. Then the kernel rotates the first rotary_size numbers of each head by the
+// token's position.
 //
-// Every query sees all cached rows. If visible_block is 0, it also sees all new rows. Otherwise the
-// positions are divided into blocks of visible_block positions, and a query sees the new rows of
-// its own block and of earlier blocks. With segments, B is 1, and a query sees only the rows of its
-// own segment. Cached rows are used as stored, so they may be rounded. New rows are used as
-// computed.
+// Every query sees all cached rows. If visible_block is 0, every query also sees all new rows.
+// Otherwise the positions are divided into blocks of visible_block positions, and a query sees the
+// new rows of its own block and of earlier blocks. With segments, B is 1, and a query sees only the
+// rows of its own segment. Cached rows are used as stored, so they may be rounded. New rows are
+// used as computed.
 struct CachedAttention {
   CacheType cache;
   // q: [B, T, H, D]; k and v: [B, T, Hkv, D]; H query heads, Hkv key/value heads.
@@ -206,7 +209,7 @@ struct CachedAttention {
   float *new_keys, *new_values;  // [B, Hkv, T, D]
   // [B, Hkv, T] rows in the cache's format; fp32: equal to the new keys and values.
   void *present_keys, *present_values;
-  const float *q_norm, *k_norm;  // [D], RMSNorm weights for each head; nullptr: no norms
+  const float *q_norm, *k_norm;  // [D], RMSNorm weights, the same for every head; nullptr: no norms
   float epsilon;                 // for both norms
 
   int64_t row_bytes() const {
@@ -221,7 +224,8 @@ struct CachedAttention {
   }
   int64_t batch_of(int64_t part) const { return segment_count == 0 ? part : 0; }
 
-  // True if the segments cover all tokens, and their cached rows exist. The kernel requires this.
+  // Returns true if the segments cover all tokens, and the cached rows of all segments exist. The
+  // kernel requires this condition.
   bool has_good_segments() const;
 
   // Returns the last position that a query at `position` sees. The result is at most the last
@@ -231,7 +235,8 @@ struct CachedAttention {
     return static_cast<int32_t>((end < table_rows ? end : table_rows) - 1);
   }
 
-  // True if the cos and sin tables have a row for every position. The kernel requires this.
+  // Returns true if the cos and sin tables contain a row for every position. The kernel requires
+  // this condition.
   bool is_in_table() const;
 };
 
@@ -244,8 +249,8 @@ struct AddNorm {
   float *sum, *normed;
 };
 
-// Finds the two most likely tokens of each row, their probabilities, and the row's entropy. `bias`
-// is added to the raw logits before the softmax.
+// Finds the two most likely tokens of each row, the probabilities of these tokens, and the row's
+// entropy. `bias` is added to the raw logits before the softmax.
 struct Candidates {
   const float *logits, *bias;  // logits: [rows, V], bias: [V]
   int64_t rows, vocab_size;
@@ -257,14 +262,15 @@ struct Candidates {
 // V] of a tied head, stored in panels like a LinearWeight. Row `id` of the table is column `id` of
 // this matrix. The codes are multiplied by their scales in fp32.
 struct Embedding {
-  const int64_t* ids;  // [tokens], each in 0..rows - 1
+  const int64_t* ids;  // [tokens], each id is in 0..rows - 1
   int64_t tokens, hidden, rows;
   const uint8_t* panels;
-  const void* scales;  // INT8: fp32; INT4: fp16
+  const void* scales;  // in fp32 for INT8, in fp16 for INT4
   int64_t group_size;  // number of inputs of a column that share a scale; 0 means INT8
   float* y;
 
-  bool is_in_range() const;  // true if the table has a row for every id, which the kernel requires
+  bool is_in_range() const;  // true if the table contains a row for every id, which the kernel
+                             // requires
 };
 
 // The number format in which a tied head's table is stored.
@@ -295,23 +301,23 @@ struct Kernels {
 };
 
 // One of the kernel sets for this architecture. `refusal` is empty if the processor can run the
-// kernel set. Otherwise it is the reason why the processor cannot.
+// kernel set. Otherwise `refusal` is the reason why the processor cannot run the kernel set.
 struct KernelSet {
   const char* name;
-  const Kernels* kernels;  // nullptr: the compiler could not compile them
+  const Kernels* kernels;  // nullptr: the compiler could not compile these kernels
   std::string refusal;
 };
 
-// Lists all kernel sets of this architecture, fastest first. The first call tests which of them can
-// run.
+// Lists all kernel sets of this architecture, fastest first. The first call tests which kernel sets
+// can run.
 const std::vector<KernelSet>& list_kernel_sets();
 
 // Lists the kernel sets that can run on this processor, fastest first.
 std::vector<const Kernels*> list_kernels();
 
-// Returns the kernel set to use. If the environment variable DLM_KERNELS is set, it names the set.
-// Otherwise the fastest set is used. Returns nullptr if no set can run here, or if DLM_KERNELS is
-// "none". Throws Error if the name is unknown.
+// Returns the kernel set to use. If the environment variable DLM_KERNELS is set, it contains the
+// name of the set. Otherwise the fastest set that can run is used. Returns nullptr if no set can
+// run on this processor, or if DLM_KERNELS is "none". Throws Error if the name is unknown.
 const Kernels* find_kernels();
 
 }  // namespace dlm

@@ -1,5 +1,5 @@
-// The kernel for INT8 and INT4 linear layers. It is written for a class `Codes` (simd::Int8 or
-// simd::Int4), which defines how weights and rows are read and multiplied. `Codes` has these
+// The kernel for INT8 and INT4 linear layers. The kernel is written for a class `Codes` (simd::Int8
+// or simd::Int4), which defines how weights and rows are read and multiplied. `Codes` has these
 // members:
 //
 // - Code, kCodeOrder, store_codes: the type of a row's code, and the order in which four codes are
@@ -7,7 +7,7 @@
 // - Weights, load<kPart>: the weights of one step. Each byte of a panel holds kParts weights.
 // - Activations, spread, dot: four codes of a row, and their products with weights.
 // - kWeightOffset: the constant that was added to the weights that `dot` multiplies.
-// - kMostInputs, widen: the largest number of inputs that `dot` can add before its sums must be
+// - kMostInputs, widen: the largest number of inputs that `dot` can add before the sums must be
 //   widened to 32 bits. 0 means that there is no limit.
 // - kTileRows, kVectors: the numbers of rows and of weight vectors whose sums fit the registers.
 #pragma once
@@ -21,7 +21,8 @@ namespace {
 // The quantised rows of one tile.
 template <class Codes>
 struct Tile {
-  const typename Codes::Code* codes;  // [K / 4, rows, 4], where each four codes are in kCodeOrder
+  const typename Codes::Code* codes;  // [K / 4, rows, 4], where the order of each four codes is
+                                      // kCodeOrder
   const int32_t* offsets;             // [groups, rows]: initial value of the sum over each group
   const float* scales;                // [rows]
 };
@@ -34,9 +35,10 @@ using Scale = std::conditional_t<Codes::kParts == 1, float, uint16_t>;
 inline F load_scales(const float* from) { return simd::load(from); }
 inline F load_scales(const uint16_t* from) { return simd::load_half(from); }
 
-// Weights are prefetched this many bytes before they are needed, because hardware prefetchers stop
-// at 4 KiB pages. On Zen 4, all distances from 2 to 8 KiB were equally fast. Weights are prefetched
-// into the second-level cache. With the first-level cache, passes of 4 tokens took 2 to 5% longer.
+// Weights are prefetched this many bytes ahead, because hardware prefetchers stop at 4 KiB pages.
+// On Zen 4, all distances from 2 to 8 KiB were equally fast. Weights are prefetched into the
+// second-level cache. With prefetching into the first-level cache, passes of 4 tokens took 2 to 5%
+// longer.
 constexpr uintptr_t kFetchedAhead = 4096;
 
 template <class Codes>
@@ -63,8 +65,8 @@ void quantise_tile(const float* x, int64_t rows, int64_t inputs, int64_t group_s
     const int32_t bits = largest_bits(x, inputs);
     float amax;
     __builtin_memcpy(&amax, &bits, sizeof amax);
-    // If the row has a NaN or infinity, all its outputs become NaN, so that the caller notices the
-    // error.
+    // If the row contains NaN or infinity, all outputs of the row become NaN, so that the caller
+    // notices the error.
     if (bits >= 0x7f800000) {
       scales[row] = __builtin_nanf("");
       for (int64_t k = 0; k < inputs; k += kDot) __builtin_memset(at(k), 0, kDot * sizeof(Code));
@@ -216,7 +218,7 @@ struct Product {
   const dlm::Linear& layer;
   int64_t group_size, groups;
   Tiles tiles;
-  // These arrays are in scratch memory. Each of them has the data of all tiles.
+  // These arrays are in scratch memory. Each array contains the data of all tiles.
   float* scales;
   int32_t* offsets;
   typename Codes::Code* codes;
@@ -280,8 +282,8 @@ constexpr int64_t kTasks = 16;  // number of tasks for a layer that is large eno
 // Quantises the rows of a layer and multiplies them by every panel. The class Product must have
 // these members (the struct Product above is an example):
 //
-// - slices, quantise(i): the number of slices of rows; quantises slice i.
-// - tiles, kTogether: the tiles of rows, and the number of tiles that a task takes at once.
+// - slices: the number of slices of rows. quantise(i) quantises slice i.
+// - tiles, kTogether: the tiles of rows, and the number of tiles that a task processes at once.
 // - Task: the data that a task's thread needs while it multiplies.
 // - multiply(weight, number, first, last): multiplies the tiles from `first` to `last` - 1 by panel
 //   `number` of a weight matrix.

@@ -18,17 +18,17 @@ constexpr int64_t kMatrixRows = 32;  // number of rows in a tile
 // that several threads can share the work on a single tile.
 constexpr int64_t kSliceRows = 8;
 constexpr int64_t kMatrixTogether = 8;  // number of tiles that a task multiplies by each panel
-// INT4 weights are unpacked for this many inputs at a time. The unpacked weights take 8 KiB, which
+// INT4 weights are unpacked for this many inputs at a time. The unpacked weights use 8 KiB, which
 // fits the first-level cache.
 constexpr int64_t kUnpackedInputs = 256;
 
 // Layers with at most this many rows use the vector kernel, because matrix registers would be
 // padded with empty rows. On the vector units, a row takes 16 cycles per 2048 weights, so 16 rows
-// take 256 cycles. A core cannot read 2048 weights from memory in less time. At 3 GHz, that would
-// take a bandwidth of 24 GB/s (12 GB/s for INT4), which is more than a core's share.
+// take 256 cycles. A core cannot read 2048 weights from memory in less time. At 3 GHz, reading that
+// fast would need a bandwidth of 24 GB/s (12 GB/s for INT4), which is more than a core's share.
 constexpr int64_t kFewRows = 16;
 
-// The formats of codes. In both of them, the codes of rows are signed bytes, and weights are
+// The formats of codes. In both formats, the codes of rows are signed bytes, and weights are
 // unsigned bytes. One product of two registers covers kStep inputs.
 struct MatrixInt8 : simd::Bytes {
   static constexpr bool kIsInt4 = false;
@@ -108,10 +108,10 @@ struct MatrixProduct {
   const dlm::Linear& layer;
   int64_t group_size, groups;
   Tiles tiles;
-  // These arrays have the data of all tiles. The shapes below are per tile. Tiles are padded to 32
-  // rows, and rows are padded to a multiple of `step` inputs.
+  // These arrays contain the data of all tiles. The shapes below are per tile. Tiles are padded to
+  // 32 rows, and rows are padded to a multiple of `step` inputs.
   int8_t* codes;     // [K / step, 32, step]
-  int32_t* offsets;  // [groups, 32]: added to the sums of each group
+  int32_t* offsets;  // [groups, 32]: numbers to add to the sums of each group
   float* scales;     // [32]
 
   MatrixProduct(const dlm::Linear& of, void* scratch)
@@ -235,7 +235,7 @@ struct MatrixProduct {
   }
 
   // Adds the offsets of the group to the sums of a tile. Then calls `body` for each vector of sums.
-  // The arguments of `body` are the index of the vector's first sum in [32, 32], the number of the
+  // The arguments of `body` are the index of the vector's first sum in [32, 32], the index of the
   // vector in its row, and the vector itself.
   template <class Body>
   [[gnu::always_inline]] void each_sum(int64_t tile, int64_t group, Body body) const {

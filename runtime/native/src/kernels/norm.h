@@ -21,10 +21,11 @@ inline void scale_row(const float* x, float inverse, const float* weight, int64_
 }
 
 // Returns the sum of the squares of a row. read(i) returns the vector that starts at number i.
-// read_one(i) returns the single number i. It is used after the last whole vector.
+// read_one(i) returns the single number i, and is used after the last whole vector.
 template <class Read, class ReadOne>
 [[gnu::always_inline]] inline float sum_squares(int64_t width, Read read, ReadOne read_one) {
-  constexpr int kSums = 4;  // number of partial sums; hides the latency of multiply-adds
+  constexpr int kSums = 4;  // number of partial sums; several sums hide the latency of
+                            // multiply-adds
   F sums[kSums];
   unroll<kSums>([&](auto j) __attribute__((always_inline)) { sums[j] = simd::zero(); });
   int64_t i = 0;

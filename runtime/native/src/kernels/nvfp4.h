@@ -5,7 +5,7 @@
 
 namespace {
 
-// The number of inputs whose weights are decoded at a time. The decoded weights take 16 KiB, which
+// The number of inputs whose weights are decoded at a time. The decoded weights use 16 KiB, which
 // fits the first-level cache.
 constexpr int64_t kStretch = 128;
 

@@ -48,8 +48,8 @@ extern decltype(Kernels::linear) const kAmxLinear;
 
 namespace {
 
-// Describes a kernel set. If the processor lacks one of the needed instruction sets, which `all`
-// names, the description has a refusal.
+// Describes a kernel set. `all` names the needed instruction sets. If the processor lacks one of
+// these instruction sets, the description contains a refusal.
 KernelSet make_set(const Kernels& kernels, bool has_all, const char* all) {
   return {kernels.name, &kernels, has_all ? "" : std::string("the processor has no ") + all};
 }
@@ -71,8 +71,8 @@ std::vector<KernelSet> find_kernel_sets() {
   const bool has_avx2 =
       has(__builtin_cpu_supports("avx2"), __builtin_cpu_supports("fma"), has_f16c);
 #ifdef DLM_AMX
-  // The kernel set is put together here and not in the kernels' own files, because the code of
-  // those files may not run on this processor.
+  // This file creates the kernel set. The kernels' own files cannot create the kernel set, because
+  // code in these files may not run on this processor.
   static const Kernels amx = [] {
     Kernels kernels = kAvx512Kernels;
     kernels.name = "amx-int8", kernels.linear = kAmxLinear;

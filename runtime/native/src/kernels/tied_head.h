@@ -1,18 +1,18 @@
-// The kernel for a tied head. It multiplies rows of activations by the rows of an embedding table.
-// The table has the number format of the checkpoint, or FP8. Sums are fp32.
+// The kernel for a tied head. The kernel multiplies rows of activations by the rows of an embedding
+// table. The table is in the number format of the checkpoint, or in FP8. Sums are fp32.
 #pragma once
 
 #include "kernels/common.h"
 
 namespace {
 
-// The numbers of table rows and of activation rows that are multiplied at a time. Their sums fit
-// the registers.
+// The numbers of table rows and of activation rows that are multiplied at a time. The sums of the
+// products fit the registers.
 constexpr int kTableRows = 4, kHeadRows = simd::kFloatRows * simd::kFloatVectors / kTableRows;
 
 // Multiplies kRows rows of x by kTable rows of a table. Writes the products to y, whose rows are
-// `stride` apart. Meanwhile prefetches the table rows at `ahead`. kLoad loads one vector of the
-// table.
+// `stride` apart. During the multiplication, prefetches the table rows at `ahead`. kLoad loads one
+// vector of the table.
 template <class Element, F (*kLoad)(const Element*), int kRows, int kTable>
 [[gnu::noinline]] void multiply_by_table(const float* x, const Element* table, int64_t inputs,
                                          const Element* ahead, const float* scales, float* y,
@@ -56,7 +56,7 @@ template <class Element, F (*kLoad)(const Element*), int kRows, int kTable>
 
 template <class Element, F (*kLoad)(const Element*)>
 void multiply_head(const dlm::TiedHead& head, dlm::Parallel& parallel) {
-  // The number of table rows per task. If the table is small, tasks have fewer rows.
+  // The number of table rows per task. If the table is small, each task processes fewer rows.
   constexpr int64_t kTaskRows = 256;
   const auto* const table = static_cast<const Element*>(head.table);
   const Tiles tiles(head.rows, kHeadRows);

@@ -11,7 +11,8 @@ namespace {
 
 constexpr size_t kMostBytes = size_t{1} << 28;
 
-// True for the characters that Python's str.strip removes: white space and four ASCII separators.
+// Returns true for the characters that Python's str.strip removes: white space and four ASCII
+// separators.
 bool is_stripped(char32_t point) { return is_space(point) || (point >= 0x1C && point <= 0x1F); }
 
 std::string_view stripped(std::string_view text) {
@@ -25,8 +26,8 @@ std::string_view stripped(std::string_view text) {
   return first < last ? text.substr(first, last - first) : std::string_view();
 }
 
-// Returns the index of a role. If the file lists the name twice, the first entry is for the first
-// message of a conversation.
+// Returns the index of a role. If the file lists the name of a role twice, the first entry is for
+// the first message of a conversation.
 size_t role_of(const TextFile& file, const std::string& where, std::string_view name,
                bool is_first) {
   std::string known;

@@ -1,8 +1,8 @@
-// Turns a conversation into the text that the denoiser was trained on. The text ends where the
-// assistant's reply starts.
+// Converts a conversation to text in the form on which the denoiser was trained. The text ends
+// where the assistant's reply starts.
 //
-// The chat template itself is not run. The bundle's text file has the text that the template puts
-// before, between and after messages.
+// The chat template itself is not run. The bundle's text file contains the text that the template
+// puts before, between and after messages.
 #pragma once
 
 #include <string>
@@ -26,7 +26,8 @@ struct RenderedChat {
 };
 
 // Throws Error(DLM_INVALID_ARGUMENT) for an unknown role. Throws Error(DLM_UNSUPPORTED) if the text
-// file lacks the text for this conversation, or if the template does more than joining messages.
+// file does not contain the text for this conversation, or if the template does more than join
+// messages.
 RenderedChat render_chat(const TextFile& file, const std::vector<ChatMessage>& messages);
 
 }  // namespace dlm

@@ -19,7 +19,7 @@ constexpr char32_t kLeadCount = 19, kVowelCount = 21, kTailCount = 28,
 
 struct Point {
   char32_t point;
-  uint8_t order;  // its combining class
+  uint8_t order;  // combining class of the character
 };
 
 uint8_t order_of(const TextFile& file, char32_t point) {
@@ -47,7 +47,8 @@ void decompose(const TextFile& file, char32_t point, std::vector<Point>& out) {
   }
 }
 
-// Returns the composition of two characters. Returns 0 if they do not compose.
+// Returns the character into which two characters compose. Returns 0 if the two characters do not
+// compose.
 char32_t composed(const TextFile& file, char32_t first, char32_t second) {
   if (first - kLeads < kLeadCount && second - kVowels < kVowelCount)
     return kSyllables + ((first - kLeads) * kVowelCount + (second - kVowels)) * kTailCount;
@@ -75,8 +76,8 @@ void sort_marks(std::vector<Point>& points) {
   }
 }
 
-// Composes each mark with its starter, unless another starter or a mark of the same class is
-// between them.
+// Composes each mark with its starter, unless there is a starter or a mark of the same class
+// between the mark and its starter.
 void join(const TextFile& file, std::vector<Point>& points) {
   // `start` is the index of the last starter. Before the first starter, it is an invalid index.
   size_t kept = 0, start = points.size();

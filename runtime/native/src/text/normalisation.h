@@ -1,5 +1,5 @@
-// Normalises Unicode text to its composed form (NFC, Unicode annex 15). Uses the tables of a
-// bundle's text file.
+// Normalises Unicode text to its composed form (NFC, Unicode annex 15). The code uses the tables of
+// a bundle's text file.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@
 namespace dlm {
 
 // Writes the composed form of `text` to `out`. If `text` is already composed, returns false and
-// does not change `out`. `file` must have the NFC tables.
+// does not change `out`. `file` must contain the NFC tables.
 bool compose(const TextFile& file, std::string_view text, std::string& out);
 
 }  // namespace dlm

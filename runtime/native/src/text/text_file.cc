@@ -15,12 +15,13 @@ constexpr size_t kMagicBytes = 8, kPages = kCodePoints / 256;
 // The largest number of code points in a decomposition. The longest decomposition in Unicode has 4.
 constexpr int32_t kMostDecomposed = 18;
 constexpr int32_t kMostAround = 1024, kMostRoles = 16, kMostClasses = 255;
-constexpr int32_t kMostSplits = 64;  // most splits; released tokenizers have up to four
+constexpr int32_t kMostSplits = 64;  // largest number of splits; released tokenizers use up to four
+                                     // splits
 // The largest size of a token's text in bytes. The limit ensures that a denoiser that repeats a
 // token cannot fill the memory.
 constexpr size_t kMostTokenBytes = size_t{1} << 16;
 
-// The numbers in the header of the file, in order. They are the sizes of the tables.
+// The numbers in the header of the file, in order. These numbers are the sizes of the tables.
 struct Sizes {
   int32_t vocab, token_bytes, chars, merges, added, raw_added, added_bytes, classes, class_pages,
       splits, states, nfc_pages, decomposed, decomposition_points, compositions, prefix, suffix,
@@ -56,8 +57,8 @@ class Reader {
   }
 
   // Reads `count` + 1 numbers: the starts of `count` lists, and the end of the last list. The first
-  // number must be 0, and the last must be `total`. A number must not be smaller than the number
-  // before it.
+  // number must be 0, and the last must be `total`. Each number must be at least as large as the
+  // preceding number.
   Numbers starts(const char* name, int64_t count, int32_t total) {
     const Numbers out = numbers(name, count + 1, 0, total);
     if (out[0] != 0 || out[out.size - 1] != total || !std::is_sorted(out.begin(), out.end()))
@@ -95,8 +96,8 @@ void check_sizes(const Sizes& s, const Reader& reader) {
     reader.refuse("splits", "have no classes of characters");
 }
 
-// Reads the vocabulary. It must be read first, because merges, characters and splits refer to
-// tokens.
+// Reads the vocabulary. The vocabulary must be read first, because merges, characters and splits
+// refer to tokens.
 void read_vocabulary(TextFile& file, const Sizes& s, Reader& reader) {
   const int32_t last = s.vocab - 1;
   file.vocab_size = s.vocab;

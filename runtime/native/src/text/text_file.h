@@ -1,8 +1,10 @@
-// A bundle's compiled text file. It has the tables of the tokenizer and of the chat template.
+// A bundle's compiled text file. The file contains the tables of the tokenizer and of the chat
+// template.
 //
 // exporter/dlm_export/text/layout.py writes the file, and docs/reference/bundle.md documents it.
-// The file has a header with the sizes of the tables, then int32 numbers in little-endian order,
-// then bytes. It contains only data, no code. Everything in it is checked when it is read.
+// The file consists of a header with the sizes of the tables, then int32 numbers in little-endian
+// order, then bytes. The file contains only data, no code. All data is checked when the file is
+// read.
 #pragma once
 
 #include <cstddef>
@@ -46,24 +48,25 @@ struct TextFile {
   enum Transform : int32_t { refused = 0, as_is = 1, stripped = 2 };
 
   TextFile() = default;
-  TextFile(TextFile&&) = default;  // movable, but not copyable: a copy would point into its source
+  TextFile(TextFile&&) = default;  // movable, but not copyable: a copy would point into the object
+                                   // from which it was copied
   TextFile& operator=(TextFile&&) = default;
 
-  std::vector<int32_t> storage;  // content of the file; all other fields point into it
+  std::vector<int32_t> storage;  // content of the file; all other fields point into this content
 
   int32_t vocab_size = 0;
-  // The text of each token. A token with the flag `whole` is used without merging if a piece has
-  // exactly its text.
+  // The text of each token. If the text of a piece equals the text of a token with the flag
+  // `whole`, this token is used without merging.
   Strings tokens;
   View<uint8_t> token_flags;
-  // The tokens of a piece before merging. A character in char_points has one token of its own. Any
-  // other character has one token for each of its bytes. -1 means that a byte has no token and is
+  // The tokens of a piece before merging. A character in char_points becomes one token. Any other
+  // character becomes one token for each of its bytes. -1 means that a byte has no token and is
   // left out.
   Numbers byte_ids, char_points, char_ids;
   Numbers merges;  // [M, 3]: left token, right token, merged token; earlier rows have priority
-  // Texts that always become one token, called added texts. The first `raw_added` of them are
-  // matched before normalisation. The others are matched after it. Each of these two parts is in
-  // ascending order.
+  // Texts that always become one token, called added texts. The first `raw_added` added texts are
+  // matched before normalisation. The remaining added texts are matched after normalisation. Each
+  // of these two parts is in ascending order.
   Numbers added_ids, added_flags;
   Strings added;
   size_t raw_added = 0;
@@ -74,19 +77,19 @@ struct TextFile {
   bool is_byte_fallback = false;
   bool strips_space = false;  // decoding removes one space at the start
   // Splits cut the text into pieces before merging, one split after another. A split cuts its text
-  // into matches and the parts between matches. `classes` has the character class of each code
+  // into matches and the parts between matches. `classes` contains the character class of each code
   // point.
   CodePointTable classes;
   int32_t class_count = 0;
   // Each split is a state machine. The states of split s are numbered from split_starts[s] to
-  // split_starts[s + 1] - 1. The first of them is its start state. A state has one entry for each
-  // character class, and one for the end of the text. An entry is 2 * (next state + 1), or 0 if
-  // there is no next state. If a match may end before the character, the entry is larger by 1.
+  // split_starts[s + 1] - 1. State split_starts[s] is the start state. A state has one entry for
+  // each character class, and one for the end of the text. An entry is 2 * (next state + 1), or 0
+  // if there is no next state. If a match may end before the character, 1 is added to the entry.
   Numbers split_starts, split_tables;
 
-  // Tables for composing text (NFC). `nfc` has a class for each code point: 0 if the code point
-  // never changes, and 255 if it is a starter that may change. Otherwise the class is the combining
-  // class.
+  // Tables for composing text (NFC). `nfc` contains a class for each code point. The class is 0 if
+  // the code point never changes, and 255 if the code point is a starter that may change. Otherwise
+  // the class is the combining class.
   CodePointTable nfc;
   Numbers decomposed, decomposition_starts, decomposition_points;
   // [F, 3]: first code point, second code point, composition; in ascending order.
@@ -94,8 +97,8 @@ struct TextFile {
 
   Numbers prefix, suffix;  // token ids added before and after a prompt
 
-  // Tables for chats. The context of a message is a number: 2 * role, plus 1 if it is the last
-  // message. The text before a message depends on its context and on the previous role. (The
+  // Tables for chats. The context of a message is a number: 2 * role, plus 1 if the message is the
+  // last message. The text before a message depends on its context and on the previous role. (The
   // previous role is stored as role + 1. 0 means that there is no previous message.) The text after
   // the last message depends on the role of that message. -1 means that the conversation is not
   // allowed.
@@ -107,7 +110,8 @@ struct TextFile {
   Numbers chat_transforms;             // [2 R]
   Numbers chat_gaps;                   // [R + 1, 2 R]
   Numbers chat_ends;                   // [R]
-  Numbers literal_contexts, literals;  // for each context: texts that a content must not contain
+  Numbers literal_contexts, literals;  // for each context: texts that the content of a message must
+                                       // not contain
   Numbers empty_contexts;              // contexts in which the content must not be empty
 };
 

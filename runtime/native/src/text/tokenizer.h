@@ -1,9 +1,10 @@
-// The tokenizer: converts text to token ids and back. It uses the tables of a compiled text file.
-// Each build of a bundle compares its results with those of the Python tokenizer.
+// The tokenizer: converts text to token ids and back. The tokenizer uses the tables of a compiled
+// text file. Each build of a bundle compares the results of this tokenizer with the results of the
+// Python tokenizer.
 //
 // The tokenizer implements byte pair encoding. In some vocabularies, tokens are sequences of bytes.
-// In others, tokens are sequences of characters; there, a character that the vocabulary lacks is
-// encoded as bytes.
+// In other vocabularies, tokens are sequences of characters. If such a vocabulary lacks a
+// character, the character is encoded as bytes.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +18,15 @@
 
 namespace dlm {
 
-constexpr size_t kMostTextBytes = size_t{1} << 28;  // most bytes of text that one call encodes
+constexpr size_t kMostTextBytes = size_t{1} << 28;  // largest number of bytes of text that one call
+                                                    // encodes
 
 // An open-addressing hash index of numbers. The load factor is at most 1/2.
 class Index {
  public:
   void reserve(size_t count);
-  // Adds a number. Throws Error(DLM_BAD_BUNDLE) if there are more hash collisions than chance would
-  // explain.
+  // Adds a number. Throws Error(DLM_BAD_BUNDLE) if there are so many hash collisions that somebody
+  // must have chosen the numbers.
   void insert(uint64_t hash, int32_t number);
   template <class IsIt>
   int32_t find(uint64_t hash, IsIt is_it) const {
@@ -52,8 +54,8 @@ class Text {
   const TextFile& file() const { return file_; }
 
   // Appends the ids of a text to `out`. If `how.is_prompt` is true, also adds the tokens that the
-  // tokenizer puts around a prompt. Throws Error(DLM_INVALID_ARGUMENT) for invalid UTF-8, and for
-  // special tokens that are not allowed.
+  // tokenizer puts around a prompt. Throws Error(DLM_INVALID_ARGUMENT) if the text is invalid UTF-8
+  // or encodes to a special token that is not allowed.
   void encode(std::string_view text, Encode how, std::vector<int32_t>& out) const;
   // Appends the ids of a chat to `out`. Special tokens are recognised only in the template's text.
   // Text that touches the content of a message never becomes a special token.
@@ -78,7 +80,7 @@ class TextDecoder {
  public:
   explicit TextDecoder(std::shared_ptr<const Text> text) : text_(std::move(text)) {}
 
-  // Decodes `count` more ids, and appends their text to `out`. Skips unknown and special ids.
+  // Decodes the next `count` ids, and appends their text to `out`. Skips unknown and special ids.
   // is_last means that no ids follow.
   void operator()(const int32_t* ids, size_t count, bool is_last, std::string& out);
 

@@ -11,10 +11,11 @@
 namespace dlm {
 namespace {
 
-// The largest number of probes in a hash table. A few dozen are enough, unless somebody chose keys
-// that collide.
+// The largest number of probes in a hash table. A few dozen probes are enough, unless somebody
+// chose keys that collide.
 constexpr size_t kMostProbes = 1024;
-constexpr size_t kStepsPerChar = 64;  // most steps of a split, per character of the text
+constexpr size_t kStepsPerChar = 64;  // largest number of steps of a split, per character of the
+                                      // text
 constexpr std::string_view kSpaceLetter = "\xE2\x96\x81";  // U+2581
 
 uint64_t mixed(uint64_t value) {
@@ -99,8 +100,8 @@ Text::Text(const void* data, size_t size, const std::string& where)
 // The working data of one call of Text::encode or Text::encode_chat.
 class Encoding {
  public:
-  // `chat` is the rendered chat, which decides where special tokens are recognised. It is nullptr
-  // for text that is not a chat.
+  // `chat` is the rendered chat, which determines where special tokens are recognised. `chat` is
+  // nullptr for text that is not a chat.
   Encoding(const Text& text, bool special_tokens, const RenderedChat* chat,
            std::vector<int32_t>& out)
       : text_(text), file_(text.file_), special_tokens_(special_tokens), chat_(chat), out_(out) {}
@@ -116,7 +117,7 @@ class Encoding {
 
  private:
   // Finds the added texts in `text`, and appends their ids. Calls `piece` for each part of the text
-  // between them.
+  // between two added texts.
   template <class Piece>
   void split_added(std::string_view text, size_t stage, Piece piece) {
     const uint8_t* const starts = text_.starts_added_[stage];
@@ -143,7 +144,7 @@ class Encoding {
     if (done < text.size()) piece(text.substr(done));
   }
 
-  // True if the text of a special token must be encoded as ordinary text at this place.
+  // Returns true if the text of a special token at this offset must be encoded as ordinary text.
   bool is_ordinary(size_t stage, size_t start, size_t end) const {
     if (chat_ == nullptr) return !special_tokens_;
     if (stage == 0) return touches_content(start, end);
@@ -170,8 +171,8 @@ class Encoding {
   size_t longest_added(std::string_view text, size_t first, size_t last) const {
     size_t found = last;
     for (size_t length = 1; first < last && length <= text.size(); ++length) {
-      // Added texts that start with the same bytes are neighbours, and the shortest of them comes
-      // first.
+      // Added texts that start with the same bytes are neighbours, and the shortest of these added
+      // texts comes first.
       const auto next = static_cast<uint8_t>(text[length - 1]);
       const auto bound = [&](bool is_upper) {
         size_t low = first, high = last;
@@ -208,7 +209,7 @@ class Encoding {
     return spaced_;
   }
 
-  // Splits `text` with the split `number`, and then with all later splits.
+  // Splits `text` with the split of index `number`, and then with all later splits.
   void split(std::string_view text, size_t number) {
     if (number + 1 == file_.split_starts.size) return merge(text);
     const auto width = static_cast<size_t>(file_.class_count) + 1;
@@ -250,7 +251,7 @@ class Encoding {
 
   // Merges the tokens of a piece (byte pair encoding). Each step merges two neighbouring tokens:
   // the pair that comes first in the list of merges. If this pair occurs several times, the
-  // leftmost one is merged.
+  // leftmost occurrence is merged.
   void merge(std::string_view text) {
     const int32_t whole = text_.wholes_.find(
         hash_of(text), [&](int32_t token) { return file_.tokens[token] == text; });
@@ -279,9 +280,9 @@ class Encoding {
     for (size_t i = 0; i < count; i = symbols_[i].next) put(symbols_[i].id);
   }
 
-  // Appends an id. Throws if it is the id of a special token, and special tokens are not allowed.
-  // Merging can produce such an id if the vocabulary also has the special token's text as an
-  // ordinary token.
+  // Appends an id. Throws an error if the id belongs to a special token, and special tokens are not
+  // allowed. Merging can produce the id of a special token if the vocabulary also contains the text
+  // of the special token as an ordinary token.
   void put(int32_t id) {
     if (!special_tokens_ && text_.is_special(id))
       fail(DLM_INVALID_ARGUMENT,
@@ -314,7 +315,8 @@ class Encoding {
     }
   }
 
-  // Looks for a merge of the symbol at index `at` with the next symbol, and adds it to the queue.
+  // Looks for a merge of the symbol at index `at` with the next symbol, and adds this merge to the
+  // queue.
   void offer(size_t at, bool is_heap) {
     Symbol& left = symbols_[at];
     left.merge = left.next < symbols_.size() ? merge_of(left.id, symbols_[left.next].id) : -1;
@@ -333,7 +335,7 @@ class Encoding {
   const bool special_tokens_;
   const RenderedChat* const chat_;
   std::vector<int32_t>& out_;
-  // Start and size of the piece in the text that is being normalised.
+  // The start and the size of the piece in the text that is being normalised.
   size_t piece_start_ = 0, piece_size_ = 0;
   bool is_changed_ = false;  // true if normalisation changed the text
   std::string composed_, spaced_;

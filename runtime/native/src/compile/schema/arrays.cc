@@ -15,7 +15,8 @@ constexpr uint64_t kMostIntegers = 100;  // largest number of integers that fini
 
 }  // namespace
 
-// Returns the formula of the item with the given index, and true if a schema describes this item.
+// Returns the formula of the item with the given index. Also returns true if a schema describes
+// this item.
 std::pair<Formula, bool> Writer::item(const Case& found, size_t index) {
   std::vector<Formula> parts;
   bool is_described = false;
@@ -40,7 +41,7 @@ std::pair<Formula, bool> Writer::item(const Case& found, size_t index) {
 
 // Returns the number of items at the start of an array that a schema evaluates. In the
 // specification, a schema evaluates an item if a keyword such as `items` applies to it. Items that
-// an inner schema evaluates, for example in allOf, also count. `by` is the schema that has the
+// an inner schema evaluates, for example in allOf, also count. `by` is the schema that contains the
 // keyword unevaluatedItems. This keyword applies only to items that are not evaluated.
 size_t Writer::evaluated_items(const Schema& schema, const Schema& by, const Case& found) {
   expressions_.budget().check();
@@ -157,9 +158,9 @@ Writer::Made Writer::array(const Case& found, const Place& place) {
 }
 
 // Writes an array in which a given number of items must match a given schema, as `contains`
-// requires. The function from() builds an automaton. Its states have the number of items so far
-// and, for each schema, the number of matching items so far. No number is counted further than
-// necessary.
+// requires. The function from() builds an automaton. A state of this automaton consists of the
+// number of items so far and, for each schema, the number of matching items so far. Numbers are
+// counted only as far as necessary.
 Writer::Made Writer::array_with_matches(const Case& found, const std::vector<const Term*>& matches,
                                         const Place& place, size_t prefix, uint64_t low,
                                         uint32_t high) {
@@ -207,7 +208,7 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
           is_possible = is_possible && is_counted && counts[m] < most[m];
           ++next[m];
           // If there is a maximum but no minimum, an item that is counted as matching need not
-          // match. Then fewer items match than are counted, which is allowed.
+          // match. So fewer items match than are counted, which is allowed.
           if (term.low > 0) parts.push_back(formulas_.of(*term.schema, term.inner));
         } else if (is_counted && term.high != kNoLimit) {
           parts.push_back(formulas_.of(*term.schema, !term.inner));
@@ -235,7 +236,7 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
   return {expressions_.sequence(expressions_.bytes("["), items), size};
 }
 
-// Lists the different values for which a formula is true. `keyed` maps the keys of these values to
+// Lists the distinct values for which a formula is true. `keyed` maps the keys of these values to
 // their texts, and `order` lists the keys. Returns false if the values cannot be listed.
 bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>& keyed,
                     std::vector<std::string>& order) {
@@ -256,8 +257,8 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
     return std::all_of(ways.begin(), ways.end(),
                        [&](Formula way) { return finite(way, level, keyed, order); });
   }
-  // The rest of the function handles formulas that have only a type and, for integers, a minimum
-  // and a maximum.
+  // The rest of the function handles formulas that consist only of a type and, for integers, a
+  // minimum and a maximum.
   std::optional<Decimal> low, high;
   bool is_low_excluded = false, is_high_excluded = false;
   for (const Formula part : formulas_.conjuncts(formula)) {
@@ -303,7 +304,7 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
 }
 
 // Writes an array whose items must all be different, with items from a finite set. If the set is
-// small, the items may come in any order. Otherwise they come in the order of the set.
+// small, the items may come in any order. Otherwise the items come in the order of the set.
 std::optional<Writer::Made> Writer::unique_array(Formula item_, uint64_t low, uint64_t high,
                                                  const Place& place) {
   std::map<std::string, Node> keyed;

@@ -44,7 +44,7 @@ void Writer::assert_all(Case& found, std::vector<Formula> todo) {
 }
 
 // Simplifies a formula, given the facts that the case has already decided. If `names` is not null,
-// the object is assumed to have no properties except those in `names`.
+// the function assumes that the object has no properties except the properties in `names`.
 Formula Writer::reduced(Formula formula, const Case& found, const std::vector<std::string>* names) {
   expressions_.budget().check();
   if (found.asserted.count(formula) != 0) return Formulas::kYes;
@@ -119,8 +119,8 @@ Formula Writer::reduced_choice(Formula choice, const Case& found,
   return formulas_.any(ways);
 }
 
-// Removes the choices that are decided: those that are certainly true, and those that have only one
-// possible alternative left. Returns true if the case has changed.
+// Removes the decided choices. A choice is decided if it is certainly true, or if only one possible
+// alternative is left. Returns true if the case has changed.
 bool Writer::propagate(Case& found) {
   std::vector<Formula> choices;
   choices.swap(found.choices);
@@ -150,8 +150,8 @@ bool Writer::propagate(Case& found) {
   return is_changed;
 }
 
-// Returns true if a branch constrains the content of an array or object. Then the case must be
-// split before the branch can be written. If `with_names` is true, also returns true if the branch
+// Returns true if a branch constrains the content of an array or object. Such a case must be split
+// before the branch can be written. If `with_names` is true, also returns true if the branch
 // requires a property that is not in `names`.
 bool Writer::adds_structure(Formula formula, const std::vector<std::string>& names,
                             bool with_names) {
@@ -202,8 +202,8 @@ bool Writer::clauses_of(Formula choice, const std::vector<std::string>& names,
   return out.size() <= kMostClauses;
 }
 
-// Returns the names of the properties to write. First come the names in `properties`, in their
-// order. Then come the other required names.
+// Returns the names of the properties to write. First come the names in `properties`, in the order
+// of `properties`. Then come all required names that are not in `properties`.
 std::vector<std::string> Writer::names_of(const Case& found) {
   std::vector<std::string> names;
   std::unordered_set<std::string_view> seen;
@@ -260,8 +260,8 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
       for (size_t i = 0; i < found.choices.size() && !other.has_value(); ++i) {
         const Formula rest = reduced_choice(found.choices[i], found, names);
         if (rest == Formulas::kYes) {
-          // Requires the alternative that is true if the object has no properties except those in
-          // `names`.
+          // Requires the alternative that is true if the object has no properties except the
+          // properties in `names`.
           for (const Formula way : formulas_.alternatives(found.choices[i])) {
             if (reduced(way, found, &names) != Formulas::kYes) continue;
             certain.push_back(way);
@@ -312,8 +312,8 @@ std::optional<size_t> Writer::next_choice(const Case& found, uint8_t type,
 }
 
 // Handles a requirement that some property violates patternProperties or additionalProperties.
-// Replaces it by one alternative for each property in `names`. Returns false if the case has no
-// such requirement, or if its values are listed.
+// Replaces this requirement by one alternative for each property in `names`. Returns false if the
+// case contains no such requirement, or if the values of the case are listed.
 bool Writer::expand_violation(Case& found, const std::vector<std::string>& names,
                               std::vector<Case>& open) {
   const auto at = std::find_if(found.atoms.begin(), found.atoms.end(), [&](Formula part) {
@@ -414,8 +414,8 @@ Writer::Made Writer::listed_values(const Case& found, const ValueSet& values, co
   return {expressions_.either(std::move(nodes)), size};
 }
 
-// Returns true if a formula is certainly true in a case. Returns false if it is not, or if this
-// cannot be decided.
+// Returns true if a formula is certainly true in a case. Returns false if the formula may be false,
+// or if the function cannot decide this.
 bool Writer::is_asserted(Formula formula, const Case& found, uint8_t type) {
   for (const Formula part : formulas_.conjuncts(formulas_.restricted(formula, type))) {
     if (found.asserted.count(part) != 0) continue;

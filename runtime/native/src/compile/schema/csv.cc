@@ -11,8 +11,8 @@ using json::Value;
 
 constexpr int64_t kMostRows = 1'000'000;
 
-// Returns a member of the description. Its value must be one of the texts in `known`. The first of
-// these texts is the default.
+// Returns the value of a member of the description. The value must be one of the texts in `known`.
+// The first of these texts is the default.
 std::string chosen(const Value& description, const char* name,
                    std::initializer_list<const char*> known) {
   const Value* const given = description.find(name);
@@ -57,7 +57,7 @@ class Table {
   }
 
  private:
-  // Writes one field. If `is_alone` is true, the field is the only one of its line. Such a field
+  // Writes one field. If `is_alone` is true, the field is the only field of its line. Such a field
   // must not be empty. Otherwise its line would be empty, and programs that read CSV skip empty
   // lines.
   Node field(Node texts, bool is_alone) {

@@ -81,8 +81,8 @@ bool Described::is_of_type(const Schema& resolved, std::string_view type) {
 }
 
 void Described::allow(const Schema& schema, std::initializer_list<Keyword> keywords) {
-  // The keywords from Keyword::schema on, such as $id, do not constrain values. So they are not
-  // tested.
+  // The keywords from Keyword::schema on, such as $id, do not constrain values. So the code does
+  // not test these keywords.
   for (size_t i = 0; i < static_cast<size_t>(Keyword::schema); ++i) {
     const auto keyword = static_cast<Keyword>(i);
     if (schema[keyword] != nullptr &&

@@ -1,6 +1,6 @@
 // Interprets a JSON Schema that describes a text in another format, such as CSV or XML. csv.cc and
-// xml.cc use it to get the properties of objects, and the plain texts of strings, numbers, booleans
-// and nulls.
+// xml.cc use this code to get the properties of objects, and the plain texts of strings, numbers,
+// booleans and nulls.
 #pragma once
 
 #include <initializer_list>
@@ -37,7 +37,8 @@ class Described {
   const Schema& resolved(const Schema& schema);
   // Returns true if the keyword `type` of a schema is exactly this type.
   static bool is_of_type(const Schema& resolved, std::string_view type);
-  // Throws if the schema has a keyword that constrains values, unless the keyword is in `keywords`.
+  // Throws an error if the schema contains a keyword that constrains values, unless the keyword is
+  // in `keywords`.
   void allow(const Schema& schema, std::initializer_list<Keyword> keywords);
   // Returns the properties of an object, in the order of the schema.
   std::vector<Property> properties(const Schema& object);
@@ -52,7 +53,8 @@ class Described {
   Expressions& expressions() { return expressions_; }
   Automata& automata() { return automata_; }
   Document& document() { return document_; }
-  // Returns a node together with all warnings so far. Throws if the node has no texts.
+  // Returns a node together with all warnings so far. Throws an error if there is no text of the
+  // node.
   Texts texts(Node node);
 
  private:
@@ -66,8 +68,8 @@ class Described {
 };
 
 // Returns the texts of a node, in which some bytes are replaced by other spellings. For example,
-// XML writes & as &amp;. No spelling may be the start of another one. Each spelling must start with
-// a byte that is itself replaced.
+// XML writes & as &amp;. A spelling must not be the start of a different spelling. The first byte
+// of each spelling must be a byte that is itself replaced.
 using Spellings = std::vector<std::pair<uint8_t, std::string_view>>;
 Node respelled(Expressions& expressions, Automata& automata, Node node, const Spellings& spellings);
 

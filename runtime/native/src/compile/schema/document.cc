@@ -1,5 +1,6 @@
-// Parses the text of a schema. Finds the resources and their drafts, the place of each value, and
-// the subschemas. keyword_shapes.cc checks the keywords, and references.cc resolves the references.
+// Parses the text of a schema. Finds the resources and their drafts, the position of each value,
+// and the subschemas. keyword_shapes.cc checks the keywords, and references.cc resolves the
+// references.
 #include "compile/schema/document.h"
 
 #include <optional>
@@ -19,7 +20,7 @@ constexpr int kMostNesting = 256;       // largest nesting depth of the schema's
 constexpr size_t kMostText = 16 << 20;  // largest size of the schema's JSON text, in bytes
 // Memory of the parsed JSON per byte of its text, see base/json.h.
 constexpr size_t kBytesPerByte = 100;
-constexpr size_t kMostShown = 60;  // largest number of characters of a value in a message
+constexpr size_t kMostShown = 60;  // largest number of characters of a value that a message shows
 
 int draft_of(const Value& value, int otherwise, bool* is_named) {
   const Value* const named = value.kind() == Kind::object ? value.find("$schema") : nullptr;
@@ -75,7 +76,8 @@ void append_shown(const Value& value, std::string& out) {
   }
 }
 
-// Returns the first `most` code points of a text. If the text is longer, appends dots.
+// Returns the first `most` code points of a text. If the text is longer, appends dots to the
+// result.
 std::string cut(const std::string& text, size_t most) {
   size_t points = 0;
   for (size_t i = 0; i < text.size(); ++i) {
@@ -119,8 +121,8 @@ void Document::read_root() {
   index(*root_, nullptr, resources_[0].get(), true);
 }
 
-// Returns the resource of an object. If the object has its own $id, this is a new resource.
-// Otherwise it is `around`.
+// Returns the resource of an object. If the object has its own $id, the resource is a new resource.
+// Otherwise the resource is `around`.
 Resource* Document::resource_of(const Value& value, Resource* around) {
   bool is_named = around->names_draft;
   const bool is_root = around->root == &value;

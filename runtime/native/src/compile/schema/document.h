@@ -77,7 +77,8 @@ enum class Keyword : uint8_t {
 
 constexpr int kDraft4 = 4, kDraft6 = 6, kDraft7 = 7, kDraft2019 = 2019, kDraft2020 = 2020;
 
-// The kinds of JSON values, as a bit mask. A fraction is a number that is not an integer.
+// The kinds of JSON values, as a bit mask. In this list, a fraction is a number that is not an
+// integer.
 enum Kinds : uint8_t {
   kNull = 1,
   kBoolean = 2,
@@ -100,13 +101,14 @@ struct Resource {
   std::unordered_map<std::string, const json::Value*> anchors, dynamic_anchors;
 };
 
-// A subschema. `keywords` has the value of each keyword, or nullptr if the subschema does not have
-// it. The shapes of the values were checked against the specification.
+// A subschema. For each keyword, `keywords` contains the value of the keyword, or nullptr if the
+// subschema does not contain the keyword. The parser has already checked that the shapes of the
+// values follow the specification.
 struct Schema {
   const json::Value* value;
   const Resource* resource;
   std::array<const json::Value*, static_cast<size_t>(Keyword::count)> keywords{};
-  // The members of the keyword "properties". They can be found by name.
+  // The members of the keyword "properties", which can be found by name.
   std::unordered_map<std::string_view, const json::Value*> properties;
 
   const json::Value* operator[](Keyword keyword) const {
@@ -122,7 +124,7 @@ class Document {
   // Parses the text of a schema. Throws Error(DLM_INVALID_ARGUMENT) if the text is not JSON or not
   // a schema.
   Document(std::string_view text, Budget& budget);
-  // Takes a schema that is already parsed as JSON. `root` must outlive this object.
+  // Uses a schema that is already parsed as JSON. `root` must outlive this object.
   Document(const json::Value& root, Budget& budget);
 
   const Schema& root() { return schema(*root_); }
@@ -132,15 +134,15 @@ class Document {
   // outside the document.
   const Schema& target(const Schema& from, Keyword keyword);
 
-  // Returns the place of a value in the document, as a JSON pointer such as "#/properties/a".
+  // Returns the position of a value in the document, as a JSON pointer such as "#/properties/a".
   std::string place(const json::Value& value) const;
   // Throws "schema: #/a: keyword 'x' <why>".
   [[noreturn]] void refuse(const Schema& at, Keyword keyword, const std::string& why) const;
   void warn(const std::string& text);
   const std::vector<std::string>& warnings() const { return warnings_; }
 
-  // Returns the targets of all references inside a value, at any depth. References without a valid
-  // target are left out.
+  // Returns the targets of all references inside a value, at any depth. The result leaves out
+  // references without a valid target.
   std::vector<const json::Value*> destinations_below(const json::Value& value);
   static std::string_view name(Keyword keyword);
 
@@ -166,8 +168,8 @@ class Document {
   const json::Value* root_;
   std::vector<std::unique_ptr<Resource>> resources_;
   std::unordered_map<std::string, Resource*> by_uri_;
-  std::unordered_map<const json::Value*, Place> places_;  // has only arrays and objects
-  // The objects that have a $ref, $dynamicRef or $recursiveRef.
+  std::unordered_map<const json::Value*, Place> places_;  // contains only arrays and objects
+  // The objects that contain a $ref, $dynamicRef or $recursiveRef.
   std::vector<const json::Value*> references_;
   std::unordered_map<const json::Value*, std::vector<const json::Value*>> destinations_;
   std::unordered_map<const json::Value*, std::unique_ptr<Schema>> schemas_;

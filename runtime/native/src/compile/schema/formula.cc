@@ -175,8 +175,8 @@ Formula Formulas::values(std::vector<const Value*> found, const Schema* schema, 
   return add(std::move(term));
 }
 
-// Returns a formula that is true for all values different from `value`, which is an array or
-// object. A different value has another type, another size or another content.
+// Returns a formula that is true for all values that differ from `value`, which is an array or
+// object. Values differ if their types, sizes or contents differ.
 Formula Formulas::differs(const Value& value, const Schema& schema) {
   budget_.check();
   const bool is_array = value.kind() == Value::Kind::array;
@@ -198,7 +198,7 @@ Formula Formulas::differs(const Value& value, const Schema& schema) {
   }
   if (is_array) {
     ways.push_back(range(Atom::item_count, schema, kArray, inner.size(), inner.size(), false));
-  } else {  // an object with all these properties and at least one more
+  } else {  // an object with all these properties and at least one more property
     names.push_back(range(Atom::property_count, schema, kObject, 0, inner.size(), false));
     ways.push_back(all(names));
   }
@@ -206,7 +206,7 @@ Formula Formulas::differs(const Value& value, const Schema& schema) {
 }
 
 // Returns a schema that allows only `value`, which is a value of an enum or const. Error messages
-// about this schema give the place of `schema`, which contains the enum or const.
+// about the returned schema give the position of `schema`, which contains the enum or const.
 const Schema& Formulas::constant(const Value& value, const Schema& schema) {
   const auto [at, is_new] = constants_.try_emplace(&value);
   if (is_new) {
@@ -236,8 +236,8 @@ uint64_t Formulas::count(const Schema& schema, Keyword keyword, uint64_t otherwi
 }
 
 // Returns the statement that a count is at least `low` and at most `high`. If `positive` is false,
-// returns the negated statement. The count belongs to values of one type, for example the number of
-// items of an array.
+// returns the negated statement. A count is a property of values of one type. For example, the
+// number of items is a count of arrays.
 Formula Formulas::range(Atom kind, const Schema& schema, uint8_t type_, uint64_t low, uint64_t high,
                         bool positive) {
   const auto within = [&](uint64_t from, uint64_t to) {

@@ -1,12 +1,12 @@
 // Expresses a JSON Schema as a logical formula about one value. For example, the schema {"type":
-// "string", "minLength": 2} becomes the formula "the value is a string, and if it is a string, it
-// has at least two code points". The parts of a formula are joined by "and" and "or". Only the
-// smallest parts can be negated (negation normal form).
+// "string", "minLength": 2} becomes the formula "the value is a string, and if the value is a
+// string, it contains at least two code points". The parts of a formula are joined by "and" and
+// "or". Only the smallest parts can be negated (negation normal form).
 //
 // A schema has two formulas, because some keywords cannot be expressed exactly. If the first
 // formula is true for a value, the value is certainly valid. If the second formula is true for a
 // value, the value is certainly invalid. For some values, both formulas are false. Formulas::of()
-// returns the first formula if `positive` is true, and the second one otherwise.
+// returns the first formula if `positive` is true. Otherwise it returns the second formula.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ enum class Op : uint8_t { no, yes, atom, all, any, one };
 //
 // "(or not)" marks statements that can be negated. In the negated atom, `positive` is false. If the
 // line says "inner", `inner` is false instead. In the comments, `schema` means Term::schema, the
-// schema that has the keywords.
+// schema that contains the keywords.
 enum class Atom : uint8_t {
   enter,       // is always true; records that a recursive reference enters target `low`
   type,        // the value has one of `kinds`; if low is not 0, 1.0 is not an integer (Draft 4)
@@ -63,12 +63,12 @@ enum class Atom : uint8_t {
 
 constexpr uint64_t kNoLimit = UINT64_MAX;
 
-// The different values of an enum, with their keys from key_of().
+// The distinct values of an enum, with their keys from key_of().
 struct ValueSet {
   std::vector<const json::Value*> values;
   std::vector<std::string> keys;
   std::unordered_set<std::string> lookup;
-  uint8_t kinds = 0;  // of the values; a number such as 1.0 has both kinds of numbers
+  uint8_t kinds = 0;  // the kinds of the values; a number such as 1.0 has both kinds of numbers
 };
 
 struct Term {
@@ -104,21 +104,21 @@ class Formulas {
   Formula any(const std::vector<Formula>& parts);
   Formula has(const std::string& name, bool positive, const Schema* schema);
   // Returns the statement that a schema allows a property, if the object has this property. If
-  // is_valid is false, the statement is that the schema does not allow it.
+  // is_valid is false, the statement is that the schema does not allow the property.
   Formula member(const std::string& name, const Schema& schema, bool is_valid);
 
-  // Returns the parts of a formula that are joined by "and". If the formula is not of this kind, it
-  // is returned as the only part.
+  // Returns the parts of a formula that are joined by "and". If the formula is not of this kind,
+  // the result contains only the formula itself.
   std::vector<Formula> conjuncts(Formula formula) const;
   // Returns the alternatives of a formula of kind `any` or `one`. The formula is true if and only
-  // if at least one of them is true.
+  // if at least one of these alternatives is true.
   const std::vector<Formula>& alternatives(Formula formula);
   // Simplifies a formula under the condition that the value has one type: kNull, kBoolean, kNumber,
   // kString, kArray or kObject.
   Formula restricted(Formula formula, uint8_t type);
   // Removes the branches that enter the target of a recursive reference more often than `max_depth`
-  // allows. `counts` has pairs of numbers: the number of a target, and how many values of this
-  // target are around the value.
+  // allows. `counts` contains pairs. A pair consists of the number of a target, and of a count: how
+  // many values of this target are around the value.
   Formula entered(Formula formula, const std::vector<std::pair<uint32_t, uint32_t>>& counts,
                   uint32_t max_depth);
   // Returns the numbers of the recursive targets that a formula enters, either for the value itself
@@ -126,15 +126,15 @@ class Formulas {
   const std::vector<uint32_t>& numbers(Formula formula);
 
   // Returns true if `other` is certainly true for every value for which `one` is true. Returns
-  // false if this is not the case, or if it cannot be shown quickly.
+  // false if `other` may be false, or if the function cannot decide this quickly.
   bool implies(Formula one, Formula other, int depth = 8);
   // Returns a formula for the property `name` of an object. The formula is true for the property of
-  // every object for which `formula` is true. It has only conditions that are easy to derive. So it
-  // may allow more values than necessary.
+  // every object for which `formula` is true. This formula contains only conditions that are easy
+  // to derive. So this formula may allow more values than necessary.
   Formula property(Formula formula, const std::string& name);
 
   // Returns a list that contains all values for which the formula is true. Returns nullptr if no
-  // part of the formula has such a list.
+  // part of the formula contains such a list.
   const ValueSet* listed(Formula formula) const;
 
   Document& document() { return document_; }

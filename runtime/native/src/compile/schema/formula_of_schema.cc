@@ -30,8 +30,8 @@ Formula Formulas::written(const Schema& schema, bool positive) {
   std::vector<Formula> out;
   // Up to Draft 7, the specification ignores the keywords beside a $ref. But many schemas use such
   // keywords, and many validators obey them. So the formula for valid values requires these
-  // keywords. The formula for invalid values ignores them, because a value that violates them is
-  // not certainly invalid.
+  // keywords. The formula for invalid values ignores these keywords, because a value that violates
+  // these keywords is not certainly invalid.
   const bool hides_siblings = !positive && schema.draft() <= kDraft7 && schema[Keyword::ref];
   if (hides_siblings) return reference(schema, Keyword::ref, false);
   if (const Value* const types = schema[Keyword::type]) {

@@ -31,8 +31,8 @@ bool is_multiple(const Decimal& number, const Decimal& of, bool* is_decided) {
     return false;
   }
   // `number` is a multiple of `of` if its digits, times 10^shift, are a multiple of the digits of
-  // `of`. If the shift is negative, this is impossible. The digits of `number` would have to be
-  // divisible by a power of ten, but their last digit is not zero.
+  // `of`. If the shift is negative, `number` cannot be a multiple of `of`: the digits of `number`
+  // would have to be divisible by a power of ten, but the last digit is not zero.
   if (shift < 0) return false;
   const uint64_t divisor = std::stoull(of.digits);
   uint64_t rest = 0;
@@ -90,7 +90,7 @@ bool Holds::text(Formula formula, const std::string& text_) {
 
 bool Holds::matches(const std::string& pattern, const std::string& name, const Schema& at) {
   const bool is_sure = matches(pattern, name, at, Found::surely);
-  // All regex engines agree about printable ASCII.
+  // All regex engines agree on printable ASCII characters.
   const bool is_plain = std::all_of(name.begin(), name.end(), [](char c) {
     return static_cast<unsigned char>(c) >= ' ' && static_cast<unsigned char>(c) < 0x7F;
   });

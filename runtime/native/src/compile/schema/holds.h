@@ -1,5 +1,5 @@
-// Decides whether a formula is true for one known value. The compiler uses this for the values of
-// enum and const, and for the names of properties.
+// Decides whether a formula is true for one known value. The compiler uses this code for the values
+// of enum and const, and for the names of properties.
 #pragma once
 
 #include <array>
@@ -19,8 +19,8 @@ class Holds {
 
   bool value(Formula formula, const json::Value& value);
   bool text(Formula formula, const std::string& text);  // does the same as value(), for a string
-  // Returns true if a pattern is found in the name of a property. Throws if regex engines disagree
-  // about it.
+  // Returns true if a pattern is found in the name of a property. Throws an error if regex engines
+  // disagree about the match.
   bool matches(const std::string& pattern, const std::string& name, const Schema& at);
 
   Automata& automata() { return automata_; }

@@ -79,8 +79,8 @@ constexpr Entry kEntries[] = {
     {"definitions", Shape::any},
 };
 static_assert(std::size(kEntries) == static_cast<size_t>(Keyword::count));
-// The annotations of the specification and of OpenAPI. They do not constrain values. No warning is
-// given for them.
+// The annotations of the specification and of OpenAPI. Annotations do not constrain values. The
+// compiler gives no warning for annotations.
 const std::unordered_set<std::string_view>& annotations() {
   static const auto* const made = new std::unordered_set<std::string_view>{"$vocabulary",
                                                                            "$comment",
@@ -116,7 +116,7 @@ bool is_type(const Value& value) {
          std::find(std::begin(kTypes), std::end(kTypes), value.string()) != std::end(kTypes);
 }
 
-// Returns the edit distance of two words. It is the restricted Damerau-Levenshtein distance:
+// Returns the edit distance of two words, which is the restricted Damerau-Levenshtein distance:
 // swapping two neighbouring letters is one edit, and swapped letters are not edited again. All
 // differences between upper and lower case together are one edit.
 size_t distance(std::string_view one, std::string_view other) {

@@ -5,15 +5,15 @@
 
 namespace dlm::compile::schema {
 
-// The schemas of an array's items. Some of the first items may have a schema of their own. All
-// other items have the same schema.
+// The schemas of an array's items. Some of the first items may each have a separate schema. All
+// remaining items have the same schema.
 struct ItemSchemas {
   const json::Value* prefix = nullptr;  // list of the schemas of the first items, or nullptr
   const json::Value* others = nullptr;
 
   size_t count() const { return prefix == nullptr ? 0 : prefix->elements().size(); }
-  // Returns the schema of the item with the given index. Returns nullptr if any value is allowed
-  // there.
+  // Returns the schema of the item with the given index. Returns nullptr if any value is allowed as
+  // this item.
   const json::Value* at(size_t index) const {
     return index < count() ? &prefix->elements()[index] : others;
   }

@@ -10,12 +10,12 @@
 namespace dlm::compile::schema {
 
 struct Layout {
-  std::string item_separator = ",";  // between items of an array and between properties
+  std::string item_separator = ",";  // the text between items of an array and between properties
   std::string key_separator = ":";   // between a property's name and its value
-  // Spaces of indentation per level. Each item is on a line of its own. A negative number means
-  // that there are no line breaks.
+  // Spaces of indentation per level. Each item is on a line of its own. If the number is negative,
+  // there are no line breaks.
   int32_t indent = -1;
-  bool has_lines = false;  // each item of a top-level array is on a line of its own
+  bool has_lines = false;  // true: each item of a top-level array is on a line of its own
 
   // The texts around the items of a container that is not empty: after the opening bracket, between
   // two items, and before the closing bracket. `level` is the number of containers around this
@@ -24,8 +24,8 @@ struct Layout {
     std::string start, between, end;
   };
   Around around(uint32_t level, bool is_array) const;
-  // Returns a number that identifies the layout of a level. Levels with the same number have the
-  // same layout.
+  // Returns a number that identifies the layout of a level. Levels with the same identifying number
+  // have the same layout.
   uint32_t kind_of_level(uint32_t level) const;
 };
 
@@ -33,8 +33,8 @@ struct Layout {
 // are written as in the schema.
 std::string text_of(const json::Value& value, const Layout& layout, uint32_t level);
 
-// Returns a text that identifies a value. Two values have the same key if and only if they are
-// equal. 1 and 1.0 are equal, but true and 1 are different.
+// Returns a text that identifies a value. Two values have the same key if and only if the two
+// values are equal. 1 and 1.0 are equal, but true and 1 are different.
 std::string key_of(const json::Value& value);
 
 // Returns the texts of a container that has `low` to `high` repetitions of `item`. For an object,

@@ -32,8 +32,8 @@ bool Writer::is_name_allowed(const Case& found, const std::string& name) {
 
 // Returns true if a schema evaluates a property. In the specification, a schema evaluates a
 // property if a keyword such as `properties` applies to it. An inner schema, for example in allOf,
-// may also evaluate it. `by` is the schema that has the keyword unevaluatedProperties. This keyword
-// applies only to properties that are not evaluated.
+// may also evaluate the property. `by` is the schema that contains the keyword
+// unevaluatedProperties. This keyword applies only to properties that are not evaluated.
 //
 // If `name` is null, the question is about all properties that are not listed in `properties`,
 // match all of `patterns`, and match no other pattern.
@@ -60,8 +60,8 @@ bool Writer::is_evaluated(const Schema& schema, const Schema& by, const std::str
   return any_applied(schema, found, kObject, is_by);
 }
 
-// Returns true if `test` is true for one of the inner schemas that apply to every value to which
-// `schema` applies, such as those of allOf.
+// Returns true if `test` is true for at least one of the inner schemas that apply to every value to
+// which `schema` applies, such as the schemas of allOf.
 bool Writer::any_applied(const Schema& schema, const Case& found, uint8_t type,
                          const std::function<bool(const Value&)>& test) {
   for (const Keyword keyword : {Keyword::ref, Keyword::dynamic_ref, Keyword::recursive_ref}) {
@@ -224,8 +224,8 @@ Writer::Made Writer::more_properties(const Case& found, const std::vector<std::s
   return either(out);
 }
 
-// Calls `exclude` for each name that occurs in the case. Properties that the schema does not list
-// must not have such a name.
+// Calls `exclude` for each name that occurs in the case. The name of a property that the schema
+// does not list must not be one of these names.
 void Writer::exclude_names(const Case& found,
                            const std::function<void(const std::string&)>& exclude) {
   std::vector<Formula> todo(found.asserted.begin(), found.asserted.end());

@@ -1,5 +1,6 @@
-// Derives facts from formulas alone, without testing values. The facts are which parts matter for a
-// type, which branches exclude each other, and which references are nested too deeply.
+// Derives facts from formulas alone, without testing values. The functions find the parts that
+// matter for a type, the branches that exclude each other, and the references that are nested too
+// deeply.
 #include <algorithm>
 
 #include "compile/schema/formula.h"
@@ -227,9 +228,9 @@ bool Formulas::implies(Formula one_, Formula other, int depth) {
 }
 
 // Returns a set of excluded values: the formula is true for every value outside of this set. If
-// `within` is true, the values are those of the property `name`. Then the formula is true for every
-// object whose property `name` has a value outside of the set. *is_typed is set to true if the
-// formula also requires the type object. Returns nullptr if there is no such set.
+// `within` is true, the values are the values of the property `name`. In this case, the formula is
+// true for every object if the value of its property `name` is outside of the set. *is_typed is set
+// to true if the formula also requires the type object. Returns nullptr if there is no such set.
 const ValueSet* Formulas::unlisted(Formula formula, const std::string& name, bool within,
                                    bool* is_typed) {
   const Term& term = terms_[formula];
@@ -262,8 +263,9 @@ const ValueSet* Formulas::unlisted(Formula formula, const std::string& name, boo
 
 // Returns true if at most one branch can be true because each branch allows different constants.
 // For example, the branches {"const": 1} and {"const": 2} exclude each other. The constants are
-// those of the value itself, or those of one property that all branches require. Other differences
-// between branches are ignored. So the time grows only linearly with the number of branches.
+// constants for the value itself, or for one property that all branches require. The function
+// ignores all other differences between branches. So the time grows only linearly with the number
+// of branches.
 bool Formulas::are_told_apart(const std::vector<Formula>& pairs) {
   std::vector<std::string> names;
   bool are_listed = listed(pairs[0]) != nullptr;
@@ -277,8 +279,8 @@ bool Formulas::are_told_apart(const std::vector<Formula>& pairs) {
   for (size_t number = 0; number < names.size(); ++number) {
     const bool within = !(are_listed && number == 0);
     const std::string& name = names[number];
-    // For each key of a value: the index of the one branch that excludes the value, or SIZE_MAX if
-    // several branches exclude it.
+    // For each key of a value: the index of the only branch that excludes the value, or SIZE_MAX if
+    // several branches exclude the value.
     std::unordered_map<std::string_view, size_t> owners;
     std::vector<const ValueSet*> sets;
     bool is_decided = true, are_objects = true, is_any_typed = false;

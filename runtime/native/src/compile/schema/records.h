@@ -12,15 +12,15 @@
 namespace dlm::compile::schema {
 
 // Returns the members "low" and "high" of a description, for example of {"csv": ..., "low": 1,
-// "high": 9}. Each of them must be between 0 and `most`. The parameter `low` is the default for
-// "low". If "high" is missing, there is no upper limit.
+// "high": 9}. Each of these two members must be between 0 and `most`. The parameter `low` is the
+// default for "low". If "high" is missing, there is no upper limit.
 std::pair<uint32_t, uint32_t> counts(const json::Value& description, uint32_t low, int64_t most);
 
 // Returns `low` to `high` repetitions of a part, with a separator between two repetitions.
 Node separated(Expressions& expressions, Node part, Node separator, uint32_t low, uint32_t high);
 
-// Both functions below throw Error(DLM_INVALID_ARGUMENT). The message gives the place in the schema
-// and the keyword.
+// Both functions below throw Error(DLM_INVALID_ARGUMENT). The message gives the keyword and its
+// position in the schema.
 
 // Returns the texts of all CSV tables (RFC 4180) that `description` allows. The description has
 // these members:

@@ -39,8 +39,8 @@ uint32_t Recursion::vertex(const json::Value& target) {
   return at->second;
 }
 
-// Finds the strongly connected components with Tarjan's algorithm. The algorithm has its own stack,
-// so that deep schemas do not overflow the stack of the thread.
+// Finds the strongly connected components with Tarjan's algorithm. The algorithm uses an explicit
+// stack, so that deep schemas do not overflow the stack of the thread.
 void Recursion::find_components() {
   const auto count = static_cast<uint32_t>(targets_.size());
   constexpr uint32_t kNew = UINT32_MAX;
@@ -94,8 +94,8 @@ void Recursion::count(uint32_t max_depth) {
   numbers_.assign(count, kNotCounted);
   reached_.assign(components_, {});
   below_.clear();
-  // Returns true if the members of a component that `which` marks are few enough to be counted
-  // separately.
+  // `which` marks members of a component. Returns true if the marked members are few enough to be
+  // counted separately.
   const auto is_few = [&](const std::vector<uint32_t>& some, const std::vector<uint8_t>& which) {
     uint64_t combinations = 1;
     for (const uint32_t at : some) {

@@ -100,10 +100,10 @@ const Value& Document::target_value(const Schema& from, Keyword keyword) {
   if (keyword == Keyword::ref) return *found;
 
   // The target of a dynamic reference depends on the path by which the validator reached the
-  // reference. If the outermost resource on that path has the same anchor, that anchor is the
+  // reference. If the outermost resource on that path contains the same anchor, this anchor is the
   // target. The root of the document is always the outermost resource. If the root lacks the
-  // anchor, but several other resources have it, the target is unknown. Then the reference is
-  // rejected.
+  // anchor, but several other resources contain the anchor, the target is unknown, and the
+  // reference is rejected.
   std::vector<const Value*> same;
   if (keyword == Keyword::dynamic_ref) {
     const auto anchor = is_pointer ? resource->second->dynamic_anchors.end()

@@ -1,6 +1,6 @@
 // Writes rows of optional parts between brackets. The parts are the properties of an object, or the
-// items of an array whose items must all be different. A slot is the place of one possible part in
-// the row.
+// items of an array whose items must all be different. A slot is the position of one possible part
+// in the row.
 #include <algorithm>
 #include <map>
 
@@ -9,14 +9,14 @@
 namespace dlm::compile::schema {
 
 // Returns the end of a row, after its last slot: unlisted properties and the closing bracket.
-// `count` is the number of parts that the row already has.
+// `count` is the number of parts that the row already contains.
 Node Writer::end_of_row(const Row& row, bool is_array, const Layout::Around& around,
                         uint64_t count) {
   const Node closing = expressions_.bytes(is_array ? "]" : "}");
   const Node ended = expressions_.sequence(expressions_.bytes(around.end), closing);
   const Node between = expressions_.sequence(expressions_.bytes(around.between), row.more);
-  // All unlisted properties may have the same name. Programs then keep only one of them. So
-  // together they count as one property towards the minimum.
+  // All unlisted properties may have the same name. In this case, programs keep only one of these
+  // properties. So all unlisted properties together count as one property towards the minimum.
   const uint64_t missing = row.low > count ? row.low - count : 0;
   const uint64_t most = row.high == kNoLimit ? kUnbounded : row.high - std::min(count, row.high);
   const auto limit = static_cast<uint32_t>(most);
@@ -115,7 +115,7 @@ Node Writer::row(const Row& row, bool is_array, uint32_t level) {
 }
 
 // Does the same as row(), but the slots may come in any order. A state is the set of the slots that
-// are already written, so there must be only a few slots.
+// are already written. So the number of slots must be small.
 Node Writer::row_in_any_order(const Row& row, bool is_array, uint32_t level) {
   const Layout::Around around = options_.layout.around(level, is_array);
   std::vector<Slot> slots;

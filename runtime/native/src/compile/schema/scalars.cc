@@ -48,8 +48,8 @@ Node plain_fractions(Expressions& expressions) {
 
 }  // namespace
 
-// Returns a minimum count as a 32-bit number. Throws if it is too large, because a minimum must not
-// be reduced.
+// Returns a minimum count as a 32-bit number. Throws an error if the minimum is too large, because
+// a minimum must not be reduced.
 uint32_t Writer::low_count(const Term& term, Keyword keyword) {
   if (term.low > kMostCount)
     document_.refuse(
@@ -200,13 +200,13 @@ Node Writer::other_numbers(const ValueSet& values) {
   for (const json::Value* const value : values.values) {
     if (value->kind() != json::Value::Kind::number) continue;
     const Decimal number = Decimal::parse(value->written());
-    // For a value with so many digits, comparing digits is not enough. A number with fewer digits
-    // may round to the same double. So no numbers are written at all.
+    // For a value with so many digits, comparing digits is not enough, because a number with fewer
+    // digits may round to the same double. So no numbers are written at all.
     if (number.digits.size() > kMostDigits) return expressions_.nothing();
     std::string whole = "0", fraction;
     if (number.exponent >= 0) {
       if (!number.is_zero()) whole = number.digits;
-      constexpr int64_t kMostZeros = 400;  // a finite double does not have more zeros than this
+      constexpr int64_t kMostZeros = 400;  // a finite double has at most this many zeros
       for (int64_t i = 0; i < std::min(number.exponent, kMostZeros); ++i) whole += '0';
     } else {
       const auto places = static_cast<size_t>(-number.exponent);

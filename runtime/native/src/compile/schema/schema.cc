@@ -24,14 +24,15 @@ struct Extent {
   uint32_t recursion, any, characters;
 };
 // Limits for depths and string lengths. The first entry gives the largest automaton, and the last
-// entry gives the smallest one. The first entries only shorten strings, because the decoded text
-// rarely has room for long strings.
+// entry gives the smallest automaton. The first entries only shorten strings, because the decoded
+// text rarely has room for long strings.
 constexpr Extent kExtents[] = {{3, 3, kUnbounded}, {3, 3, 2048}, {3, 3, 1024}, {2, 3, 1024},
                                {2, 2, 1024},       {1, 2, 1024}, {1, 1, 256},  {0, 1, 256}};
 // By default, the estimated number of states should be at most the limit of states divided by this
 // number.
 constexpr double kComfort = 4;
-// Smaller limits are used only if they reduce the estimate to this share of it.
+// Smaller limits are used only if these limits reduce the estimate to this share of the first
+// estimate.
 constexpr double kWorthwhile = 0.9;
 
 WriterOptions writer_options(const Options& options, const Extent& extent) {

@@ -2,8 +2,8 @@
 // several schemas with other texts.
 //
 // Every keyword that constrains values is either enforced, or rejected with an error that names the
-// keyword. So every text of the language is valid. But the language does not contain every valid
-// text:
+// keyword. So every text of the language is valid. But the language contains only some of the valid
+// texts:
 //
 //   - Objects have only the properties that the schema names, in the order of the schema.
 //   - Strings use the shortest escapes.
@@ -25,9 +25,9 @@ namespace dlm::compile::schema {
 
 struct Options {
   Layout layout;
-  // The largest number of times that a schema may contain itself. It is also the largest nesting
-  // depth of containers in a value that the schema does not constrain. The default is 3. If the
-  // automaton would exceed the limits, the default is reduced.
+  // The largest number of times that a schema may contain itself. In a value that the schema does
+  // not constrain, max_depth is the largest nesting depth of arrays and objects. The default is 3.
+  // If the automaton would exceed the limits with this default, a smaller depth is used.
   std::optional<uint32_t> max_depth;
   // The desired maximum of the estimated number of states. If the estimate is higher, depths and
   // the lengths of strings are reduced. 0 means a quarter of the limit of states.
@@ -45,10 +45,10 @@ struct Texts {
   bool is_smallest = true;  // true if a smaller most_states would not reduce `size`
 };
 
-// All functions below throw Error(DLM_INVALID_ARGUMENT). The message gives the place in the schema
-// and the keyword.
+// All functions below throw Error(DLM_INVALID_ARGUMENT). The message gives the keyword and its
+// position in the schema.
 
-// Returns the texts of the values that are valid by a JSON Schema.
+// Returns the texts of the values that are valid against a JSON Schema.
 Texts schema_texts(Expressions& expressions, std::string_view schema, const Options& options);
 
 // Returns all JSON objects.
@@ -58,8 +58,8 @@ Texts object_texts(Expressions& expressions, const Options& options);
 // the texts a and b.
 Texts listed_texts(Expressions& expressions, std::string_view list);
 
-// Returns the texts that a tree describes. A tree combines constraints with fixed text. It is
-// written as nested JSON objects. Each object has one of these members:
+// Returns the texts that a tree describes. A tree combines constraints with fixed text. A tree is
+// written as nested JSON objects. Each object contains one of these members:
 //
 //   {"text": "..."}                          this text
 //   {"schema": S, "level": 1}                a value of schema S, inside `level` containers
@@ -71,8 +71,8 @@ Texts listed_texts(Expressions& expressions, std::string_view list);
 //   {"sequence": [...]}, {"either": [...]}   all parts one after the other, or one of the parts
 //   {"repeat": X, "low": 0, "high": 5}       X, 0 to 5 times; without "high", any number of times
 //
-// An object may also have a "name". Error messages and warnings about the object start with this
-// name.
+// An object may also contain the member "name". Error messages and warnings about the object start
+// with this name.
 Texts tree_texts(Expressions& expressions, std::string_view tree, const Options& options);
 
 }  // namespace dlm::compile::schema

@@ -1,5 +1,5 @@
 // Resolves URI references (RFC 3986, section 5.2) and parses JSON pointers (RFC 6901). The
-// functions only process text. They never retrieve a document.
+// functions only process text, and never retrieve a document.
 #pragma once
 
 #include <optional>
@@ -10,8 +10,8 @@
 namespace dlm::compile::schema {
 
 // Returns the absolute URI of `reference`, which is in a document with the URI `base`. The result
-// has no fragment. `fragment` is set to the decoded fragment, or to nullopt if the percent-encoding
-// of the fragment is not valid.
+// contains no fragment. `fragment` is set to the decoded fragment, or to nullopt if the
+// percent-encoding of the fragment is not valid.
 std::string resolved(std::string_view base, std::string_view reference,
                      std::optional<std::string>& fragment);
 

@@ -101,9 +101,10 @@ Writer::Made Writer::written(Formula formula, const Place& place) {
   const Term& term = formulas_[formula];
   uint8_t kinds = term.kinds;
   if (!term.is_typed) {
-    // If the schema does not give a type, only values of the types to which its keywords apply are
-    // written. For example, only strings are written for {"minLength": 2}. Each branch of a choice
-    // is handled separately, because its keywords may apply to other types.
+    // If the schema does not give a type, only values of the types to which the schema's keywords
+    // apply are written. For example, only strings are written for {"minLength": 2}. Each branch of
+    // a choice is handled separately, because the keywords of a branch may apply to different types
+    // than the keywords of the other branches.
     size_t splits = 1, at = parts.size();
     for (size_t i = parts.size(); i-- > 0;) {
       const Op op = formulas_[parts[i]].op;

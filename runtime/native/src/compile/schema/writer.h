@@ -1,9 +1,9 @@
 // Writes the values of a formula as a regular language (a set) of JSON texts.
 //
-// The formula of an array or object is split into cases. A case contains no "or", except about
-// which properties are present. For example, {"anyOf": [A, B]} has two cases. An object is written
-// as a row, which lists its properties in the order of the schema. An array is written as a row of
-// items. The language is the union of all cases.
+// The formula of an array or object is split into cases. In a case, "or" may occur only in
+// conditions on the presence of properties. For example, {"anyOf": [A, B]} is split into two cases.
+// An object is written as a row, which lists its properties in the order of the schema. An array is
+// written as a row of items. The language is the union of all cases.
 //
 // A case writes only properties that its schemas name, unless the options say otherwise. If a
 // formula occurs at several places with the same layout, these places share one node.
@@ -28,8 +28,8 @@ struct WriterOptions {
   Layout layout;
   uint32_t max_depth = 3;  // largest number of times that a schema may contain itself
   uint32_t any_depth = 3;  // largest nesting depth of values that a schema does not constrain
-  // The largest length of a string that has a maxLength. If minLength requires it, a string may be
-  // longer.
+  // The largest length of a string that has a maxLength. If minLength requires a longer string, a
+  // string may be longer.
   uint32_t most_characters = kUnbounded;
   // Objects with up to kMostInAnyOrder properties may have them in any order.
   bool any_order = false;
@@ -49,7 +49,7 @@ class Writer {
   Writer(Expressions& expressions, Formulas& formulas, const WriterOptions& options);
 
   // Returns the values for which a formula is true. `level` is the number of containers around the
-  // values. `root` is the number of their schema in Recursion, or kNotCounted.
+  // values. `root` is the number of the schema of these values in Recursion, or kNotCounted.
   Made values(Formula formula, uint32_t level, uint32_t root);
   // Returns all JSON objects.
   Made any_object(uint32_t level);
@@ -63,11 +63,11 @@ class Writer {
   // The containers and schemas around a value.
   struct Place {
     uint32_t level;
-    Counts counts;  // for each counted schema: how many of its values are around this value
+    Counts counts;  // for each counted schema: how many values of the schema are around this value
   };
 
-  // One case of an array or object. Each of its atoms and each of its choices must be true. A
-  // choice is a formula whose parts are joined by "or".
+  // One case of an array or object. All atoms and all choices of the case must be true. A choice is
+  // a formula whose parts are joined by "or".
   struct Case {
     std::vector<Formula> atoms, choices;
     std::unordered_set<Formula> asserted;  // every formula that the case requires
@@ -76,7 +76,7 @@ class Writer {
   };
 
   // One possible part of a row: a property of an object. In an array whose items must all be
-  // different, it is a possible item.
+  // different, a slot is a possible item.
   struct Slot {
     Node node;
     bool is_required;
@@ -91,7 +91,8 @@ class Writer {
     std::vector<Slot> slots;
     std::vector<Clause> clauses;  // in each clause, at least one literal must be true
     uint64_t low = 0, high = kNoLimit;
-    // One property that the schema does not list. Such properties come after the slots.
+    // One property that the schema does not list. Properties that the schema does not list come
+    // after the slots.
     Node more = 0;
   };
 

@@ -1,7 +1,7 @@
-// The part of CUDA's driver API that engines use. libcuda is loaded at run time. Its functions are
-// declared here, because few build machines have CUDA's headers. The names are those of libcuda.
-// The types and values are those of cuda.h. Where that header is installed,
-// tests/cuda_calls_check.cc compares them. Enums are passed as int.
+// The part of CUDA's driver API that engines use. libcuda is loaded at run time. This file declares
+// the functions of libcuda, because few build machines have CUDA's headers. The names are the same
+// as in libcuda. The types and values are the same as in cuda.h. If cuda.h is installed,
+// tests/cuda_calls_check.cc compares this file with cuda.h. Enums are passed as int.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 #include <new>
 #include <string>
 
-// These types are declared, but not defined. They have the names of CUDA's header, so that the test
-// can compare signatures.
+// These types are declared, but not defined. The types have the same names as in cuda.h, so that
+// the test can compare signatures.
 struct CUctx_st;
 struct CUgraph_st;
 struct CUgraphExec_st;
@@ -85,7 +85,7 @@ class Cuda {
   // Throws Error(DLM_ENGINE_MISSING).
   Cuda();
 
-  // Throws Error(DLM_ENGINE_FAILED) if `result` is an error. The message has the name of the
+  // Throws Error(DLM_ENGINE_FAILED) if `result` is an error. The message contains the name of the
   // function that was called and the driver's name of the error.
   void check(CUresult result, const char* call) const;
 
@@ -98,7 +98,7 @@ class Cuda {
 class CudaDevice {
  public:
   // Throws Error(DLM_ENGINE_MISSING) if the machine has no CUDA device. Throws
-  // Error(DLM_INVALID_ARGUMENT) if it has no device with this index.
+  // Error(DLM_INVALID_ARGUMENT) if the machine has no device with this index.
   explicit CudaDevice(int index = 0);
   ~CudaDevice();
   CudaDevice(const CudaDevice&) = delete;
@@ -115,8 +115,8 @@ class CudaDevice {
     explicit Use(const CudaDevice& device) : cuda_(device.cuda_) {
       cuda_.check(cuda_.cuCtxPushCurrent_v2(device.context_), "cuCtxPushCurrent");
     }
-    // For use in destructors, which must not throw. If the context cannot be made current, its
-    // memory was already freed.
+    // For use in destructors, which must not throw. If the context cannot be made current, the
+    // memory of the context was already freed.
     Use(const CudaDevice& device, std::nothrow_t) noexcept
         : cuda_(device.cuda_),
           is_pushed_(cuda_.cuCtxPushCurrent_v2(device.context_) == CUDA_SUCCESS) {}
@@ -132,7 +132,7 @@ class CudaDevice {
     bool is_pushed_ = true;
   };
 
-  // The free and the total device memory, in bytes. The device's context must be current.
+  // Returns the free and the total device memory, in bytes. The device's context must be current.
   struct Memory {
     size_t free, total;
   };
@@ -146,8 +146,8 @@ class CudaDevice {
   std::string name_;
 };
 
-// Frees objects of the CUDA driver. The device's context must be current when they are created and
-// when they are freed.
+// Frees objects of the CUDA driver. The device's context must be current when these objects are
+// created and when they are freed.
 struct CudaDelete {
   const Cuda* cuda;
   void operator()(CUstream_st* stream) const { cuda->cuStreamDestroy_v2(stream); }
@@ -158,8 +158,8 @@ using CudaStream = std::unique_ptr<CUstream_st, CudaDelete>;
 using CudaGraph = std::unique_ptr<CUgraph_st, CudaDelete>;
 using CudaGraphExec = std::unique_ptr<CUgraphExec_st, CudaDelete>;
 
-// Creates a stream. Unlike the default stream, it does not wait for other streams. Throws the same
-// errors as Cuda::check.
+// Creates a stream. Unlike the default stream, this stream does not wait for other streams. Throws
+// the same errors as Cuda::check.
 CudaStream create_stream(const Cuda& cuda);
 
 // A block of device memory, or of host memory that the device can access directly.

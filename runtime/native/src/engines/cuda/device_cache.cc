@@ -40,7 +40,8 @@ void DeviceCache::keep_outside(int32_t first, int32_t last, CUstream stream) {
   const int32_t length = kept_ + hole_.tokens();
   first = std::min(first, length);
   last = std::min(last, length);
-  if (first == hole_.first && last == hole_.last) return;  // past already lacks exactly these rows
+  // If the range is the same, `past` already contains exactly the rows outside of the range.
+  if (first == hole_.first && last == hole_.last) return;
   const bool is_filled = written_.first == hole_.first && written_.last == hole_.last;
   if (!is_filled && (first > hole_.first || last < hole_.last))
     fail(DLM_INTERNAL, "cannot keep the rows outside %d..%d: those of %d..%d are gone", first, last,
@@ -60,8 +61,8 @@ uint64_t DeviceCache::bytes() const {
   return bytes;
 }
 
-// Copies `rows` rows of each head. A row has `row` bytes. The source has room for from_rows rows
-// per head, and the target has room for to_rows rows per head.
+// Copies `rows` rows of each head. A row is `row` bytes long. The source has room for from_rows
+// rows per head, and the target has room for to_rows rows per head.
 void DeviceCache::copy_rows(CUdeviceptr from, int32_t from_rows, CUdeviceptr to, int32_t to_rows,
                             int32_t rows, size_t heads, size_t row, CUstream stream) const {
   if (rows <= 0) return;
@@ -90,8 +91,8 @@ void DeviceCache::move_rows(int32_t first, int32_t last, const CacheLayer& layer
     copy_rows(from, from_rows, to, to_rows, rows, heads, row, stream);
   };
   copy(past, kept_, present + staged, kept_, kept_);
-  // Copies the rows of the positions from `low` to `high` - 1, except those from `first` to
-  // `last` - 1. The first row of the source belongs to position `at`.
+  // Copies the rows of the positions from `low` to `high` - 1, except the rows of the positions
+  // from `first` to `last` - 1. The first row of the source belongs to position `at`.
   const auto take = [&, past = past](CUdeviceptr from, int32_t from_rows, int32_t at, int32_t low,
                                      int32_t high) {
     const auto part = [&](int32_t begin, int32_t end, int32_t to) {

@@ -1,5 +1,5 @@
-// The cache of keys and values on a CUDA device. The part "past" has the rows that passes read. The
-// part "present" has the rows that the last pass wrote.
+// The cache of keys and values on a CUDA device. The part "past" contains the rows that passes
+// read. The part "present" contains the rows that the last pass wrote.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 namespace dlm {
 
 // Lays out several parts in one allocation. Returns the offset of each part, followed by the size
-// of the allocation. `bytes` has the sizes of the parts. TensorRT requires that offsets are
-// multiples of 256 bytes, and that even empty tensors have different addresses.
+// of the allocation. `bytes` contains the sizes of the parts. TensorRT requires that offsets are
+// multiples of 256 bytes, and that all tensors, even empty ones, have distinct addresses.
 inline std::vector<size_t> lay_out(const std::vector<size_t>& bytes) {
   std::vector<size_t> offsets = {0};
   for (const size_t part : bytes)
@@ -25,17 +25,18 @@ inline std::vector<size_t> lay_out(const std::vector<size_t>& bytes) {
 
 class DeviceCache {
  public:
-  // The addresses of one key or value tensor in `past` and in `present`. In `past`, it has the
-  // shape [B, kv_heads, S, head_size], for B requests and S cached tokens. In `present`, the shape
-  // has T instead of S, for T new tokens. Both have room for S + T rows.
+  // The addresses of one key or value tensor in `past` and in `present`. In `past`, the tensor has
+  // the shape [B, kv_heads, S, head_size], for B requests and S cached tokens. In `present`, the
+  // tensor has the shape [B, kv_heads, T, head_size], for T new tokens. Both parts have room for S
+  // + T rows of each head.
   struct Place {
     CUdeviceptr past, present;
   };
 
   DeviceCache(const Cuda& cuda, const CacheShape& shape) : cuda_(cuda), shape_(shape) {}
 
-  // Sets the memory of all tensors: the keys and values of layer 0, then those of layer 1, and so
-  // on. Drops all cached rows.
+  // Sets the memory of all tensors: the keys and values of layer 0, then the keys and values of
+  // layer 1, and so on. Drops all cached rows.
   void place(std::vector<Place> places);
 
   // Does the same as place(), but copies the cached rows to the new memory. The copies are queued
@@ -43,21 +44,22 @@ class DeviceCache {
   void move(std::vector<Place> places, CUstream stream);
   const std::vector<Place>& places() const { return places_; }
 
-  // The caller calls begin() before each pass and end() after it. If the pass throws, the caller
-  // does not call end(). `use` is the argument of Context::run.
+  // The caller calls begin() before each pass and end() after each pass. If the pass throws, the
+  // caller does not call end(). `use` is the argument of Context::run.
   void begin(const dlm_pass& pass, CacheUse use);
   void end(const dlm_pass& pass, CacheUse use);
 
   // Does the work of Context::keep_outside. The copies are queued on the stream, and the function
-  // does not wait for them. Rows stay in the order of their positions.
+  // does not wait for the copies. Rows stay in the order of their positions.
   //
   // First, all of `past` is copied to the memory after the rows of `present`. Then the rows to keep
-  // are copied back, with the new number of rows per head. This takes a few copies per tensor. In
-  // host memory, only the rows that change are moved (cache/slots.h). On a device, this would take
-  // several copies per head, and so thousands of copies, each of which takes microseconds.
+  // are copied back, with the new number of rows per head. This method needs a few copies per
+  // tensor. In host memory, only the rows that change are moved (cache/slots.h). On a device,
+  // moving only these rows would need several copies per head. That would be thousands of copies,
+  // and each copy takes microseconds.
   void keep_outside(int32_t first, int32_t last, CUstream stream);
 
-  // The number of bytes that `past` and `present` use at this time.
+  // Returns the number of bytes that `past` and `present` currently use.
   uint64_t bytes() const;
 
  private:
@@ -76,7 +78,7 @@ class DeviceCache {
   std::vector<Place> places_;
   int32_t batch_ = 1;
   int32_t kept_ = 0;                  // rows per head in `past`; their positions are outside hole_
-  Range hole_{0, 0}, written_{0, 0};  // written_ has the positions of the rows in `present`
+  Range hole_{0, 0}, written_{0, 0};  // written_ contains the positions of the rows in `present`
 };
 
 // Opens a context of the engine. The context's cache is in device memory. All other arrays of a

@@ -114,8 +114,8 @@ class DeviceContext final : public Context {
     if (needed <= memory.free) return;
     size_t a_token = 0;
     for (const CacheLayer& layer : shape_) a_token += 4 * layer.tensor_bytes(batch, 1);
-    // Tensor sizes are rounded up. `rounding` is the largest number of bytes that this can add, for
-    // any length.
+    // Tensor sizes are rounded up. `rounding` is the largest number of bytes that rounding up can
+    // add, for any length.
     const size_t rounding = 4 * shape_.size() * 256;
     const size_t fitting = memory.free < rounding ? 0 : (memory.free - rounding) / a_token;
     fail(DLM_OUT_OF_MEMORY,

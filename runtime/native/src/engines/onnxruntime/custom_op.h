@@ -1,4 +1,4 @@
-// The custom operators of the domain dlm_export for ONNX Runtime. They run the kernels of
+// The custom operators of the domain dlm_export for ONNX Runtime. The operators run the kernels of
 // kernels/kernels.h.
 //
 // A bundle's graph also defines these operators as functions of standard ONNX operators, so that
@@ -19,7 +19,7 @@
 
 namespace dlm::ops {
 
-// Element types that no port has. engines/graph_contract.h has the other types.
+// The element types that no port uses. engines/graph_contract.h defines the other element types.
 constexpr int kUint8 = 2, kFloat8 = 17;
 constexpr size_t kMostWeights = 3, kMostDims = 5;
 constexpr size_t kSegments = 8;  // index of attention's optional input with the segments
@@ -41,8 +41,8 @@ struct Tensor {
   }
 };
 
-// One call of an operator. The object gives access to the call's inputs and outputs, and runs tasks
-// on the session's threads.
+// One call of an operator. A Call object gives access to the call's inputs and outputs, and runs
+// tasks on the session's threads.
 class Call final : public Parallel {
  public:
   Call(const ort::Api& api, OrtKernelContext* context) : api_(api), context_(context) {}
@@ -100,7 +100,7 @@ class Call final : public Parallel {
   OrtKernelContext* const context_;
 };
 
-// Scratch memory for one call, aligned to 64 bytes. It comes from the session's allocator.
+// Scratch memory for one call, aligned to 64 bytes. The session's allocator allocates this memory.
 class Scratch {
  public:
   Scratch(const Call& call, const OrtMemoryInfo* memory, size_t bytes) : api_(call.api()) {
@@ -132,8 +132,8 @@ class Scratch {
 
 struct Op;
 
-// The attributes of one node of the graph. The comment after each field names the operators that
-// have the attribute.
+// The attributes of one node of the graph. The comment before or after each field names the
+// operators that have the attribute.
 struct Node {
   const Op& op;
   // Linear layers: number of columns of each weight matrix.
@@ -147,14 +147,14 @@ struct Node {
 struct Definition {
   const char* name;
   std::vector<int> inputs, outputs;  // element types
-  // Reads the attributes. NULL if the operator has no attributes.
+  // Reads the attributes of a node. NULL if the operator has no attributes.
   void (*read)(const ort::Api& api, const OrtKernelInfo* info, Node& node);
   void (*compute)(const Kernels& kernels, const Node& node, Call& call);
   bool has_segments = false;
 };
 
 // An operator: the struct that ONNX Runtime requires, and our own data after it. The struct must
-// come first, because ONNX Runtime passes pointers to it.
+// come first, because ONNX Runtime passes pointers to this struct.
 struct Op {
   ort::CustomOp entry;
   Definition is;

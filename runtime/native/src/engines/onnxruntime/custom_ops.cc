@@ -1,5 +1,5 @@
 // Connects the custom operators of ONNX Runtime to the kernels. The graph is untrusted. So the
-// shapes are checked in every pass, before a kernel gets a pointer.
+// operators check all shapes in every pass, before a kernel gets a pointer.
 #include <cstdio>
 #include <exception>
 #include <memory>

@@ -1,7 +1,7 @@
-// The entry point for programs that load this library as a library of custom operators. They call
-// SessionOptions.register_custom_ops_library in Python, or OrtApi::RegisterCustomOpsLibrary_V2 in
-// C. ONNX Runtime then calls the function below. After that, the program's own sessions can run a
-// bundle's graph with our kernels.
+// The entry point for programs that load this library as a library of custom operators. Such
+// programs call SessionOptions.register_custom_ops_library in Python, or
+// OrtApi::RegisterCustomOpsLibrary_V2 in C. ONNX Runtime then calls the function below. After that,
+// the program's own sessions can run a bundle's graph with our kernels.
 #include <exception>
 #include <map>
 #include <memory>
@@ -15,15 +15,17 @@
 extern "C" DLM_API OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
                                                 const dlm::ort::ApiBase* base) {
   const void* const table = base->get_api(dlm::ort::kApiVersion);
-  // This version of ONNX Runtime is too old. Its sessions reject the graph with an error of their
-  // own.
+  // This version of ONNX Runtime is too old. A session of this version rejects the graph with its
+  // own error message.
   if (table == nullptr) return nullptr;
   const dlm::ort::Api api(table);
   try {
     const dlm::Kernels* const kernels = dlm::find_kernels();
-    if (kernels == nullptr) return nullptr;  // ONNX Runtime then runs the functions in the graph
+    // Without kernels, ONNX Runtime runs the functions in the graph.
+    if (kernels == nullptr) return nullptr;
     // Sessions do not report when they stop using the operators, so the operators are never freed.
-    // They are created once for each copy of ONNX Runtime in the process and each kernel set.
+    // The operators are created once for each copy of ONNX Runtime in the process and each kernel
+    // set.
     static std::mutex mutex;
     static auto& registered =
         *new std::map<std::pair<const void*, const dlm::Kernels*>, std::unique_ptr<dlm::CustomOps>>;

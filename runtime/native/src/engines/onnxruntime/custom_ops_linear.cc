@@ -9,7 +9,7 @@ namespace dlm::ops {
 namespace {
 
 // Returns the number of weight matrices of a layer. After the input x, the operator has two inputs
-// for each matrix: codes and scales. An NVFP4 layer has one matrix, with a third input.
+// for each matrix: codes and scales. An NVFP4 layer has only one matrix, which has a third input.
 size_t weights_of(const Definition& layer) { return (layer.inputs.size() - 1) / 2; }
 
 // The rows of a layer's input x [..., inputs], and the outputs [..., columns] that are allocated
@@ -43,8 +43,8 @@ void read_int4(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   read_group_size(api, info, node);
 }
 
-// True if the shapes of codes and scales fit a weight matrix [inputs, columns] that is stored in
-// panels. If group_size is not 0, the matrix is INT4.
+// Returns true if the shapes of codes and scales fit a weight matrix [inputs, columns] that is
+// stored in panels. If group_size is not 0, the matrix is INT4.
 bool is_in_panels(const Tensor<const uint8_t>& codes, const Tensor<const uint8_t>& scales,
                   int64_t inputs, int64_t columns, int64_t group_size) {
   const int64_t together = group_size == 0 ? kDot : kPairs;

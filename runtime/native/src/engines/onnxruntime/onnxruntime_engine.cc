@@ -4,9 +4,9 @@
 // library of the pip wheel and with the library of the system. engines/onnxruntime/ort_api.h
 // declares its functions.
 //
-// The graph is untrusted. When it is opened, its inputs and outputs are compared with the manifest.
-// Every output is bound to a buffer of exactly the shape that the pass needs. So ONNX Runtime
-// writes nowhere else.
+// The graph is untrusted. When the graph is opened, its inputs and outputs are compared with the
+// manifest. Every output is bound to a buffer of exactly the shape that the pass needs. So ONNX
+// Runtime writes only to these buffers.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -55,12 +55,12 @@ struct Library {
 // Loads the library. `provider` is the execution provider that will run the graph. Some providers
 // need a newer version of the library.
 Library load_library(const std::string& given, const ProviderChoice& provider) {
-  // In the official builds, CreateEnv stores a device id and starts to send telemetry. Setting this
-  // variable before the call prevents both (docs/Privacy.md of ONNX Runtime). If the program has
-  // set the variable itself, its value does not change.
+  // In the official builds, CreateEnv stores a device id and starts to send telemetry. If this
+  // variable is set before the call, CreateEnv does neither (docs/Privacy.md of ONNX Runtime). If
+  // the program has set the variable itself, this code does not change the variable.
   setenv("ORT_DISABLE_TELEMETRY", "1", 0);
   // The file names to try. First comes the name in ONNX Runtime's releases, then the name that
-  // linkers use. Debian's names come last. They contain the minor version.
+  // linkers use. Debian's names, which contain the minor version, come last.
   std::vector<std::string> names = {"libonnxruntime.so.1", "libonnxruntime.so"};
   for (long minor = 40; minor >= long{ort::kOpsetVersion}; --minor)
     names.push_back("libonnxruntime.so.1." + std::to_string(minor));
@@ -110,8 +110,9 @@ bool is_out_of_memory(const std::string& message) {
                      [&](const char* sign) { return message.find(sign) != std::string::npos; });
 }
 
-// kNoFallback is a session option. It makes ONNX Runtime reject sessions that would run some
-// operators on the CPU. kFallbackRefused is a part of the error message in this case.
+// kNoFallback is a session option. This option makes ONNX Runtime reject sessions that would run
+// some operators on the CPU. kFallbackRefused is a part of ONNX Runtime's error message in this
+// case.
 constexpr char kNoFallback[] = "session.disable_cpu_ep_fallback",
                kFallbackRefused[] = "assigned to the default CPU EP";
 
@@ -149,7 +150,7 @@ class OnnxRuntime final : public HostEngine {
                  ort::SessionGetOutputTypeInfo>("output", ports_.outputs);
     has_segments_ = find_segments();
     for (const Port& port : ports_.inputs) input_names_.push_back(port.name.c_str());
-    // This input comes last, so that a pass can leave it out.
+    // The input "segments" comes last, so that a pass can leave out this input.
     input_names_.push_back(graph_.ports.segments.c_str());
   }
 
@@ -173,7 +174,7 @@ class OnnxRuntime final : public HostEngine {
     check_pass(pass);
     Values values;
     // Keys and values are in the memory of the context. All other arrays are in host memory, and
-    // ONNX Runtime copies them.
+    // ONNX Runtime copies these arrays.
     const OrtMemoryInfo* const host = memory_.get();
     const OrtMemoryInfo* const cache = device_ ? device_memory_.get() : host;
     // The C API cannot make a read-only tensor over memory of the caller. ONNX Runtime only reads
@@ -185,7 +186,7 @@ class OnnxRuntime final : public HostEngine {
       add_input(ports_.inputs[port], data, port < kFirstPast ? host : cache);
     };
     const auto write = [&](size_t number, void* data) {
-      if (data == nullptr) return;  // the caller does not need this output
+      if (data == nullptr) return;  // NULL: the caller does not need this output
       const Port& port = ports_.outputs[number];
       values.output_names.push_back(port.name.c_str());
       values.outputs.push_back(
@@ -241,7 +242,8 @@ class OnnxRuntime final : public HostEngine {
 
   void set_up(SessionOptions& options, int threads) const {
     set(api().call<ort::CreateSessionOptions>(options.out()));
-    // All sessions of the process share the environment. Other code may have set it to log more.
+    // All sessions of the process share the environment. Other code may have set a more verbose log
+    // level for the environment.
     set(api().call<ort::SetSessionLogSeverityLevel>(options.get(), ort::kLogFatal));
     // If the number of threads is 0, ONNX Runtime uses all physical cores.
     set(api().call<ort::SetIntraOpNumThreads>(options.get(), threads));
@@ -255,9 +257,9 @@ class OnnxRuntime final : public HostEngine {
     // bits.
     configure(options, "session.qdq_matmulnbits_accuracy_level", "1");
     // The sizes of passes change, and ONNX Runtime would store a memory plan for each combination
-    // of them. For a 6-layer denoiser, these plans took 10 MB after 1200 shapes and saved no time.
-    // So memory plans are switched off. The memory arena stays on. It stops growing after the
-    // largest pass. Without the arena, memory use varies by 20 MB.
+    // of sizes. For a 6-layer denoiser, these plans took 10 MB after 1200 shapes and saved no time.
+    // So memory plans are switched off. The memory arena stays on. The arena stops growing after
+    // the largest pass. Without the arena, memory use varies by 20 MB.
     set(api().call<ort::DisableMemPattern>(options.get()));
   }
 
@@ -266,8 +268,8 @@ class OnnxRuntime final : public HostEngine {
     // Without VNNI, sums of products of unsigned by signed bytes saturate. With this option, ONNX
     // Runtime makes both factors unsigned.
     configure(options, "session.x64quantprecision", "1");
-    // Without this option, ONNX Runtime would fuse nodes into FP8 kernels that it does not have.
-    // With it, ONNX Runtime dequantises the weights when it loads the graph.
+    // Without this option, ONNX Runtime would fuse nodes into FP8 kernels that ONNX Runtime lacks.
+    // With this option, ONNX Runtime dequantises the weights when it loads the graph.
     if (graph_.simulated) configure(options, "session.disable_quant_qdq", "1");
     if (const Kernels* const kernels = find_kernels(); kernels != nullptr) {
       custom_ops_.emplace(api(), *kernels);
@@ -277,9 +279,9 @@ class OnnxRuntime final : public HostEngine {
   }
 
   // Creates a session. The process's first session adds our operators' domain to a table that all
-  // sessions share. ONNX Runtime does this without a lock. If two threads created first sessions at
-  // the same time, one of them would fail. So sessions are created one at a time until the first
-  // one exists.
+  // sessions share. ONNX Runtime does this without a lock. If two threads created their first
+  // sessions at the same time, one of the calls would fail. So sessions are created one at a time
+  // until the first session exists.
   OrtStatus* try_session(const SessionOptions& options) {
     static std::mutex first;
     static std::atomic<const void*> has_domain{nullptr};
@@ -349,9 +351,9 @@ class OnnxRuntime final : public HostEngine {
                                        ". " + one_line(message));
   }
 
-  // Compares the graph's inputs or outputs with the manifest. Throws if a port is missing in the
-  // graph, or has another type or shape there. Throws if the graph has an unknown input. Unknown
-  // outputs are ignored.
+  // Compares the graph's inputs or outputs with the manifest. Throws an error if the graph lacks a
+  // port, or if the type or shape of a port differs from the manifest. Throws an error if the graph
+  // has an unknown input. Unknown outputs are ignored.
   template <class GetCount, class GetName, class GetTypeInfo>
   void verify_ports(const char* kind, std::vector<Port>& ports) {
     ports_of<GetCount, GetName, GetTypeInfo>([&](const std::string& name, const OrtTypeInfo* info) {
@@ -386,7 +388,8 @@ class OnnxRuntime final : public HostEngine {
 
   static Port segments_port(const std::string& name = {}) { return {name, kInt64, {kR, 4}}; }
 
-  // True if the graph has the optional input "segments". Throws the same errors as verify_ports.
+  // Returns true if the graph has the optional input "segments". Throws the same errors as
+  // verify_ports.
   bool find_segments() {
     if (graph_.ports.segments.empty() || device_) return false;
     std::vector<Port> ports = {segments_port(graph_.ports.segments)};

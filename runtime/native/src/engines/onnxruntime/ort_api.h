@@ -1,10 +1,10 @@
-// The part of ONNX Runtime's C API that the engine uses. It is declared here because pip wheels do
-// not include the official header.
+// The part of ONNX Runtime's C API that the engine uses. This file declares it because pip wheels
+// do not include the official header.
 //
-// The library exports one function, OrtGetApiBase. It returns OrtApi, a table of function pointers.
-// New versions of ONNX Runtime only add functions at the end of the table. So each function always
-// has the same slot number. (The library's onnxruntime_c_api.cc asserts where the table of each
-// version ends.)
+// The library exports one function, OrtGetApiBase. OrtGetApiBase gives access to OrtApi, a table of
+// function pointers. New versions of ONNX Runtime only add functions at the end of the table. So
+// each function always has the same slot number. (The library's onnxruntime_c_api.cc asserts where
+// the table of each version ends.)
 //
 // Below, each function is declared by its slot number and its signature. If the official header is
 // installed, tests/ort_slots_check.cc compares the slots, the signatures and the values of the
@@ -15,8 +15,8 @@
 #include <cstdint>
 #include <cstring>
 
-// These types are declared, but not defined. They have their official names, so that the test can
-// compare signatures.
+// These types are declared, but not defined. The types have their official names, so that the test
+// can compare signatures.
 struct OrtAllocator;
 struct OrtCUDAProviderOptionsV2;
 struct OrtCustomOpDomain;
@@ -38,7 +38,8 @@ struct OrtValue;
 
 namespace dlm::ort {
 
-// The version of the function table that the engine requests. ONNX Runtime has it since 1.20.
+// The version of the function table that the engine requests. ONNX Runtime supports this version
+// since 1.20.
 constexpr uint32_t kApiVersion = 20;
 // The oldest version of ONNX Runtime that can run graphs of opset 23. All bundles use this opset.
 constexpr uint32_t kOpsetVersion = 23;
@@ -47,7 +48,7 @@ constexpr uint32_t kOpsetVersion = 23;
 constexpr uint32_t kPlacementVersion = 24;
 
 struct ApiBase {
-  // If the library is older, returns NULL and prints a line to stderr.
+  // If the library does not support the version, returns NULL and prints a line to stderr.
   const void* (*get_api)(uint32_t version);
   const char* (*get_version_string)();  // for example "1.31.1"; static
 };
@@ -91,7 +92,7 @@ using CustomOpDomainAdd = Entry<27, OrtStatus*(OrtCustomOpDomain*, const CustomO
 using AddCustomOpDomain = Entry<28, OrtStatus*(OrtSessionOptions*, OrtCustomOpDomain*)>;
 using SessionGetInputCount = Entry<30, OrtStatus*(const OrtSession*, size_t*)>;
 using SessionGetOutputCount = Entry<31, OrtStatus*(const OrtSession*, size_t*)>;
-// Optional inputs are what ONNX Runtime calls "overridable initializers".
+// ONNX Runtime calls optional inputs "overridable initializers".
 using SessionGetOptionalInputCount = Entry<32, OrtStatus*(const OrtSession*, size_t*)>;
 using SessionGetInputTypeInfo = Entry<33, OrtStatus*(const OrtSession*, size_t index, OrtTypeInfo**)>;
 using SessionGetOutputTypeInfo = Entry<34, OrtStatus*(const OrtSession*, size_t index, OrtTypeInfo**)>;
@@ -156,10 +157,10 @@ using PlacedNodeGetDomain = Entry<411, OrtStatus*(const OrtEpAssignedNode*, cons
 using PlacedNodeGetOperator = Entry<412, OrtStatus*(const OrtEpAssignedNode*, const char**)>;
 // clang-format on
 
-// OrtCustomOp: the functions that define a custom operator. If a function has a second version with
-// V2 in its name, ONNX Runtime calls that one.
+// OrtCustomOp: the functions that define a custom operator. If there is a second version of a
+// function with V2 in its name, ONNX Runtime calls this second version.
 struct CustomOp {
-  uint32_t version;  // the API version of the struct that has the entries below
+  uint32_t version;  // the API version of the struct; the entries below exist in this version
   void* (*create_kernel)(const CustomOp*, const void* api, const OrtKernelInfo*);
   const char* (*get_name)(const CustomOp*);
   const char* (*get_provider)(const CustomOp*);  // NULL: the operator runs on the CPU
@@ -202,8 +203,8 @@ class Api {
     return function(arguments...);
   }
 
-  // The address of the table. It identifies the loaded library, because two libraries never have
-  // the same table.
+  // Returns the address of the table. The address identifies the loaded library, because two
+  // libraries never have the same table.
   const void* table() const { return table_; }
 
  private:

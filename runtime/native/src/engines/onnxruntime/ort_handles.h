@@ -1,4 +1,4 @@
-// Turns errors of ONNX Runtime's C API into exceptions, and owns the objects of that API.
+// Converts errors of ONNX Runtime's C API to exceptions, and owns the objects of that API.
 #pragma once
 
 #include <string>
@@ -10,8 +10,8 @@
 
 namespace dlm {
 
-// If ONNX Runtime returned an error, throws it as an Error with this status. The message starts
-// with `context`.
+// If ONNX Runtime returned an error, throws an Error with this status and the error's message. The
+// message starts with `context`.
 inline void check(const ort::Api& api, OrtStatus* reported, std::string_view context,
                   dlm_status status = DLM_ENGINE_FAILED) {
   if (reported == nullptr) return;
@@ -20,7 +20,7 @@ inline void check(const ort::Api& api, OrtStatus* reported, std::string_view con
   throw Error(status, std::string(context) + ": " + message);
 }
 
-// Calls a function of the API. If it returns an error, throws the error.
+// Calls a function of the API. If the function returns an error, throws the error.
 template <class Entry, class... Arguments>
 void ask(const ort::Api& api, Arguments... arguments) {
   check(api, api.call<Entry>(arguments...), "ONNX Runtime");

@@ -26,7 +26,7 @@ constexpr char kLibraries[] =
     "It needs CUDA's and cuDNN's libraries (provider \"tensorrt\" also TensorRT's) of the major "
     "versions that it was built with: `pip install 'onnxruntime-gpu[cuda,cudnn]'`, or name their "
     "folders in LD_LIBRARY_PATH.";
-// Largest numbers of operators, and of node names per operator, that a message lists.
+// A message lists at most this many operators, and at most this many node names per operator.
 constexpr size_t kMostOperators = 8, kMostNames = 3;
 
 bool is(const Provider& provider, const char* name) {
@@ -62,7 +62,7 @@ void add(const ort::Api& api, const Provider& provider, const Options& given,
 
 void add_cuda(const ort::Api& api, int32_t device, OrtSessionOptions* options) {
   // By default, CUDA would round fp32 to TensorFloat-32, which has only ten bits of fraction. The
-  // memory arena grows only as far as necessary.
+  // memory arena grows only by as much as a pass needs.
   const Options given = {{"device_id", std::to_string(device)},
                          {"use_tf32", "0"},
                          {"arena_extend_strategy", "kSameAsRequested"}};

@@ -1,10 +1,10 @@
-// The TensorRT engine. It chooses one of a bundle's engine files, and checks the file against the
-// manifest.
+// The TensorRT engine. This code chooses one of a bundle's engine files, and checks the file
+// against the manifest.
 //
-// An engine file contains code for one compute capability and one version of TensorRT. These two
-// are compared with the device and the library before the file is read. After that, the engine's
-// ports and profiles are compared with the manifest, because the manifest determines the sizes of
-// buffers.
+// An engine file contains code for one compute capability and one version of TensorRT. Before the
+// file is read, the compute capability is compared with the device, and the version is compared
+// with the library. After that, the engine's ports and profiles are compared with the manifest,
+// because the manifest determines the sizes of buffers.
 #include "engines/tensorrt/tensorrt_engine.h"
 
 #include <fcntl.h>
@@ -20,8 +20,8 @@
 namespace dlm::trt {
 namespace {
 
-// Chooses the engine that can run here. If there is none, throws an error that gives the reason for
-// each engine.
+// Chooses the engine that can run here. If no engine can run, throws an error that gives the reason
+// for each engine.
 const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Platform& platform) {
   std::string reasons;
   for (const EngineSpec& engine : engines) {
@@ -140,7 +140,8 @@ void TensorRt::fail_call(const std::string& call) {
   throw Error(DLM_ENGINE_FAILED, std::string(kName) + ": " + call + " failed" + logger_.take());
 }
 
-// Throws if a port of the engine differs from the manifest in type, shape or kind of memory.
+// Throws an error if a port of the engine differs from the manifest in type, shape or kind of
+// memory.
 void TensorRt::verify_ports() {
   for (int32_t i = 0; i < engine_->getNbIOTensors(); ++i) {
     const std::string name = engine_->getIOTensorName(i);
@@ -157,8 +158,8 @@ void TensorRt::verify_ports() {
   check_complete(spec_.path, "output", ports_.outputs);
 }
 
-// Throws if the engine's profiles differ from those in the manifest. Buffers have the sizes in the
-// manifest, so an engine with larger profiles would write beyond them.
+// Throws an error if the engine's profiles differ from the profiles in the manifest. The sizes of
+// buffers come from the manifest, so an engine with larger profiles would write beyond the buffers.
 void TensorRt::verify_profiles() const {
   if (engine_->getNbOptimizationProfiles() != 2)
     fail(DLM_BAD_BUNDLE, "%s: has %d profiles instead of 2", spec_.path.c_str(),

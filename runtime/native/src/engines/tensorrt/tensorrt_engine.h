@@ -1,5 +1,5 @@
-// The TensorRT engine. It runs an engine file on the first CUDA device, with the same version of
-// TensorRT that built the file.
+// The TensorRT engine, which runs an engine file on the first CUDA device. The loaded TensorRT must
+// have the same version as the TensorRT that built the file.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -35,7 +35,8 @@ class TensorRt final : public Engine {
   std::unique_ptr<Context> open_context(int32_t longest) override;
   std::string description() const override;
   int32_t max_rows(int32_t tokens, int32_t cached) const override;
-  int32_t max_batch() const override { return 1; }  // the profiles are built for one request
+  // The profiles are built for one request.
+  int32_t max_batch() const override { return 1; }
   std::string limits() const override { return limits_text(spec_); }
 
   const CudaDevice& device() const { return device_; }
@@ -43,22 +44,23 @@ class TensorRt final : public Engine {
   const GraphSpec& graph() const { return graph_; }
   const EngineSpec& spec() const { return spec_; }
 
-  // The bytes of device memory that a pass of this profile needs for intermediate results.
+  // Returns the number of bytes of device memory that a pass of this profile needs for intermediate
+  // results.
   size_t working_bytes(int32_t profile) const {
     return static_cast<size_t>(
         std::max<int64_t>(engine_->getDeviceMemorySizeForProfileV2(profile), 0));
   }
 
-  // Creates an execution context. The caller must set its working memory and its profile. Any
-  // thread may call this function.
+  // Creates an execution context. The caller must set the working memory and the profile of the
+  // context. Any thread may call this function.
   std::unique_ptr<nvinfer1::IExecutionContext> create_context();
 
-  // Throws Error(DLM_ENGINE_FAILED). The message has the name of the call and TensorRT's own
+  // Throws Error(DLM_ENGINE_FAILED). The message contains the name of the call and TensorRT's own
   // message.
   [[noreturn]] void fail_call(const std::string& call);
 
   // Drops errors that TensorRT reported although the call succeeded, so that a later failure does
-  // not report them.
+  // not report these errors.
   void forget_errors() { logger_.take(); }
 
  private:
@@ -66,7 +68,7 @@ class TensorRt final : public Engine {
   void verify_profiles() const;
 
   // Members are destroyed from last to first. The device's context must outlive the objects that
-  // were created in it.
+  // were created in this context.
   CudaDevice device_;
   const GraphSpec graph_;
   const Library library_;
@@ -78,7 +80,7 @@ class TensorRt final : public Engine {
   std::mutex mutex_;  // guards engine_->createExecutionContext
 };
 
-// Opens a context, and allocates all the memory that its passes need. Throws
+// Opens a context, and allocates all the memory that the passes of this context need. Throws
 // Error(DLM_ENGINE_FAILED, DLM_OUT_OF_MEMORY).
 std::unique_ptr<Context> open_session(TensorRt& engine);
 

@@ -20,8 +20,8 @@ constexpr char kBuilder[] = "tensorrt_rtx", kName[] = "TensorRT-RTX";
 constexpr char kBuilder[] = "tensorrt", kName[] = "TensorRT";
 #endif
 
-// Stores the first error that TensorRT reports, and prints nothing. TensorRT may report errors from
-// any thread.
+// Stores the first error that TensorRT reports. Prints nothing. TensorRT may report errors from any
+// thread.
 class Logger final : public nvinfer1::ILogger {
  public:
   void log(Severity severity, const char* message) noexcept override;
@@ -40,7 +40,7 @@ struct Library {
   std::string version;  // for example "10.14.1.48"
 };
 
-// Loads the library at the path `given`. If that is empty, loads it from the places that
+// Loads the library at the path `given`. If `given` is empty, loads the library from the paths that
 // dlm_open_options lists. Throws Error(DLM_ENGINE_MISSING).
 Library load_library(const std::string& given);
 

@@ -17,7 +17,7 @@ struct Platform {
   std::string builder, version;
 };
 
-// Returns the reason why the engine cannot run on the platform. Returns "" if it can.
+// Returns the reason why the engine cannot run on the platform. Returns "" if the engine can run.
 inline std::string why_not(const EngineSpec& engine, const Platform& platform) {
   if (std::find(engine.sm.begin(), engine.sm.end(), platform.sm) == engine.sm.end()) {
     std::string built;
@@ -35,10 +35,10 @@ inline bool holds(const Sizes& sizes, int32_t value) {
   return value >= sizes.smallest && value <= sizes.largest;
 }
 
-// Chooses the profile for a pass of `tokens` tokens that reads `cached` cached ones. Returns 0
-// (prefill) or 1 (block), or -1 if neither profile accepts the pass. If both accept it, a pass
-// without cached tokens uses prefill, whose kernels are tuned for long passes. Other passes use
-// block.
+// Chooses the profile for a pass of `tokens` new tokens that reads `cached` cached tokens. Returns
+// 0 (prefill), 1 (block), or -1 if neither profile accepts the pass. If both profiles accept the
+// pass, a pass without cached tokens uses prefill, because the kernels of prefill are tuned for
+// long passes. A pass with cached tokens uses block.
 inline int32_t choose_profile(const EngineSpec& engine, int32_t tokens, int32_t cached) {
   const Profile* const profiles[] = {&engine.prefill, &engine.block};
   const int32_t preferred = cached == 0 ? 0 : 1;
@@ -49,14 +49,15 @@ inline int32_t choose_profile(const EngineSpec& engine, int32_t tokens, int32_t 
 }
 
 // Returns the number of rows that a pass scores if `rows` rows are needed. The number is rounded up
-// to a multiple of 8. So fewer different pass sizes occur, and more CUDA graphs can be used again.
-// The rounded number does not exceed `tokens` or the profile's limit.
+// to a multiple of 8. So there are fewer distinct pass sizes, and more CUDA graphs can be used
+// again. The rounded number does not exceed `tokens` or the profile's limit.
 inline int32_t rows_bucket(int32_t rows, int32_t tokens, const Sizes& sizes) {
   const int32_t rounded = std::min({(rows + 7) / 8 * 8, std::max(rows, tokens), sizes.largest});
   return std::max(rounded, sizes.smallest);
 }
 
-// The largest number of tokens, cached tokens and rows that one of the two profiles accepts.
+// Returns the largest numbers of tokens, cached tokens and rows that at least one of the two
+// profiles accepts.
 struct Largest {
   int32_t tokens, cached, rows;
 };

@@ -1,10 +1,10 @@
 // A session of the TensorRT engine.
 //
-// The session makes one allocation on the device. It has room for the inputs, the outputs, the rows
-// of the last pass (present), the cached rows (past) and TensorRT's working memory. The addresses
-// never change, so a pass can be replayed as a CUDA graph. Token ids are copied from pinned host
-// memory, and candidates are copied back to it. Logits are copied only if they are needed. The host
-// waits for the device once per pass.
+// The session makes one allocation on the device. This allocation has room for the inputs, the
+// outputs, the rows of the last pass (present), the cached rows (past) and TensorRT's working
+// memory. The addresses never change, so a pass can be replayed as a CUDA graph. Token ids are
+// copied from pinned host memory, and candidates are copied back to pinned host memory. Logits are
+// copied only if a request needs the logits. The host waits for the device once per pass.
 #include <algorithm>
 #include <cstring>
 #include <list>
@@ -95,17 +95,17 @@ class Session final : public Context {
 
  private:
   // A pass whose sizes occur more than once. The first time, a pass runs on the execution context
-  // of its profile, which can run any size. The second time, it gets an execution context of its
-  // own. From the third time on, its CUDA graph is replayed.
+  // of its profile, which can run any size. The second time, the pass gets an execution context of
+  // its own. From the third time on, the CUDA graph of the pass is replayed.
   //
-  // Each graph needs its own execution context. A captured graph refers to the context that it was
-  // captured from, and must not be used after this context has changed. The contexts may share
+  // Each graph needs its own execution context. A captured graph refers to the context from which
+  // it was captured, and must not be used after this context has changed. The contexts may share
   // working memory (CUDA Graphs in TensorRT's developer guide).
   struct Repeated {
     PassKey key;
     // This context is created when the pass runs for the second time.
     std::unique_ptr<nvinfer1::IExecutionContext> context;
-    CudaGraphExec graph;  // nullptr if the pass could not be captured
+    CudaGraphExec graph;  // nullptr if the pass was not captured
   };
   // The number of repeated passes is limited, because each execution context uses host memory.
   static constexpr size_t kMostRepeated = 32;
@@ -147,8 +147,9 @@ class Session final : public Context {
     cuda_.check(cuda_.cuStreamSynchronize(stream_.get()), "cuStreamSynchronize");
   }
 
-  // Creates an execution context for the profile, and sets all its addresses. All contexts share
-  // the same working memory. This is safe because they use one stream.
+  // Creates an execution context for the profile, and sets all addresses of the context. All
+  // contexts share the same working memory. Sharing is safe because all contexts use the same
+  // stream.
   std::unique_ptr<nvinfer1::IExecutionContext> create_context(int32_t profile) {
     auto context = engine_.create_context();
     const size_t working = offsets_.size() - 2;
@@ -175,8 +176,8 @@ class Session final : public Context {
         engine_.fail_call("setInputShape(\"" + port.name + "\")");
   }
 
-  // Copies the pass's inputs to the staging memory. If the pass scores fewer than `rows` rows, its
-  // first row is repeated.
+  // Copies the pass's inputs to the staging memory. If the pass scores fewer than `rows` rows, the
+  // first scored row is repeated.
   void fill_staging(const dlm_pass& pass, int32_t rows) {
     const auto put = [&](Staged part, const int64_t* from, int32_t count) {
       std::memcpy(staging_.host(staging_offsets_[part]), from, count * sizeof *from);
@@ -239,8 +240,8 @@ class Session final : public Context {
     capture(known);
   }
 
-  // Captures a pass as a CUDA graph. If that is impossible, known.graph stays empty, and the pass
-  // runs without a graph.
+  // Captures a pass as a CUDA graph. If the pass cannot be captured, known.graph stays empty, and
+  // the pass runs without a graph.
   void capture(Repeated& known) {
     // In this mode, calls of other threads do not affect the capture.
     if (cuda_.cuStreamBeginCapture_v2(stream_.get(), CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) !=

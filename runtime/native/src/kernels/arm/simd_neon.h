@@ -100,7 +100,7 @@ struct Bytes {
   }
 };
 
-// 128 was added to each stored weight. One exclusive-or instruction subtracts it again.
+// 128 was added to each stored weight. One exclusive-or instruction subtracts 128 again.
 struct Int8 : Bytes {
   static constexpr int kParts = 1;
   static constexpr int32_t kWeightOffset = 0;
@@ -121,7 +121,7 @@ struct Int4 : Bytes {
 };
 
 // A table of 16 numbers. look_up takes kLanes nibbles from `from`, starting at bit kShift, and uses
-// them as indices into the table. It returns one number per nibble.
+// them as indices into the table. look_up returns one number per nibble.
 using Table = int8x16_t;
 inline Table load_table(const int8_t* from) { return vld1q_s8(from); }
 template <int kShift>

@@ -1,5 +1,5 @@
-// Finds out whether this process may use AMX, Intel's matrix registers. It checks the processor and
-// the operating system, and runs a test.
+// Finds out whether this process may use AMX, Intel's matrix registers. The code checks the
+// processor and the operating system, and runs a test.
 #pragma once
 
 #include <cstdint>
@@ -17,16 +17,17 @@ struct AmxHost {
   // Asks the operating system for permission to use AMX in all threads of the process. Returns 0 or
   // errno.
   int (*request)();
-  bool (*prove)();  // returns whether the kernels compute correctly
+  bool (*prove)();  // returns true if the kernels compute correctly
 };
 
 AmxHost read_amx_host(bool has_avx512_vnni, bool (*prove)());
 
-// Makes the checks in order, up to the first one that fails. Returns a text about the failure, or
+// Makes the checks in order, up to the first check that fails. Returns a text about the failure, or
 // "" if no check fails.
 std::string find_amx_refusal(const AmxHost& host);
 
-// True if the kernels compute small INT8 and INT4 layers with the same results as plain C++.
+// Returns true if the kernels compute small INT8 and INT4 layers with the same results as plain
+// C++.
 bool multiplies_rightly(const Kernels& kernels);
 
 }  // namespace dlm

@@ -1,5 +1,5 @@
 // Linear layers for x86-64 processors with AMX-INT8. All such processors also have AVX-512 with
-// VNNI. So they use the AVX-512 kernels for everything else (kernels/select.cc).
+// VNNI. So these processors use the AVX-512 kernels for all other operations (kernels/select.cc).
 #include "kernels/x86/matrix_amx.h"
 #include "kernels/x86/simd_avx512.h"
 // kernels/linear_by_matrices.h uses the registers and vectors of the headers above, so it must come

@@ -11,7 +11,7 @@ extern const Kernels kAvxVnniKernels;
 constexpr Kernels kAvxVnniKernels = make_kernels("avx-vnni");
 #elif defined(__AVX512VNNI__)
 // The AVX-VNNI kernels, but compiled with AVX-512's encoding of the VNNI instruction. Tests use
-// them on processors that have only that encoding.
+// these kernels on processors that have only AVX-512's encoding.
 extern const Kernels kAvxVnniStandIn;
 constexpr Kernels kAvxVnniStandIn = make_kernels("avx-vnni's stand-in");
 #else

@@ -12,7 +12,7 @@ extern const Kernels kAvx2Kernels, kAvx512Kernels;
 namespace {
 
 // If the queries fill at most half a vector, vectors of half the width are used, because a
-// processor can multiply two of these at once.
+// processor can multiply two vectors of half the width at once.
 void attention_by_width(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   if (largest_tile(a) <= kLanes / 2)
     dlm::kAvx2Kernels.attention(a, parallel);

@@ -1,8 +1,8 @@
 // The functions that kernels/linear_by_matrices.h needs, for the matrix registers of AMX.
 // tests/matrix_emulated.h implements the same functions in plain C++.
 //
-// The instructions are written as assembly. GCC's intrinsics do not declare that they read memory,
-// and do not accept a constant from a template.
+// The instructions are written as assembly, because GCC's intrinsics do not declare that they read
+// memory, and do not accept a constant from a template.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace matrix {
 // 4, 16, 4].
 class Registers {
  public:
-  // `step` is the number of inputs per product. It must be a multiple of 4, and at most 64.
+  // `step`, the number of inputs per product, must be a multiple of 4, and at most 64.
   explicit Registers(int64_t step) {
     struct {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};

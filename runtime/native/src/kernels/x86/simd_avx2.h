@@ -1,5 +1,5 @@
-// The vector operations that kernels/body.h needs, for AVX2 with FMA and F16C. They also use
-// 256-bit VNNI instructions if the compiler targets them.
+// The vector operations that kernels/body.h needs, for AVX2 with FMA and F16C. The operations also
+// use 256-bit VNNI instructions if the compiler targets these instructions.
 #pragma once
 
 #include <immintrin.h>
@@ -115,7 +115,7 @@ struct Bytes {
   }
 };
 
-// The same products as in the class `Products`, for weights that are stored two to a byte.
+// Computes the same products as the class `Products`. Each byte of weights stores two weights.
 template <class Products>
 struct Nibbles : Products {
   static constexpr int kParts = 2;
@@ -200,7 +200,7 @@ struct Products : Bytes {
 using Int4 = Nibbles<Products>;
 
 // A table of 16 numbers. look_up takes kLanes nibbles from `from`, starting at bit kShift, and uses
-// them as indices into the table. It returns one number per nibble.
+// them as indices into the table. look_up returns one number per nibble.
 using Table = __m128i;
 inline Table load_table(const int8_t* from) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));

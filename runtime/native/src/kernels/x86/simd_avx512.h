@@ -86,7 +86,7 @@ inline I select_greater(F x, F y, I a, I b) {
 // ---- Products of codes ----
 
 // Four bytes per lane. The bytes of weights are unsigned. The bytes of a row are signed, and every
-// lane has the same four of them.
+// lane contains the same four bytes of the row.
 struct Bytes {
   // Register tile: 24 vectors of sums, 2 vectors of weights.
   static constexpr int kTileRows = 12, kVectors = 2;
@@ -128,7 +128,7 @@ struct Int4 : Bytes {
 };
 
 // A table of 16 numbers. look_up takes kLanes nibbles from `from`, starting at bit kShift, and uses
-// them as indices into the table. It returns one number per nibble.
+// them as indices into the table. look_up returns one number per nibble.
 using Table = __m128i;
 inline Table load_table(const int8_t* from) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
