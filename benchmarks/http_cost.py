@@ -16,11 +16,7 @@ import argparse
 import asyncio
 import itertools
 import json
-import re
-import signal
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,28 +26,6 @@ from serve import SCRIPT, wrk
 from shapes import machine
 
 import dlm_runtime
-
-
-class Process:
-    """``dlm-export serve``."""
-
-    def __init__(self, bundle: Path) -> None:
-        command = [sys.executable, "-m", "dlm_export.cli", "serve", str(bundle), "--port", "0"]
-        self.process = subprocess.Popen(
-            [*command, "--no-log"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-        )
-        assert self.process.stderr is not None
-        self.port = 0
-        for line in self.process.stderr:
-            if found := re.search(r":(\d+)/v1", line):
-                self.port = int(found[1])
-                return
-        raise SystemExit("dlm-export serve does not start")
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        if self.process.wait(60):
-            raise SystemExit(f"the server ended with {self.process.returncode}")
 
 
 def scheduler_row(
@@ -86,6 +60,8 @@ def scheduler_row(
 
 
 def main() -> None:
+    from serving_process import serving  # shapes adds its folder to the path
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -105,18 +81,19 @@ def main() -> None:
         bodies = "".join(json.dumps({"prompt": prompt, **fields}) + "\n" for prompt in prompts)
         (folder / "bodies").write_text(bodies)
         (folder / "post.lua").write_text(SCRIPT)
-        server: Any = Process(arguments.bundle)
-        for round_number in range(arguments.rounds + 1):  # the first one only warms up
-            for count in map(int, arguments.connections.split(",")):
-                seconds = arguments.seconds if round_number else 1
-                found = {
-                    "scheduler": scheduler_row(bundle, prompts, new_tokens, count, seconds),
-                    "serve": wrk(server, folder, count, seconds),
-                }
-                if round_number:
-                    for who, row in found.items():
-                        rows.setdefault(f"{count} connections, {who}", []).append(row)
-        server.stop()
+        with serving(arguments.bundle, "--no-log") as server:
+            for round_number in range(arguments.rounds + 1):  # the first one only warms up
+                for count in map(int, arguments.connections.split(",")):
+                    seconds = arguments.seconds if round_number else 1
+                    found = {
+                        "scheduler": scheduler_row(bundle, prompts, new_tokens, count, seconds),
+                        "serve": wrk(server, folder, count, seconds),
+                    }
+                    if round_number:
+                        for who, row in found.items():
+                            rows.setdefault(f"{count} connections, {who}", []).append(row)
+            if exit_code := server.stop():
+                raise SystemExit(f"the server ended with {exit_code}")
     result: dict[str, Any] = {"machine": machine()}
     for title, found_rows in rows.items():
         row = {key: statistics.median(each[key] for each in found_rows) for key in found_rows[0]}

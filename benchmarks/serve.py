@@ -94,8 +94,8 @@ class Server:
         return counts | {"taken": int(taken[0]), "gone": int(gone[0])}
 
 
-def wrk(server: Server, folder: Path, connections: int, seconds: float) -> dict[str, float]:
-    """Run wrk once. ``requests`` is the number of answers. ``refused`` is how many of them had a
+def wrk(server: Any, folder: Path, connections: int, seconds: float) -> dict[str, float]:
+    """Run wrk once on the port of a server. ``requests`` is the number of answers. ``refused`` is how many of them had a
     status other than 2xx.
     """
     command = [

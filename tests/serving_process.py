@@ -1,9 +1,10 @@
-"""A ``dlm-export serve`` process for tests."""
+"""A ``dlm-export serve`` process for tests and benchmarks."""
 
 from __future__ import annotations
 
 import queue
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -41,6 +42,20 @@ class Served:
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
+
+    def stop(self) -> int:
+        """Send SIGTERM. Returns the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def memory_kib(self, name: str = "VmRSS") -> int:
+        """The resident memory of the process, or with VmHWM, its peak. Linux only."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.findall(rf"{name}:\s*(\d+)", status)[0])
+
+    def reset_peak(self) -> None:
+        """Measure the peak of the memory from now on. Linux only."""
+        Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
     def said(self) -> str:
         """All of stderr. The process must have ended."""

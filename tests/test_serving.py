@@ -541,8 +541,7 @@ def test_a_key_is_needed_where_there_are_keys(demo_bundle: Path, tmp_path: Path)
 def test_the_log_has_no_text_of_a_prompt(demo_bundle: Path) -> None:
     with serving(demo_bundle) as served:
         chat(served)
-        served.process.send_signal(signal.SIGTERM)
-        served.process.wait(60)
+        served.stop()
         said = served.said()
     line = next(json.loads(each) for each in said.splitlines() if each.startswith("{"))
     assert {"id", "path", "status", "ms", "model", "completion_tokens"} <= line.keys()

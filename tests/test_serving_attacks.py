@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from serving_process import Served, serving
 
 pytest.importorskip("httpx")
@@ -67,6 +70,21 @@ def test_headers_that_do_not_end_close_the_connection(served: Served) -> None:
         began = time.monotonic()
         assert read_all(client) == b""
         assert time.monotonic() - began < WAIT_S
+    assert is_polite_client_answered(served)
+
+
+@pytest.mark.slow
+def test_a_client_that_does_not_read_is_dropped(served: Served) -> None:
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(WAIT_S)
+        client.connect((served.host, served.port))
+        client.sendall(200 * b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")
+        poll = select.poll()
+        poll.register(client, 0)  # errors only
+        assert poll.poll(1e3 * WAIT_S)
+        with pytest.raises(ConnectionResetError):
+            list(iter(lambda: client.recv(1 << 16), b""))  # reads to the end
     assert is_polite_client_answered(served)
 
 
@@ -151,3 +169,90 @@ def test_a_stream_is_released_if_its_client_leaves_before_the_first_byte() -> No
     asyncio.run(asyncio.wait_for(response(scope, receive, send), 30))
     assert released == [True]
     assert not read
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(st.sampled_from('a"\\[{:,\n'), max_size=6),
+    lambda each: st.lists(each) | st.dictionaries(st.text(st.sampled_from('a"\\[{')), each),
+)
+
+
+@given(JSON)
+def test_the_values_of_a_body_are_counted(value: Any) -> None:
+    from dlm_export.serving.fields import values
+
+    def count(each: Any) -> int:
+        if isinstance(each, dict):
+            return 1 + len(each) + sum(map(count, each.values()))
+        if isinstance(each, list):
+            return 1 + sum(map(count, each))
+        return int(isinstance(each, str))
+
+    assert values(json.dumps(value).encode()) == count(value)
+
+
+def test_a_body_with_too_many_values_is_refused_and_a_long_text_is_not() -> None:
+    from dlm_export.serving import fields
+    from dlm_export.serving.errors import ApiError
+
+    text = '"[{' * 100_000
+    body: dict[str, Any] = {"model": "x", "prompt": text}
+    assert fields.read(fields.CompletionBody, json.dumps(body).encode()).prompt == text
+    names = dict.fromkeys(map(str, range(fields.MOST_VALUES)), 0)
+    for many in (body | names, body | {"prompt": [[]] * fields.MOST_VALUES}):
+        with pytest.raises(ApiError, match="strings, lists and objects") as raised:
+            fields.read(fields.CompletionBody, json.dumps(many).encode())
+        assert raised.value.code == "too_many_values"
+
+
+def test_thousands_of_problems_are_one_error() -> None:
+    from dlm_export.serving import fields
+    from dlm_export.serving.errors import ApiError
+
+    names = dict.fromkeys(map(str, range(2 * fields.MOST_PROBLEMS)), 0)
+    body = {"model": "x", "prompt": "x"} | names
+    with pytest.raises(ApiError, match="2000 unknown fields"):
+        fields.read(fields.CompletionBody, json.dumps(body).encode())
+
+
+def test_a_schema_that_failed_is_not_compiled_again_for_a_while(
+    demo_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+
+    import dlm_runtime
+    from dlm_export.serving import hosting
+    from dlm_export.serving.app import Server
+
+    compiled: list[str] = []
+    compile_one = dlm_runtime.Bundle.constraint
+
+    def counted(bundle: dlm_runtime.Bundle, **given: Any) -> Any:
+        compiled.append(given["regex"])
+        return compile_one(bundle, **given)
+
+    monkeypatch.setattr(dlm_runtime.Bundle, "constraint", counted)
+
+    async def run() -> list[Any]:
+        models = hosting.Models({"demo": demo_bundle}, dlm_runtime.open, 4, 16)
+        transport = httpx.ASGITransport(Server(models).app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+
+            async def ask(regex: str) -> Any:
+                body = {"model": "demo", "prompt": "x", "dlm": {"regex": regex}}
+                return await client.post("/v1/completions", json=body)
+
+            together = await asyncio.gather(*(ask("(") for _ in range(8)))
+            other = await ask("[")
+            monkeypatch.setattr(hosting, "FAILURE_S", 0.0)
+            found = [*together, other, await ask("(")]
+        models.close()
+        return found
+
+    found = asyncio.run(run())
+    assert [each.status_code for each in found] == [400] * 10
+    assert found[0].json()["error"]["param"] == "dlm"
+    assert len({each.text for each in [*found[:8], found[9]]}) == 1
+    # Two requests are compiled at once. The others wait, and find the failure.
+    assert compiled.count("(") in (2, 3)
+    assert compiled.count("[") == 1

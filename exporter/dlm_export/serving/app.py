@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dlm_export.serving import conversation, decisions, fields, page_routes
 from dlm_export.serving.conversation import Ask
 from dlm_export.serving.edits import EditBody, Edits, edit
-from dlm_export.serving.errors import ApiError, of_runtime
+from dlm_export.serving.errors import ApiError, CompileError, of_runtime
 from dlm_export.serving.hosting import Model, Models, describe
 from dlm_export.serving.metrics import Metrics
 from dlm_export.serving.openapi import DOCS_PAGE, document
@@ -95,6 +95,7 @@ class Server:
         self._metrics = Metrics(models)
         self._compiling = asyncio.Semaphore(self._limits.compile_threads)
         self._arriving = 0  # total size of the arriving bodies
+        self._description = json.dumps(document()).encode()  # this takes tens of milliseconds
         self.is_ready = True
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/v1/chat/completions": self._chat,
@@ -255,8 +256,14 @@ class Server:
         key = conversation.constraint_key(body)
         if key is None or key in model.compiled:
             return await asyncio.to_thread(_started, read, body, model)
+        model.check_failures(key)
         async with self._compiling:
-            found = await asyncio.to_thread(_started, read, body, model)
+            model.check_failures(key)  # another request may have tried it meanwhile
+            try:
+                found = await asyncio.to_thread(_started, read, body, model)
+            except CompileError as err:
+                model.note_failure(key, err)
+                raise
         model.note_compiled(key)
         return found
 
@@ -339,7 +346,7 @@ class Server:
         return Response(self._metrics.text(), media_type=self._metrics.media_type)
 
     async def _openapi(self, _: Request) -> Response:
-        return JSONResponse(document())
+        return Response(self._description, media_type="application/json")
 
     async def _docs(self, _: Request) -> Response:
         return Response(DOCS_PAGE, media_type="text/html")

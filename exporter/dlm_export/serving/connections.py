@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +99,7 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_timer = self.loop.call_later(self._limits.write_s, self.abort)
+        self._write_timer = self.loop.call_later(self._limits.write_s, self._drop)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -109,6 +111,16 @@ class Connection(H11Protocol):
         """Close the connection at once."""
         self._stop_waiting()
         self.transport.abort()
+
+    def _drop(self) -> None:
+        """Close the connection, and throw away what the client has not read. Without this option,
+        the kernel keeps those megabytes and goes on trying to send them.
+        """
+        linger = struct.pack("ii", 1, 0)
+        self.transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, linger
+        )
+        self.abort()
 
     def send_400_response(self, msg: str) -> None:
         if self._has_request and self.cycle.response_started:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlm_export.serving.errors import ApiError, of_runtime, unsupported
+from dlm_export.serving.errors import ApiError, CompileError, of_runtime, unsupported
 from dlm_export.serving.fields import (
     MOST_PROMPTS,
     MOST_STOPS,
@@ -300,7 +300,7 @@ def _constrain(
             **constraint, before=options.get("prefix", ""), limits=COMPILE_LIMITS, cache_dir=None
         )
     except RequestError as err:
-        raise of_runtime(err, param) from err
+        raise CompileError(400, str(err), param, "invalid_value") from err
 
 
 def _prompts(prompt: Prompt) -> list[dict[str, Any]]:

@@ -51,6 +51,10 @@ class ApiError(Exception):
         return {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
 
+class CompileError(ApiError):
+    """A constraint that cannot be compiled. The same constraint fails again."""
+
+
 def unsupported(param: str, why: str) -> ApiError:
     """Return the error for a field whose value this server does not support."""
     return ApiError(400, f"{param}: {why}", param, "unsupported_value")

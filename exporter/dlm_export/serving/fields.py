@@ -20,6 +20,11 @@ MOST_STOPS = 16
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
 MOST_PROMPTS = 64
+MOST_VALUES = 1 << 15
+"""The most strings, lists and objects in a body. pydantic holds the interpreter's lock while it
+reads a body, even in another thread, so all other requests wait. Numbers are read fast enough."""
+MOST_PROBLEMS = 1000
+"""A body with more problems gets an error that names none of them."""
 
 _Item = TypeVar("_Item")
 Items = Annotated[list[_Item], Field(fail_fast=True)]
@@ -202,10 +207,31 @@ class DetokenizeBody(Body):
 
 def read(kind: type[Body], content: bytes) -> Any:
     """Read a body. Raises ApiError, which names the wrong field."""
+    # Bytes inside of strings may be counted here, so this number is at least the real one.
+    at_most = content.count(b'"') // 2 + content.count(b"[") + content.count(b"{")
+    if at_most > MOST_VALUES and values(content) > MOST_VALUES:
+        said = f"the body has more than {MOST_VALUES} strings, lists and objects"
+        raise ApiError(400, said, code="too_many_values")
     try:
         return kind.model_validate_json(content)
     except ValidationError as err:
-        raise _invalid(err.errors(include_url=False, include_context=False)) from err
+        if err.error_count() > MOST_PROBLEMS:
+            said = f"the body has {err.error_count()} unknown fields or wrong values"
+            raise ApiError(400, said, code="invalid_value") from None
+        found = err.errors(include_url=False, include_context=False, include_input=False)
+        raise _invalid(found) from err
+
+
+def values(content: bytes) -> int:
+    """The number of strings, lists and objects in JSON. Names of fields are strings too."""
+    bare = content.replace(rb"\\", b"").replace(
+        rb"\"", b""
+    )  # only quotes that delimit strings stay
+    count = bare.count(b'"') // 2
+    if count > MOST_VALUES:
+        return count  # too many already: do not split the text into so many parts
+    outside = b"".join(bare.split(b'"')[::2])
+    return count + outside.count(b"[") + outside.count(b"{")
 
 
 def _invalid(errors: list[ErrorDetails]) -> ApiError:

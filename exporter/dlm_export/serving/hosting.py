@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import dlm_runtime
-from dlm_export.serving.errors import ApiError
+from dlm_export.serving.errors import ApiError, CompileError
 
 MOST_COMPILED = 64
 """The maximum number of compiled constraints that a bundle keeps."""
+FAILURE_S = 60.0
+"""If a constraint cannot be compiled, requests with the same constraint are rejected for this
+number of seconds without compiling the constraint again.
+"""
 
 
 class Model:
@@ -30,6 +34,7 @@ class Model:
         """The keys of the constraints that were compiled last. Requests with one of these keys
         start quickly.
         """
+        self._failures: dict[bytes, tuple[float, CompileError]] = {}
         self._users = 0
         self._is_retired = False
 
@@ -57,6 +62,19 @@ class Model:
         self.compiled[key] = None
         if len(self.compiled) > MOST_COMPILED:
             self.compiled.pop(next(iter(self.compiled)))
+
+    def note_failure(self, key: bytes, error: CompileError) -> None:
+        """Remember that a constraint cannot be compiled, and drop the oldest if there are too many."""
+        self._failures.pop(key, None)  # the new entry goes to the end
+        self._failures[key] = (time.monotonic(), error)
+        if len(self._failures) > MOST_COMPILED:
+            self._failures.pop(next(iter(self._failures)))
+
+    def check_failures(self, key: bytes) -> None:
+        """Raise ApiError if the constraint of a key could not be compiled a short time ago."""
+        noted, error = self._failures.get(key, (-FAILURE_S, None))
+        if error is not None and time.monotonic() - noted < FAILURE_S:
+            raise ApiError(error.status, error.message, error.param, error.code)
 
     def acquire(self) -> None:
         self._users += 1

@@ -292,4 +292,4 @@ def _translated(err: ApiError, places: list[str]) -> ApiError:
         return re.sub(r"messages\[(\d+)\]|response_format|reasoning_effort", renamed, text)
 
     param = None if err.param is None else translated(err.param)
-    return ApiError(err.status, translated(err.message), param, err.code)
+    return type(err)(err.status, translated(err.message), param, err.code)

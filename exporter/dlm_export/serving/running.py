@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,6 +145,7 @@ def serve(
         finally:
             loop.remove_signal_handler(signal.SIGHUP)
 
+    gc.freeze()  # what is loaded stays, so the garbage collector need not visit it again and again
     try:
         asyncio.run(run())
     except SystemExit as err:  # uvicorn raises SystemExit if it cannot listen

@@ -1,0 +1,429 @@
+"""Attack ``dlm-export serve`` and measure how long other requests wait meanwhile.
+
+    python benchmarks/serve_attacks.py BUNDLE [--only NAME ...] [--before 5] [--json FILE]
+
+One server answers all attacks. A polite client sends one chat after another, each on a new
+connection, first for a few seconds alone and then during the attack. Each attack runs in a process
+of its own with the lowest priority, so that its own processor time delays nobody. All attackers
+except "wrong keys" have a valid key. Prints a row for each attack as Markdown:
+
+- got: what the attacker got, with the number of times.
+- p50 and longest: latencies of the polite client without and during the attack.
+- pass: the mean time of a denoiser pass without the attack.
+- memory: the largest resident memory of the server during the attack.
+
+Exits with 1 if a request of the polite client fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import select
+import socket
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from http.client import HTTPConnection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from shapes import machine
+from tables import table
+
+KEY = "a-valid-key"
+CHAT = "/v1/chat/completions"
+MOST_S = 60.0
+PAUSE_S = 0.02
+"""Time between two requests of the polite client."""
+
+
+class Target:
+    """The server that an attack talks to."""
+
+    def __init__(self, host: str, port: int, model: str) -> None:
+        self.host, self.port, self.model = host, port, model
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection((self.host, self.port), timeout=MOST_S)
+
+    def head(self, path: str, *lines: str, key: str = KEY) -> bytes:
+        """The head of a POST request, without the empty line."""
+        first = (f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {key}", *lines)
+        return "".join(f"{line}\r\n" for line in first).encode()
+
+    def post(self, body: bytes, path: str = CHAT, key: str = KEY) -> str:
+        """The status of a request on a new connection."""
+        with self.connect() as client:
+            length = f"content-length: {len(body)}"
+            client.sendall(self.head(path, length, "connection: close", key=key) + b"\r\n" + body)
+            return status_of(client)
+
+    def chat(self, **fields: Any) -> bytes:
+        message = {"role": "user", "content": "play jazz"}
+        return json.dumps({"model": self.model, "messages": [message]} | fields).encode()
+
+
+def status_of(client: socket.socket) -> str:
+    """The status of the response that arrives on a connection."""
+    found = b""
+    try:
+        while piece := client.recv(1 << 16):
+            found += piece
+    except ConnectionError:
+        pass
+    return found.split(b" ", 2)[1].decode() if found.startswith(b"HTTP/") else "closed"
+
+
+def trickle(clients: list[socket.socket], piece: bytes) -> Counter[str]:
+    """Send one piece a second on each connection until the server has closed all of them."""
+    found: Counter[str] = Counter()
+    began = time.monotonic()
+    while clients and time.monotonic() - began < MOST_S:
+        time.sleep(1)
+        for client in list(clients):
+            is_readable = bool(select.select([client], [], [], 0)[0])
+            try:
+                if not is_readable:
+                    client.sendall(piece)
+                    continue
+            except ConnectionError:
+                pass
+            found[f"{status_of(client)} after {time.monotonic() - began:.0f} s"] += 1
+            client.close()
+            clients.remove(client)
+    found["open"] += len(clients)
+    return +found
+
+
+# ---- Attacks. Each returns what it got, with the number of times. ----
+
+
+def slow_headers(target: Target) -> Counter[str]:
+    clients = [target.connect() for _ in range(100)]
+    for client in clients:
+        client.sendall(target.head(CHAT))
+    return trickle(clients, b"x")
+
+
+def slow_body(target: Target) -> Counter[str]:
+    clients = [target.connect() for _ in range(100)]
+    for client in clients:
+        client.sendall(target.head(CHAT, "content-length: 1000") + b"\r\n{")
+    return trickle(clients, b" ")
+
+
+def slow_reader(target: Target) -> Counter[str]:
+    """Ask for many large responses, and read nothing."""
+    poll = select.poll()
+    clients = {}
+    for _ in range(50):
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((target.host, target.port))
+        client.setblocking(False)
+        request = f"GET /openapi.json HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n\r\n"
+        client.send(200 * request.encode())
+        clients[client.fileno()] = client
+        poll.register(client, 0)  # errors only
+    found: Counter[str] = Counter()
+    began = time.monotonic()
+    while clients and time.monotonic() - began < MOST_S:
+        for number, _ in poll.poll(1000):
+            poll.unregister(number)
+            clients.pop(number).close()
+            found[f"closed after {time.monotonic() - began:.0f} s"] += 1
+    found["open"] += len(clients)
+    return +found
+
+
+def gigabyte_body(target: Target) -> Counter[str]:
+    """Announce 1 GiB, or send it in chunks without a length, until the server stops that."""
+    found: Counter[str] = Counter()
+    chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+    for at in range(20):
+        kind = ("transfer-encoding: chunked", "content-length: 1073741824")[at % 2]
+        with target.connect() as client:
+            client.sendall(target.head(CHAT, kind) + b"\r\n")
+            sent = 0
+            try:
+                while sent < 1 << 30 and not select.select([client], [], [], 0)[0]:
+                    client.sendall(chunk)
+                    sent += len(chunk)
+            except ConnectionError:
+                pass
+            found[status_of(client)] += 1
+    return found
+
+
+def tiny_requests(target: Target) -> Counter[str]:
+    """100,000 requests on 8 connections, 20 at a time on each."""
+    found: Counter[str] = Counter()
+    clients = [target.connect() for _ in range(8)]
+    request = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+    for _ in range(100_000 // (8 * 20)):
+        for client in clients:
+            client.sendall(20 * request)
+        for client in clients:
+            answers, said = 0, b""
+            while answers < 20:
+                piece = client.recv(1 << 16)
+                if not piece:
+                    found["closed"] += 1
+                    return found
+                said += piece
+                answers = said.count(b'{"status":"ok"}')
+            found["200"] += said.count(b"HTTP/1.1 200")
+    return found
+
+
+def repeated(target: Target, bodies: list[bytes], times: int, **given: str) -> Counter[str]:
+    """Send the bodies in turn, each on a new connection."""
+    return Counter(target.post(bodies[at % len(bodies)], **given) for at in range(times))
+
+
+def deep_json(target: Target) -> Counter[str]:
+    start = target.chat()[:-1] + b', "metadata": '
+    return repeated(target, [b"[" * 100_000, start + b'{"a":' * 100_000], 200)
+
+
+def invalid_utf8(target: Target) -> Counter[str]:
+    return repeated(
+        target, [b"\xff\xfe", target.chat().replace(b"jazz", b"\xc3(\xed\xa0\x80")], 500
+    )
+
+
+def unknown_keys(target: Target) -> Counter[str]:
+    """Bodies of 1 MiB with as many unknown fields as they can have."""
+    fields = b",".join(b'"%x":0' % number for number in range(104_000))
+    return repeated(target, [target.chat()[:-1] + b"," + fields + b"}"], 20)
+
+
+def many_lists(target: Target) -> Counter[str]:
+    """Bodies of 1 MiB with as many lists as they can have."""
+    body = json.dumps({"model": target.model, "prompt": []}).encode()
+    return repeated(target, [body[:-2] + b"[]," * 349_000 + b"[]]}"], 20, path="/v1/completions")
+
+
+def largest_bodies(target: Target) -> Counter[str]:
+    """Bodies that the limits still allow: 32,000 unknown fields, or 1 MiB of numbers."""
+    fields = b",".join(b'"%x":0' % number for number in range(32_000))
+    numbers = b'{"model": "%s", "prompt": [%s1]}' % (target.model.encode(), b"1," * 524_000)
+    found = repeated(target, [target.chat()[:-1] + b"," + fields + b"}"], 10)
+    return found + repeated(target, [numbers], 10, path="/v1/completions")
+
+
+def schema(number: int) -> dict[str, Any]:
+    """A schema whose automaton has 2 ** 60 states. Each number makes another one."""
+    pattern = f"^(a|b|{number})*a(a|b){{60}}$"
+    made = {"name": "x", "schema": {"type": "string", "pattern": pattern}}
+    return {"type": "json_schema", "json_schema": made}
+
+
+def exploding_schemas(target: Target) -> Counter[str]:
+    return repeated(target, [target.chat(response_format=schema(at)) for at in range(10)], 10)
+
+
+def same_exploding_schema(target: Target) -> Counter[str]:
+    return repeated(target, [target.chat(response_format=schema(99))], 50)
+
+
+def header_injection(target: Target) -> Counter[str]:
+    """Line breaks in headers whose value the response repeats."""
+    found: Counter[str] = Counter()
+    for at in range(500):
+        value = (b"a\rset-cookie: b", b"a\nset-cookie: b", b"a%0d%0aset-cookie: b", b"a\x00b")[
+            at % 4
+        ]
+        with target.connect() as client:
+            head = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-request-id: "
+            client.sendall(head + value + b"\r\n\r\n")
+            said = b""
+            while piece := client.recv(1 << 16):
+                said += piece
+        lines = said.partition(b"\r\n\r\n")[0].splitlines()
+        is_injected = any(line.startswith(b"set-cookie") for line in lines)
+        found["injected" if is_injected else lines[0].split()[1].decode()] += 1
+    return found
+
+
+def path_traversal(target: Target) -> Counter[str]:
+    names = ("../../etc/passwd", "/etc/passwd", "%2e%2e/demo", "a\x00b", "./" + target.model)
+    return repeated(target, [target.chat(model=name) for name in names], 500)
+
+
+def wrong_keys(target: Target) -> Counter[str]:
+    return repeated(target, [target.chat()], 500, key="wrong")
+
+
+def connections(target: Target) -> Counter[str]:
+    """2,000 connections that send nothing, for 8 seconds."""
+    clients = [target.connect() for _ in range(2000)]
+    time.sleep(8)
+    poll = select.poll()
+    for client in clients:
+        poll.register(client, select.POLLIN)
+    closed = len(poll.poll(0))
+    for client in clients:
+        client.close()
+    return Counter({"closed": closed, "open": len(clients) - closed})
+
+
+ATTACKS: dict[str, Callable[[Target], Counter[str]]] = {
+    "100 connections with slow headers": slow_headers,
+    "100 connections with slow bodies": slow_body,
+    "50 connections that do not read": slow_reader,
+    "20 bodies of 1 GiB": gigabyte_body,
+    "100,000 tiny requests": tiny_requests,
+    "200 bodies with 100,000 levels of JSON": deep_json,
+    "500 bodies that are not UTF-8": invalid_utf8,
+    "20 bodies with 104,000 unknown fields": unknown_keys,
+    "20 bodies with 349,000 lists": many_lists,
+    "20 bodies just below the limits": largest_bodies,
+    "10 schemas that explode": exploding_schemas,
+    "50 times the same schema that explodes": same_exploding_schema,
+    "500 injected headers": header_injection,
+    "500 paths in `model`": path_traversal,
+    "500 wrong keys": wrong_keys,
+    "2,000 connections": connections,
+}
+
+
+def attack(name: str, target: Target, results: Any) -> None:
+    os.nice(19)
+    results.put(ATTACKS[name](target))
+
+
+# ---- The polite client ----
+
+
+def ask(target: Target) -> float | None:
+    """The milliseconds of one chat, or None if it failed."""
+    began = time.perf_counter()
+    client = HTTPConnection(target.host, target.port, timeout=MOST_S)
+    try:
+        client.request("POST", CHAT, target.chat(), {"authorization": f"Bearer {KEY}"})
+        response = client.getresponse()
+        response.read()
+    except OSError:
+        return None
+    finally:
+        client.close()
+    return 1e3 * (time.perf_counter() - began) if response.status == 200 else None
+
+
+def latencies(target: Target, is_over: Callable[[], bool]) -> list[float | None]:
+    found = []
+    while not is_over() or not found:
+        found.append(ask(target))
+        time.sleep(PAUSE_S)
+    return found
+
+
+def passes(served: Any) -> tuple[float, float]:
+    """The seconds in passes so far, and the number of passes."""
+    text = served.client.get("/metrics", headers={"authorization": f"Bearer {KEY}"}).text
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#")
+    labels = f'{{model="{served.model}"}}'
+    seconds, count = (
+        float(values[f"dlm_scheduler_{name}_total{labels}"]) for name in ("busy_seconds", "passes")
+    )
+    return seconds, count
+
+
+def measured(name: str, served: Any, target: Target, before_s: float) -> dict[str, Any]:
+    """Run one attack. Returns its row."""
+    end = time.monotonic() + before_s
+    seconds_before, passes_before = passes(served)
+    alone = latencies(target, lambda: time.monotonic() > end)
+    seconds_after, passes_after = passes(served)
+    mean_pass_s = (seconds_after - seconds_before) / (passes_after - passes_before)
+    served.reset_peak()
+    results: Any = multiprocessing.Queue()
+    attacker = multiprocessing.Process(target=attack, args=(name, target, results))
+    attacker.start()
+    began = time.monotonic()
+    during = latencies(target, lambda: not attacker.is_alive() or not results.empty())
+    seconds = time.monotonic() - began
+    got = results.get(timeout=MOST_S)
+    attacker.join()
+    ok_alone, ok = ([ms for ms in each if ms is not None] for each in (alone, during))
+    return {
+        "attack": name,
+        "got": dict(got),
+        "seconds": seconds,
+        "p50_alone_ms": statistics.median(ok_alone),
+        "longest_alone_ms": max(ok_alone),
+        "p50_ms": statistics.median(ok),
+        "longest_ms": max(ok),
+        "answered": len(ok),
+        "failed": len(alone) + len(during) - len(ok_alone) - len(ok),
+        "pass_ms": 1e3 * mean_pass_s,
+        "peak_mib": served.memory_kib("VmHWM") / 1024,
+    }
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["attack"],
+        ", ".join(f"{count} x {status}" for status, count in row["got"].items()),
+        f"{row['seconds']:.1f}",
+        f"{row['p50_alone_ms']:.1f} / {row['p50_ms']:.1f}",
+        f"{row['longest_alone_ms']:.0f} / {row['longest_ms']:.0f}",
+        f"{row['pass_ms']:.1f}",
+        f"{row['peak_mib']:.0f}",
+        f"{row['failed']} of {row['answered'] + row['failed']}",
+    ]
+
+
+HEAD = [
+    "attack",
+    "the attacker got",
+    "duration, s",
+    "p50 without / during, ms",
+    "longest without / during, ms",
+    "one pass, ms",
+    "peak memory, MiB",
+    "polite requests that failed",
+]
+
+
+def main() -> int:
+    from serving_process import serving  # shapes adds its folder to the path
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of attacks")
+    parser.add_argument("--before", type=float, default=5, help="seconds without an attack")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    names = [name for name in ATTACKS if any(part in name for part in arguments.only)]
+    rows = []
+    with TemporaryDirectory() as folder:
+        keys = Path(folder) / "keys"
+        keys.write_text(f"{KEY}\n")
+        options = ("--api-key-file", str(keys), "--no-log")
+        with serving(arguments.bundle, *options) as served:
+            target = Target(served.host, served.port, served.model)
+            for _ in range(20):
+                ask(target)  # warm
+            for name in names:
+                rows.append(measured(name, served, target, arguments.before))
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            exit_code = served.stop()
+    print(table(HEAD, [cells(row) for row in rows]))
+    if arguments.json:
+        result = {"machine": machine(), "load_average": os.getloadavg(), "rows": rows}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    return int(exit_code != 0 or any(row["failed"] for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,134 @@
+"""``dlm-export serve`` under load: signals and full queues lose no request."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_process import Served, serving
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+
+pytestmark = pytest.mark.xdist_group("serving")
+
+CLIENTS = 6
+BODY = {
+    "messages": [{"role": "user", "content": "turn on the kitchen lights"}],
+    "max_tokens": 64,
+    # 64 passes
+    "dlm": {"policy": {"commit": "static", "steps_per_block": 4096, "cache": "none"}},
+}
+
+
+class Load:
+    """Clients that send one request after another until ``is_over`` is set.
+
+    ``statuses`` has the status of each answer by the id of its request, and ``lost`` the ids of
+    requests without a complete answer.
+    """
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self.is_over = threading.Event()
+        self.statuses: dict[str, int] = {}
+        self.lost: list[str] = []
+        self._numbers = itertools.count()
+        self.threads = [threading.Thread(target=self._run) for _ in range(CLIENTS)]
+
+    def _run(self) -> None:
+        with httpx.Client(base_url=self._served.url, timeout=120) as client:
+            while not self.is_over.is_set():
+                number = next(self._numbers)
+                body = BODY | {"model": self._served.model, "stream": number % 2 == 0}
+                try:
+                    response = client.post(
+                        "/v1/chat/completions", json=body, headers={"x-request-id": f"r{number}"}
+                    )
+                except httpx.TransportError:
+                    self.lost.append(f"r{number}")
+                    continue
+                is_whole = number % 2 == 1 or response.text.endswith("data: [DONE]\n\n")
+                if response.status_code == 200 and not is_whole:
+                    self.lost.append(f"r{number}")
+                self.statuses[f"r{number}"] = response.status_code
+
+
+def wait_for_answers(load: Load, count: int) -> None:
+    end, goal = time.monotonic() + 120, len(load.statuses) + count
+    while len(load.statuses) < goal:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@contextmanager
+def loaded(served: Served) -> Iterator[Load]:
+    """Clients that run until the block ends."""
+    load = Load(served)
+    for thread in load.threads:
+        thread.start()
+    try:
+        wait_for_answers(load, CLIENTS)
+        yield load
+    finally:
+        load.is_over.set()
+        for thread in load.threads:
+            thread.join()
+
+
+def test_sigterm_under_load_answers_every_accepted_request(demo_bundle: Path) -> None:
+    with serving(demo_bundle) as served:
+        with loaded(served) as load:
+            assert served.stop() == 0
+        lines = [json.loads(line) for line in served.said().splitlines() if line[:1] == "{"]
+    logged = {line["id"]: line["status"] for line in lines}
+    assert set(load.statuses.values()) == {200}
+    assert len(load.statuses) > CLIENTS
+    assert logged == load.statuses  # each request that the server accepted
+    assert load.lost  # requests that came too late
+    assert not logged.keys() & set(load.lost)
+
+
+def test_sighup_under_load_loses_no_request(demo_bundle: Path) -> None:
+    with serving(demo_bundle, "--no-log") as served, loaded(served) as load:
+        created = served.client.get("/v1/models").json()["data"][0]["created"]
+        for _ in range(3):
+            time.sleep(1.1)  # the time of a model has whole seconds
+            served.process.send_signal(signal.SIGHUP)
+            end = time.monotonic() + 60
+            while (now := served.client.get("/v1/models").json()["data"][0]["created"]) == created:
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            created = now
+            wait_for_answers(load, CLIENTS)
+    assert set(load.statuses.values()) == {200}
+    assert not load.lost
+
+
+def test_the_retries_of_openais_client_outlast_a_full_queue(demo_bundle: Path) -> None:
+    openai = pytest.importorskip("openai")
+    with serving(demo_bundle, "--no-log", "--max-running", "1", "--max-waiting", "1") as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=60)
+        given: dict[str, Any] = {key: value for key, value in BODY.items() if key != "dlm"}
+        given["extra_body"] = {"dlm": BODY["dlm"]}
+
+        def ask(_: int) -> str:
+            made = client.chat.completions.create(model=served.model, **given)
+            return str(made.choices[0].finish_reason)
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(ask, range(16))) <= {"stop", "length"}
+        lines = served.client.get("/metrics").text.splitlines()
+    counts = {line.split(" ")[0]: float(line.split(" ")[1]) for line in lines if "#" not in line}
+    path = "/v1/chat/completions"
+    assert counts[f'dlm_requests_total{{path="{path}",status="200"}}'] == 16
+    assert counts[f'dlm_requests_total{{path="{path}",status="429"}}'] > 0
