@@ -71,7 +71,7 @@ def scheduler_row(
     """The row of a scheduler of this process."""
 
     async def ask(prompt: str) -> float | None:
-        job = scheduler.submit(prompt=prompt, max_new_tokens=new_tokens)
+        job = scheduler.submit(prompt=prompt, max_new_tokens=new_tokens, events=streamed)
         if not streamed:
             await job
             return None

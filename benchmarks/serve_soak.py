@@ -40,7 +40,7 @@ def body_of(draw: random.Random, model: str) -> dict[str, Any]:
     """A random request."""
     message = {"role": "user", "content": draw.choice(PROMPTS)}
     body: dict[str, Any] = {"model": model, "messages": [message]}
-    body["max_tokens"] = draw.choice((8, 32, 64, 256))
+    body["max_tokens"] = draw.choice((16, 32, 64, 256))
     body["stream"] = draw.random() < 0.6
     body["n"] = draw.choice((1, 1, 1, 3))
     if body["stream"] and draw.random() < 0.5:

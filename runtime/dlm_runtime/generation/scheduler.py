@@ -134,6 +134,7 @@ class Job:
         self._text: str | None = None  # the text of all events so far
         self._events: queue.SimpleQueue[Event] | None = queue.SimpleQueue() if events else None
         self._wake: Callable[[], object] | None = None  # called after an event was added
+        self._has_ended = False
         self._result: Generation | None = None
         self._error: Exception | None = None  # raised by _step
         runner = scheduler._runner
@@ -160,7 +161,9 @@ class Job:
     def done(self) -> bool:
         """True if the job has ended, so that ``result`` returns immediately."""
         self._origin.check()
-        return bool(self._library.dlm_job_wait(self._handle, 0.0))
+        if not self._has_ended:
+            self._has_ended = bool(self._library.dlm_job_wait(self._handle, 0.0))
+        return self._has_ended
 
     def cancel(self) -> None:
         """End the request within one pass. The result contains the canvas at that time."""
@@ -276,16 +279,14 @@ class Job:
         def call() -> None:
             loop.call_soon_threadsafe(tell)
 
-        if not self.done:
-            self._ends.when_ended(self, call)
-            try:
-                await ended.wait()
-            except asyncio.CancelledError:
-                self.cancel()
-                raise
-            finally:
-                self._ends.forget(self, call)
-        changed.set()
+        self._ends.when_ended(self, call)
+        try:
+            await ended.wait()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        finally:
+            self._ends.forget(self, call)
 
     def _queue(self) -> queue.SimpleQueue[Event]:
         if self._events is None:
