@@ -55,7 +55,7 @@ class Bundle(Decides):
         checks_hashes: bool = True,
         provider: str = "cpu",
     ) -> None:
-        """``folder`` contains the tokenizer's files, if any. If ``checks_hashes``, these files are hashed and checked."""
+        """``folder`` contains any tokenizer files. If ``checks_hashes`` is True, the files' hashes are checked."""
         self._handle = handle
         self._library = _native.library()
         self._tokenizer: Tokenizer | None = None
@@ -88,7 +88,7 @@ class Bundle(Decides):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, or None if the bundle only accepts token ids. Raises BundleError if damaged."""
+        """The tokenizer, or None if the bundle only accepts token ids. Raises BundleError if a file is damaged."""
         if self._tokenizer is None and self._folder is not None:
             files = text_files(self.manifest, self._folder)
             if files.tokenizer is not None:
@@ -173,7 +173,7 @@ class Bundle(Decides):
             json_layout: White space of the JSON text: a name of ``LAYOUTS``, or a ``Layout``. If None, the bundle's
                 layout is used.
             limits: Limits on the resources that compiling may use. If None, the defaults of ``CompileLimits`` are used.
-            cache_dir: Folder for compiled constraints. "" is the user's cache folder. If None, nothing is stored.
+            cache_dir: Folder for compiled constraints. "" means the user's cache folder. If None, nothing is stored.
 
         Returns:
             The compiled constraint, to pass to requests.
@@ -443,9 +443,9 @@ class Bundle(Decides):
     ) -> Infill:
         """Fill the holes of a text. A hole is written as ``<mask>``: ``"def f(x): <mask> return y"``.
 
-        The text of a hole ends before the first end token in the hole, so this text may have fewer tokens than the
-        hole. If the tokenizer adds tokens at the start of a prompt, these tokens are also added to the text, unless the
-        text already starts with them. Tokens that the tokenizer adds at the end of a prompt are left out.
+        The text of a hole ends before the first end token in the hole, so the text may be shorter than the hole. If the
+        tokenizer adds tokens at the start of a prompt, these tokens are also added to ``text``, unless ``text`` already
+        starts with these tokens. Tokens that the tokenizer adds at the end of a prompt are left out.
 
         Args:
             text: Text with at least one ``<mask>``. If ``prompt`` or ``chat`` is passed, the text is the answer.

@@ -23,8 +23,8 @@ SCORE_ALIASES = {
     "topk_margin": "margin",
 }
 
-# A known name is suggested for an unknown name if both names are at least this similar. With
-# difflib's default, top_p would be suggested for stop.
+# A known name is suggested for an unknown name if the similarity of the two names is at least this
+# value. With difflib's default, top_p would be suggested for stop.
 _NEAR = 0.7
 
 

@@ -1,4 +1,4 @@
-"""Tells coroutines when jobs have ended. One thread per scheduler serves all of its jobs."""
+"""Tells coroutines when jobs have ended. Each scheduler has one thread for all its jobs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Ends:
         self._is_closed = False
 
     def when_ended(self, job: Job, call: Callable[[], None]) -> None:
-        """Call a function once when a job has ended, on any thread.
+        """Call a function once when a job has ended. The call may be made on any thread.
 
         Args:
             job: A job of the scheduler.
@@ -54,7 +54,7 @@ class Ends:
             self._waiting.discard((job, call))
 
     def close(self) -> None:
-        """Call the remaining functions, and end the thread. The native scheduler must have been
+        """Call the remaining functions, and end the thread. The native scheduler must already be
         destroyed.
         """
         with self._lock:

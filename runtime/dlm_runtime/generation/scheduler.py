@@ -335,7 +335,7 @@ class _Runner:
         self._library, self._bundle, self._handle = _native.library(), bundle, C.c_void_p()
         self._changed = (
             threading.Condition()
-        )  # re-entrant: the garbage collector may call stop() anywhere
+        )  # re-entrant: the garbage collector may call stop() at any time
         # Number of calls that use the handle. The thread waits for these calls before it destroys
         # the handle.
         self._users = 0
