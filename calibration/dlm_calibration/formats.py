@@ -57,14 +57,14 @@ _SMALLEST_SCALE = np.finfo(np.float32).tiny
 _INT4_LEVELS = (7, 7.5, 8, 8.5, 9, 9.5)
 """Candidates for the code of the largest value in an INT4 group. All candidates are tried.
 
-If the code is outside the format, the value saturates. The loss of accuracy may then be smaller
-than with a larger scale for the whole group.
+If the code is outside the format, the value saturates. This saturation may lose less accuracy than
+a larger scale for the whole group.
 """
 # A subnormal fp16 number with four significant bits. If a smaller scale were rounded to fp16, codes
 # could be wrong by more than 1.
 SMALLEST_FP16_SCALE = np.float32(2.0**-20)
-# Smallest range of a row of activations. It prevents a division by 0 if all elements of a row are
-# 0.
+# Smallest range of a row of activations. This limit prevents a division by 0 if all elements of a
+# row are 0.
 SMALLEST_ROW = np.float32(1e-30)
 _SMALLEST_GLOBAL_SCALE = _SMALLEST_SCALE / _SMALLEST_E4M3
 
@@ -138,7 +138,8 @@ def quantise_weight(
     scale_dtype: ScaleType = FP32,
     is_signed: bool = False,
 ) -> QuantisedWeight:
-    """Quantise ``w`` ``[K, N]`` of any float type. Its fp32 values are rounded half to even.
+    """Quantise ``w`` ``[K, N]`` of any float type. The fp32 values of ``w`` are rounded half to
+    even.
 
     | format | codes | scale |
     | int8 | -127..127 | amax / 127 per column |
@@ -158,11 +159,11 @@ def quantise_weight(
             Larger magnitudes saturate.
         scale_dtype: The type of scales in the graph. Scales are rounded to this type before the
             codes are chosen, and are returned as fp32.
-        is_signed: Allow negative scales in int4; other formats ignore this.
+        is_signed: Allow negative scales in int4. All other formats ignore this argument.
 
     Raises:
-        QuantisationError: The format is unknown, or does not support the group size or K. Also
-            raised if values or ranges are not finite.
+        QuantisationError: The format is unknown, or does not support the group size or K. This
+            error is also raised if a value or range is not finite.
     """
     group_size = _checked_group_size(format, group_size)
     _check_matrix(w, format)
@@ -242,21 +243,21 @@ def int4_scales(
 ) -> np.ndarray:
     """Find the best fp32 scale for each group of int4 values.
 
-    For each group, the function tries six scales, from amax / 7 to amax / 9.5. It returns the scale
-    with the smallest weighted squared error, or the largest of several such scales. Each squared
-    error is multiplied by the square of the value, as in llama.cpp's IQ4_NL. The reason is that
-    clipping large weights costs more accuracy than the plain error suggests (figures in
-    BENCHMARKS.md).
+    For each group, the function tries six scales, from amax / 7 to amax / 9.5. The function returns
+    the scale with the smallest weighted squared error. If several scales have this error, the
+    largest of them is returned. Each squared error is multiplied by the square of the value, as in
+    llama.cpp's IQ4_NL, because clipping large weights costs more accuracy than the plain error
+    suggests (figures in BENCHMARKS.md).
 
     Args:
         values: Finite fp32 groups ``[G, size, N]``.
         amax: The largest absolute value of each group, ``[G, N]``.
-        scale_dtype: The type that scales are rounded to.
-        weights: Additional factors of the squared errors; an array that broadcasts to
-            ``[G, size, N]``.
+        scale_dtype: The type to which scales are rounded.
+        weights: Additional factors of the squared errors, as an array that broadcasts to ``[G,
+            size, N]``.
         is_signed: Make the scale negative if the largest value is positive. The largest value then
-            has a negative code. This is more accurate, because there are eight negative codes and
-            only seven positive codes.
+            has a negative code. A negative code is more accurate, because there are eight negative
+            codes and only seven positive codes.
     """
     widest = scales_of(amax, "int4", scale_dtype)
     sign = np.float32(1)
@@ -273,12 +274,12 @@ def int4_scales(
         error = np.rint(exact)
         np.clip(error, *_CODE_LIMITS["int4"], out=error)
         error -= exact
-        # Errors are divided by the scale. Even for large weights, their squares are then within the
-        # range of fp32.
+        # Errors are divided by the scale. The squares of these errors are within the range of fp32,
+        # even for large weights.
         error *= error
         error *= counted
         # If the range of a group is below the smallest scale, no candidate has a smaller error than
-        # scale 1, so the scale stays 1.
+        # scale 1, so the function returns scale 1.
         with np.errstate(over="ignore", invalid="ignore"):
             total = error.sum(1) * (scales / widest) ** 2
         best = np.where(total < least, scales, best)
@@ -374,7 +375,7 @@ def quantise_activation(
 def activation_scale(format: str, amax: float | None, scale_dtype: ScaleType = FP32) -> np.float32:
     """Return the static scale for an activation range, rounded to ``scale_dtype``.
 
-    The graph and ``quantise_activation`` use the same scale. Raises QuantisationError if amax is
+    The graph and ``quantise_activation`` both use this scale. Raises QuantisationError if amax is
     missing, not finite or not positive.
     """
     if amax is None or not np.isfinite(amax) or amax <= 0:
