@@ -253,8 +253,8 @@ def int4_scales(
         values: Finite fp32 groups ``[G, size, N]``.
         amax: The largest absolute value of each group, ``[G, N]``.
         scale_dtype: The type to which scales are rounded.
-        weights: Additional factors of the squared errors, as an array that broadcasts to ``[G,
-            size, N]``.
+        weights: Additional factors of the squared errors. The array must broadcast to ``[G, size,
+            N]``.
         is_signed: Make the scale negative if the largest value is positive. The largest value then
             has a negative code. A negative code is more accurate, because there are eight negative
             codes and only seven positive codes.

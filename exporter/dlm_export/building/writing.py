@@ -99,7 +99,7 @@ class Written:
     fused: Fused | None
     hashed: dict[str, Any]
     embedding_dtype: str | None = None
-    """Type of the embedding table in the weight file; ``None`` if the table is quantised."""
+    """Type of the embedding table in the weight file, or ``None`` if the table is quantised."""
 
 
 def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> Written:
@@ -167,8 +167,9 @@ def table_dtype(job: Job) -> np.dtype:
 def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part]) -> ReadParameter:
     """Return a function that reads the initialisers of a quantised graph.
 
-    Some initialisers are a part of a quantised layer, such as its scales. ``parts`` maps each of
-    these initialisers to its part. All other initialisers are parameters of the denoiser.
+    Some initialisers are a part of a quantised layer, such as its scales. ``parts`` maps the name
+    of each of these initialisers to the layer's part. All other initialisers are parameters of the
+    denoiser.
     """
     held: dict[str, QuantisedWeight] = {}
 

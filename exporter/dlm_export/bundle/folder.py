@@ -1,4 +1,6 @@
-"""Writes and replaces bundle folders safely, and records the sizes and hashes of their files."""
+"""Writes and replaces bundle folders safely, and records the sizes and hashes of the folders'
+files.
+"""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ def local(source: Path | HubName, *, headers_only: bool = False) -> Iterator[Loc
     first.
 
     A downloaded folder is in the cache of huggingface_hub. If ``headers_only`` is true, the
-    downloaded folder is temporary. The weight files in this folder have their header and full size,
-    but contain zeros instead of weights. Raises HubError.
+    downloaded folder is temporary. Each weight file in this folder has the right header and the
+    full size, but contains zeros instead of weights. Raises HubError.
     """
     if isinstance(source, Path):
         yield Located(source)
