@@ -123,7 +123,9 @@ class QuantisedWeight:
         return out
 
     def columns(self, chosen: slice | np.ndarray) -> QuantisedWeight:
-        """Return a weight with some of the N columns, which a slice or indices select."""
+        """Return a weight with some of the N columns. A slice or an array of indices selects the
+        columns.
+        """
         if self.format == "nvfp4":
             return replace(self, codes=self.codes[chosen], scales=self.scales[chosen])
         return replace(self, codes=self.codes[:, chosen], scales=self.scales[..., chosen])
@@ -153,7 +155,7 @@ def quantise_weight(
     Args:
         w: The matrix.
         format: One of ``NUMBER_FORMATS``.
-        group_size: Rows in a group of int4; default 128.
+        group_size: Rows in a group of int4. The default is 128.
         amax: Range to use instead of the largest absolute value. The range is a scalar, or an array
             that broadcasts to the shape of the scales. For nvfp4, the range must be a scalar.
             Larger magnitudes saturate.
@@ -245,16 +247,16 @@ def int4_scales(
 
     For each group, the function tries six scales, from amax / 7 to amax / 9.5. The function returns
     the scale with the smallest weighted squared error. If several scales have this error, the
-    largest of them is returned. Each squared error is multiplied by the square of the value, as in
-    llama.cpp's IQ4_NL, because clipping large weights costs more accuracy than the plain error
-    suggests (figures in BENCHMARKS.md).
+    function returns the largest of these scales. Each squared error is multiplied by the square of
+    the value, as in llama.cpp's IQ4_NL, because clipping large weights costs more accuracy than the
+    plain error suggests (figures in BENCHMARKS.md).
 
     Args:
         values: Finite fp32 groups ``[G, size, N]``.
         amax: The largest absolute value of each group, ``[G, N]``.
         scale_dtype: The type to which scales are rounded.
-        weights: Additional factors of the squared errors. The array must broadcast to ``[G, size,
-            N]``.
+        weights: Additional factors of the squared errors. The array must broadcast to the shape of
+            ``values``.
         is_signed: Make the scale negative if the largest value is positive. The largest value then
             has a negative code. A negative code is more accurate, because there are eight negative
             codes and only seven positive codes.
@@ -394,7 +396,7 @@ def activation_scale(format: str, amax: float | None, scale_dtype: ScaleType = F
 def nvfp4_group_scales(amax: np.ndarray, global_scale: np.float32) -> np.ndarray:
     """Return the E4M3 scales of groups. ``amax`` contains the largest absolute value of each group.
 
-    The scale of a group of zeros is 1. Other scales are clipped to 2**-9..448.
+    The scale of a group of zeros is 1. All other scales are clipped to 2**-9..448.
     """
     with np.errstate(over="ignore"):
         scales = amax / np.float32(np.float32(6) * global_scale)
@@ -411,8 +413,9 @@ def e2m1_codes(values: np.ndarray) -> np.ndarray:
     Values are rounded half to even and saturate at 6. -0 and 0 have the same code.
     """
     # The distance between the values of neighbouring codes is 1/2 up to 2, 1 from 2 to 4, and 2
-    # from 4 to 6. Each value is rounded to a multiple of each distance, which gives three codes.
-    # The smallest code is the right one. A value halfway between two codes gets the even code.
+    # from 4 to 6. Each value is rounded to a multiple of each distance. The results are three
+    # codes. The smallest of these codes is the right code. A value halfway between two codes gets
+    # the even code.
     magnitude = np.abs(values)
     np.minimum(magnitude, np.float32(6), out=magnitude)
     codes = np.rint(magnitude + magnitude)
@@ -446,7 +449,7 @@ def pack_nibbles(codes: np.ndarray) -> np.ndarray:
 
 
 def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
-    """Reverse ``pack_nibbles``. Returns uint8 0..15; the last axis is twice as long."""
+    """Reverse ``pack_nibbles``. Returns uint8 0..15. The result's last axis is twice as long."""
     assert packed.dtype == np.uint8
     codes = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=np.uint8)
     codes[..., 0::2] = packed & np.uint8(15)

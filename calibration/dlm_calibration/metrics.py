@@ -353,8 +353,9 @@ def same_answer(text: str | None, answer: str) -> bool:
     """Return True if ``text`` gives the same answer as ``answer``.
 
     If ``answer`` is a JSON object or array, both texts are parsed and compared. Key order, spacing,
-    and the difference between 1 and 1.0 do not matter. Other answers are compared as text, where
-    any run of whitespace equals one space. If ``text`` is ``None``, the result is False.
+    and the difference between 1 and 1.0 do not matter. All other answers are compared as text. In
+    this comparison, any run of whitespace equals one space. If ``text`` is ``None``, the result is
+    False.
     """
     if text is None:
         return False

@@ -59,10 +59,10 @@ _ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = (
 
 
 class Observer:
-    """Statistics of the input of one layer, which has ``channels`` features.
+    """Statistics of one layer's input. The input has ``channels`` features.
 
     The observer also stores a uniform random sample of ``keep_rows`` input vectors. ``seed`` is the
-    seed of its random numbers.
+    seed of the random numbers.
     """
 
     def __init__(self, layer: str, channels: int, *, keep_rows: int = 0, seed: int = 0) -> None:
@@ -284,9 +284,7 @@ class Observers(dict[str, Observer]):
 
 
 def _to_int8(x: np.ndarray, clip: float) -> np.ndarray:
-    """Round magnitudes ``x``, float64, to INT8 with range ``clip``, which is divided into 127 equal
-    steps.
-    """
+    """Round magnitudes ``x``, float64, to INT8. The range ``clip`` has 127 equal steps."""
     return np.asarray(np.minimum(np.rint(x * (127 / clip)), 127) * (clip / 127))
 
 

@@ -54,7 +54,7 @@ EMBEDDINGS = ("int8", "fp8")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A quantisation recipe; the module docstring explains the fields.
+    """A quantisation recipe. The module docstring explains the fields.
 
     ``layers`` are pairs of a pattern and a format. The last pattern that matches a layer wins.
     """
@@ -98,8 +98,8 @@ class Recipe:
         return chosen
 
     def needs_states(self, formats: Mapping[str, str]) -> bool:
-        """Return True if this recipe needs calibration, which runs the denoiser on calibration
-        states.
+        """Return True if this recipe needs calibration. Calibration runs the denoiser on
+        calibration states.
         """
         is_static = any(FORMATS[name].is_static for name in formats.values())
         return is_static or self.solver != "nearest" or self.smoothing is not None

@@ -307,7 +307,7 @@ def _text_sample(text: str, tokenizer: Tokenizer, eos_token_id: int | None) -> S
     if not plain:
         raise ValueError("there is no text: leave this line out")
     # Some tokenizers put a special token before every text. This token is kept, because its
-    # activations are often the largest. Other tokens that the tokenizer puts around a prompt are
-    # left out.
+    # activations are often the largest. All other tokens that the tokenizer puts around a prompt
+    # are left out.
     tokens = wrapped if wrapped[-len(plain) :] == plain else plain
     return Sample(np.array(tokens, dtype=np.int64), 0)

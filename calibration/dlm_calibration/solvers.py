@@ -32,8 +32,8 @@ def smooth_scales(
         activation_channel_amax: Largest input magnitude per channel, ``[K]``.
         weight_channel_amax: Largest weight magnitude per channel, ``[K]``, over all matrices with
             this input.
-        alpha: How strongly activations are scaled down and weights are scaled up, 0..1; default
-            0.5.
+        alpha: How strongly activations are scaled down and weights are scaled up, 0..1. The default
+            is 0.5.
 
     Returns:
         fp32 ``[K]``, clipped to 1e-4..1e4.
@@ -81,7 +81,7 @@ def awq_scales(
         inputs: Calibration inputs ``[P, K]`` of each matrix.
         weights: Matrices ``[K, N]`` that share an input, such as q, k and v.
         quantise: A function that quantises a matrix, dequantises the result and returns it.
-        grid: Number of steps between ratio 0 and ratio 1, at least 1; default 20.
+        grid: Number of steps between ratio 0 and ratio 1, at least 1. The default is 20.
 
     Returns:
         The scales, fp32 ``[K]``, the loss without scales, and the loss with these scales. The loss

@@ -340,10 +340,9 @@ def _next_pass(
     """Choose one of a generation's ``count`` passes for the next trajectory state. Returns the
     index of the chosen pass.
 
-    The trajectory points are tried in order of their use, the least used point first. The first
-    point whose pass is not in ``taken`` is chosen. Returns ``None`` if the passes of all points are
-    in ``taken``. Updates ``taken``, and updates ``uses`` (int64), which contains the number of
-    states for each point.
+    The least used trajectory points are tried first. The first point whose pass is not in ``taken``
+    is chosen. Returns ``None`` if the passes of all points are in ``taken``. Updates ``taken``, and
+    updates ``uses`` (int64), which contains the number of states for each point.
     """
     for point in np.lexsort((rng.random(len(uses)), uses)) if count else ():
         index = round(TRAJECTORY_POINTS[point] * (count - 1))

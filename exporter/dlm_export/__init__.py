@@ -1,5 +1,5 @@
-"""dlm-export: exports checkpoints of diffusion language models to bundles, which run without
-Python's model code.
+"""dlm-export: exports checkpoints of diffusion language models to bundles. Bundles run without the
+models' Python code.
 """
 
 import os

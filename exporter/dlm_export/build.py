@@ -116,10 +116,10 @@ def build(
     Args:
         source_path: The checkpoint or bundle.
         output: Folder of the new bundle.
-        options: What to build; ``None`` builds an fp32 bundle for the CPU.
+        options: What to build. ``None`` builds an fp32 bundle for the CPU.
         overrides: Values to use where the checkpoint's values are missing or wrong.
-        hub: Where the checkpoint was downloaded from, or ``None`` if it was not downloaded. The
-            manifest records this origin.
+        hub: The place from which the checkpoint was downloaded, or ``None`` if the checkpoint was
+            not downloaded. The manifest records this origin.
         progress: The object that is notified when a stage starts or advances.
 
     Returns:

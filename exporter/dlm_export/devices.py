@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 class Device:
     """One GPU model. A value that no source gives is ``None``, or is missing from a mapping.
 
-    - ``sm``: the compute capability; 89 means 8.9.
+    - ``sm``: the compute capability times 10. 89 means 8.9.
     - ``is_shared``: true if CPU and GPU use the same memory.
     - ``tera``: peak rates in 10**12 operations per second. The keys are fp16, int8, int4, fp8 and
       nvfp4.
@@ -76,10 +76,10 @@ DEVICES = (
         gb_per_s=102.4,
         is_shared=True,
     ),
-    # The int8 rate is the GPU's part of the 275 TOPS at MAXN, which is published as a sparse rate.
-    # (The brief rounds this rate to 170.) For fp16, the brief says that a tensor core computes 16
-    # fp16 products in the time of 32 int8 products. The two rates of the Orin Nano have the same
-    # ratio.
+    # The int8 rate is the GPU's part of the 275 TOPS at MAXN. NVIDIA publishes these TOPS as a
+    # sparse rate. (The brief rounds this rate to 170.) For fp16, the brief says that a tensor core
+    # computes 16 fp16 products in the time of 32 int8 products. The two rates of the Orin Nano have
+    # the same ratio.
     Device(
         "agx-orin",
         87,

@@ -3,10 +3,10 @@ place in one step.
 
 While a process writes ``NAME``, the process owns a temporary folder ``.NAME.dlm-export`` beside
 ``NAME``. This temporary folder is called the claim. The claim contains the unfinished output, and a
-file ``owner`` with the process number. The process keeps ``owner`` locked (flock) until it exits.
-If the process is killed, the system releases the lock, but the claim remains. The next process that
-writes ``NAME`` sees that ``owner`` is not locked. This process then takes over the claim and
-deletes the unfinished output.
+file ``owner`` with the process number. The process keeps ``owner`` locked (flock) until the process
+exits. If the process is killed, the system releases the lock, but the claim remains. The next
+process that writes ``NAME`` sees that ``owner`` is not locked. This process then takes over the
+claim and deletes the unfinished output.
 
 The finished output is moved with renameat2(2). The flag is RENAME_NOREPLACE if the path is free,
 and RENAME_EXCHANGE if old output is replaced. So the path always contains either the old output or

@@ -12,9 +12,9 @@ from dlm_runtime.abi import native as _native
 class KernelSet:
     """The kernels for one kind of processor.
 
-    ``codes`` names the instruction set of the integer kernels, which compute INT8 and INT4 layers.
-    ``floats`` names the instruction set of the floating-point kernels. The floating-point kernels
-    compute NVFP4 layers, attention, and candidate tokens.
+    ``codes`` names the instruction set of the integer kernels. The integer kernels compute INT8 and
+    INT4 layers. ``floats`` names the instruction set of the floating-point kernels. The
+    floating-point kernels compute NVFP4 layers, attention, and candidate tokens.
     """
 
     name: str

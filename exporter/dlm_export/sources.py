@@ -61,11 +61,14 @@ class Source:
     does not define this number.
     """
     json_layout: str | None = None
-    """Name of the JSON layout that the denoiser was trained on; ``None`` if unknown."""
+    """Name of the JSON layout that the denoiser was trained on, or ``None`` if the layout is
+    unknown.
+    """
     call_format: str | None = None
-    """Name of the tool-call format that the denoiser was trained on; ``None`` if unknown."""
+    """Name of the tool-call format that the denoiser was trained on, or ``None`` if it is unknown.
+    """
     hub: Hub | None = None
-    """Where the checkpoint was downloaded from; ``None`` if it was not downloaded."""
+    """The place from which the checkpoint was downloaded, or ``None`` if it was not downloaded."""
     has_effort: bool = False
     """True if the source is a bundle with effort levels. A bundle that is built from this source
     cannot use these levels.

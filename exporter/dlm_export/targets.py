@@ -23,7 +23,7 @@ AUTO = "auto"
 STORED = "stored"  # use the formats of a checkpoint that is already quantised
 
 LEAST_SM = {"fp16": 75, "bf16": 80}
-"""The oldest SM that runs each full precision; 75 means SM 7.5. TensorRT-RTX 1.7 does not compile
+"""The oldest SM that runs each full precision. 75 means SM 7.5. TensorRT-RTX 1.7 does not compile
 bf16 for SM 7.5.
 """
 GPU_ALIASES = {"int8": "int8-weight", "int4": "int4-g64"}
@@ -85,8 +85,8 @@ class Target:
         derived: For each rate that no source gives directly, how the rate was derived.
         provider: ONNX Runtime's provider if ``engine`` is "onnxruntime".
         engine_kinds: The TensorRT variants that can build engines for this target. "rtx" is
-            TensorRT-RTX, which can build engines without a GPU. "tensorrt" is standard TensorRT,
-            which builds engines on the device itself.
+            TensorRT-RTX. It can build engines without a GPU. "tensorrt" is standard TensorRT. It
+            builds engines on the device itself.
         tensorrt, jetpack: Versions of TensorRT and JetPack that support the device, as text.
     """
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Bundle(Decides):
-    """An open bundle, returned by ``dlm_runtime.open``. Threads may share it. ``with`` closes it."""
+    """An open bundle, returned by ``dlm_runtime.open``. Threads may share a bundle. ``with`` closes the bundle."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Bundle(Decides):
             json_lines: A constraint for JSON Lines: the schema of each line, or a ``JsonLines`` object.
             csv: A constraint for a CSV table: the schema of each row, or a ``Csv`` object.
             xml: A constraint for an XML element: a schema that uses the keyword ``xml`` of OpenAPI.
-            tools: The result of ``Bundle.tools``; the text is a call of these functions.
+            tools: The result of ``Bundle.tools``. The text must call these functions.
             max_depth: Limit on recursion, 0 to 64. For a schema: how often the schema may contain itself, and how
                 deeply arrays and objects may be nested where the schema allows any value. For a grammar: how deeply
                 recursive references may be nested. If None, the limit is 3, or less if the result would be too large.
@@ -562,7 +562,7 @@ class Bundle(Decides):
         max_pass_ms: float = 0.0,
         cost: PassCost | None = None,
     ) -> Scheduler:
-        """Create a scheduler. It accepts requests from any thread, and runs all passes on a separate thread.
+        """Create a scheduler. The scheduler accepts requests from any thread, and runs all passes on a separate thread.
 
         Requests share passes if the engine supports shared passes. Otherwise, each pass computes one request, and
         requests take turns. Requests start in the order of submission.

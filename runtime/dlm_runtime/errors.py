@@ -73,5 +73,5 @@ def shown(value: object) -> str:
     """Return a short form of any value, for an error message."""
     try:
         return reprlib.repr(value)
-    except Exception:  # such as an integer of more digits than Python prints
+    except Exception:  # such as an integer with more digits than Python prints
         return f"a value of type {type(value).__name__}"

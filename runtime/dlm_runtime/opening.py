@@ -33,7 +33,7 @@ def open(
         engine: "onnxruntime", "tensorrt", "auto" or "none". "auto" means "tensorrt" if the bundle
             was built for a GPU, and "onnxruntime" otherwise. With "none", the bundle is opened and
             checked, but cannot run passes. ONNX Runtime uses the kernels of this package that suit
-            the processor. The variable $DLM_KERNELS selects other kernels. If the value of this
+            the processor. The variable $DLM_KERNELS selects different kernels. If the value of this
             variable is "none", ONNX Runtime's own kernels are used.
         provider: The provider of ONNX Runtime: "cpu", or on a GPU "cuda", "tensorrt" or
             "nv_tensorrt_rtx". For a GPU other than GPU 0, add the index of the GPU ("cuda:1"). With

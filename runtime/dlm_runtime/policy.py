@@ -16,7 +16,7 @@ from typing import Any
 
 from dlm_runtime.errors import RequestError
 
-# Names of scores in papers and their code -> the names of the same scores in a policy.
+# Names of scores in papers and in the papers' code -> the names of the same scores in a policy.
 SCORE_ALIASES = {
     "maskgit_plus": "confidence",
     "low_confidence": "confidence",

@@ -38,8 +38,8 @@ class NumberFormat:
     is_simulated_on_cpu: bool = False
 
 
-# TensorRT-RTX 1.7 does not compile INT4 for SM 7.5. It does compile INT8 weights for SM 7.5,
-# although NVIDIA's support matrix lists INT8 weights only from SM 8.6 on.
+# TensorRT-RTX 1.7 does not compile INT4 for SM 7.5. TensorRT-RTX 1.7 does compile INT8 weights for
+# SM 7.5, although NVIDIA's support matrix lists INT8 weights only for SM 8.6 and newer.
 NUMBER_FORMATS = {
     each.name: each
     for each in (
@@ -61,7 +61,8 @@ class LayerFormat:
             computes the range.
         group_size: Number of weights in a group, along the input dimension.
         next: Layer formats to try for a layer whose shape does not suit this format. The first
-            format that suits the shape and the target is used, or ``HIGH`` if no format suits both.
+            format that suits the shape and the target is used, or ``HIGH`` if no format suits both
+            the shape and the target.
         on_cuda: True if ONNX Runtime's CUDA provider has kernels for the format.
         untried: The reason why TensorRT does not use the format, although TensorRT could use it.
         auto: The kinds of target for which ``--precision auto`` tries the format.
@@ -97,7 +98,9 @@ class LayerFormat:
 
     @property
     def not_in_tensorrt(self) -> str | None:
-        """The reason why TensorRT does not compute this format, or None if it does."""
+        """The reason why TensorRT does not compute this format, or None if TensorRT computes this
+        format.
+        """
         if self.is_dynamic:
             return "TensorRT has no MatMulInteger, which quantises activations in each pass"
         return self.untried
@@ -106,9 +109,8 @@ class LayerFormat:
     def is_int4_in_panels(self) -> bool:
         """True if only this project's own kernels and functions compute this format.
 
-        For such a format, the scales are stored as fp16 in every graph, because fp32 scales would
-        be a large part of the file. The scales may be negative. Other engines do not accept
-        negative scales.
+        If True, the scales are stored as fp16 in every graph, because fp32 scales would be a large
+        part of the file. The scales may be negative. Other engines do not accept negative scales.
         """
         return self.weights == "int4" and self.is_dynamic
 

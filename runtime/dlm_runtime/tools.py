@@ -115,8 +115,8 @@ class Tools:
 
     @classmethod
     def checked(cls, tools: Any, choice: Any, written: CallFormat, is_parallel: bool) -> Tools:
-        """Check the tools that a caller passed. Raises RequestError, which names the invalid entry
-        and the reason.
+        """Check the tools that a caller passed. Raises RequestError. The message names the invalid
+        entry and the reason.
         """
         if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence) or not tools:
             raise RequestError(

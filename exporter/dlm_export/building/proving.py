@@ -78,8 +78,8 @@ def prove(
 ) -> Proof:
     """Compare the bundle in ``folder`` with torch, and judge its accuracy.
 
-    ``output`` is the final path of the bundle, which error messages show. ``taps`` maps each layer
-    to its inputs and outputs in the graph. Raises ParityError or AccuracyError.
+    ``output`` is the final path of the bundle. Error messages show this path. ``taps`` maps each
+    layer to its inputs and outputs in the graph. Raises ParityError or AccuracyError.
     """
     parity = (
         _check_pass(job, manifest, folder, workplace, stages)

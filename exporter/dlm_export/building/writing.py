@@ -208,8 +208,8 @@ def _expert_reader(
         job.source.parameters if quantised is None else quantised.numbers.parameters
     )
     layers = job.source.network.quantisable()
-    # Quantising an expert creates codes and scales together. The codes are requested first. So the
-    # scales are stored here until they are requested.
+    # Quantising an expert creates codes and scales together. The codes are requested first. So this
+    # dict stores the scales until the scales are requested.
     found: dict[tuple[str, int, str], np.ndarray] = {}
 
     def of_expert(part: experts.StackPart, expert: int) -> np.ndarray:

@@ -147,7 +147,7 @@ def _is_intact(path: Path, digest: str, file: RepoSibling) -> bool:
     if file.lfs is not None:
         return digest == file.lfs.sha256
     data = path.read_bytes()
-    # SHA-1 is git's identifier of a file, and is not used as a signature here.
+    # SHA-1 is git's identifier of a file, and is not used as a signature.
     found = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
     return found == file.blob_id
 

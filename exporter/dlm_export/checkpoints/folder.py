@@ -369,7 +369,7 @@ def _producer(values: dict[str, Any]) -> str:
 
 
 def _text(value: object) -> str | None:
-    """Return the value if it is a short printable name, otherwise ``None``."""
+    """Return the value if the value is a short printable name. Otherwise, return ``None``."""
     return (
         value if isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable() else None
     )

@@ -68,8 +68,8 @@ class Located:
 
 @contextlib.contextmanager
 def local(source: Path | HubName, *, headers_only: bool = False) -> Iterator[Located]:
-    """Yield the folder of a checkpoint or bundle. If the folder is on the hub, it is downloaded
-    first.
+    """Yield the folder of a checkpoint or bundle. If the folder is on the hub, the folder is
+    downloaded first.
 
     A downloaded folder is in the cache of huggingface_hub. If ``headers_only`` is true, the
     downloaded folder is temporary. Each weight file in this folder has the right header and the

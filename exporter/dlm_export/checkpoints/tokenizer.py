@@ -1,5 +1,5 @@
-"""Reads a checkpoint's tokenizer and chat template. A bundle stores both as tokenizer.json and a
-Jinja file.
+"""Reads a checkpoint's tokenizer and chat template. A bundle stores the tokenizer as
+tokenizer.json, and the chat template as a Jinja file.
 
 Some releases, such as Dream, contain vocab.json, merges.txt and a Python class instead of
 tokenizer.json. The Python class is never run. Instead, dlm-export builds the same tokenizer, the

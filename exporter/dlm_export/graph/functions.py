@@ -67,9 +67,9 @@ A cached row is the key or the value of one position in one head. A pass uses it
 fp32. The cache stores the new rows rounded, so later passes read rounded values. An INT8 row
 consists of ``D`` codes from -127 to 127, followed by two numbers m and e, all int8. The values of
 the row are ``code * scale`` with ``scale = (128 + m) * 2 ** (e + 1)`` and m >= 0. The scale is the
-smallest such number that is at least ``amax / 127``, where ``amax`` is the largest magnitude in the
-row. A row that contains NaN or infinity is stored as codes 0 with e = 127. e = 127 means an
-infinite scale, so all elements of the row are read back as NaN.
+smallest number of this form that is at least ``amax / 127``, where ``amax`` is the largest
+magnitude in the row. A row that contains NaN or infinity is stored as codes 0 with e = 127. e = 127
+means an infinite scale, so all elements of the row are read back as NaN.
 """
 
 from __future__ import annotations
@@ -287,8 +287,8 @@ def _by_int8(
     weight = op("Slice", matrix, ints(0), count, ints(1))
     product = body.cast(op("MatMulInteger", unsigned, weight, middle, middle), ir.DataType.FLOAT)
     # Multiply the product by one scale, and then by the second scale. If the two scales were
-    # multiplied with each other first, ONNX Runtime 1.31 would fuse these nodes as if all rows had
-    # the same scale.
+    # multiplied with each other first, ONNX Runtime 1.31 would fuse the two multiplications as if
+    # all rows had the same scale.
     return op("Mul", op("Mul", product, row_scale), op("Slice", scales, ints(0), count))
 
 

@@ -28,7 +28,7 @@ def hold_once(graph: Graph, dtype: ir.DataType) -> None:
 
     If the head is tied, the head is changed to use this table.
 
-    For an fp32 graph, ``dtype`` is the checkpoint's type. For other graphs, ``dtype`` is the
+    For an fp32 graph, ``dtype`` is the checkpoint's type. For all other graphs, ``dtype`` is the
     graph's type. Each looked-up row is converted to the graph's type. A quantised table is not
     changed.
     """

@@ -1,4 +1,4 @@
-"""Traces a denoiser to one ONNX graph without weights, which can compute every pass.
+"""Traces a denoiser to one ONNX graph without weights. The graph can compute every pass.
 
 The denoiser is traced on torch's meta device, which stores shapes but no values. The docstring of
 ``graph`` lists the inputs and outputs of the graph, and the opsets.

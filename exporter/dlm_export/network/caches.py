@@ -23,8 +23,8 @@ def _through_int8(rows: Tensor) -> Tensor:
     """Quantise each row to codes -127..127, and dequantise the row.
 
     The scale of a row is at least amax / 127, where amax is the largest magnitude in the row. Among
-    the numbers that satisfy this condition, the scale is the smallest number of the form ``mantissa
-    * 2 ** n``, where the mantissa is an integer of at most 255.
+    the numbers that satisfy this condition, the scale is the smallest number of the form
+    ``mantissa * 2 ** n`` with an integer mantissa of at most 255.
     """
     is_bad = ~rows.isfinite().all(-1, keepdim=True)
     finite = rows.masked_fill(is_bad, 0)

@@ -1,8 +1,8 @@
 """Torch modules for the denoiser that a ``NetworkSpec`` describes.
 
-No code here depends on a family's name. Layers use RMSNorm, rotate-half RoPE, grouped-query
-attention and gated MLPs, as in LLaDA (arXiv:2502.09992) and Dream (arXiv:2508.15487). Instead of an
-MLP, a layer may contain a mixture of experts (``experts``).
+The code in this module does not depend on a family's name. Layers use RMSNorm, rotate-half RoPE,
+grouped-query attention and gated MLPs, as in LLaDA (arXiv:2502.09992) and Dream (arXiv:2508.15487).
+Instead of an MLP, a layer may contain a mixture of experts (``experts``).
 
 Shapes: ``B`` canvases, ``T`` tokens of one pass, ``S`` cached tokens, ``H`` heads, ``D`` head size,
 ``V`` vocabulary size.

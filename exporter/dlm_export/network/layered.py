@@ -160,8 +160,8 @@ class Layered:
         not changed.
 
         Where possible, the converted parameter is written to a buffer of ``spare``. New memory
-        would be slower: the system provides new memory page by page, which takes several times as
-        long as converting bf16.
+        would be slower: the system provides new memory page by page, and this takes several times
+        as long as converting bf16.
         """
         stored = self.read(parameter, None)
         if stored.dtype == self.dtype or self.device.type != "cpu":
@@ -182,7 +182,7 @@ class Layered:
         """Return the arguments that layer ``i`` needs besides the hidden states: rotation, additive
         attention mask and ``past``.
 
-        The hidden states belong to the tokens ``ids`` ``[B, T]``, which start at position
+        The hidden states belong to the tokens ``ids`` ``[B, T]``. The first token is at position
         ``first``. ``past`` contains the cached keys and values of other positions.
         """
         positions = torch.arange(first, first + ids.shape[1], device=self.device).expand_as(ids)

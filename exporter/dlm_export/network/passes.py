@@ -167,8 +167,8 @@ def _block_causal_stages(
     ``store=open``, this pass also computes the new block and decides some of its positions. Without
     a cache, there is no storing pass.
 
-    A denoiser with ``shift`` 1 predicts the token after each row. The first token of a block is
-    therefore predicted by the row before the block, which the storing pass computes.
+    A denoiser with ``shift`` 1 predicts the token after each row. The row before a block therefore
+    predicts the first token of the block. The storing pass computes this row.
 
     With ``block-dual``, blocks are divided into sub-blocks. The first pass of each sub-block
     computes the whole block, and stores the keys and values of the block. Further passes compute

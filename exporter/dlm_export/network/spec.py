@@ -194,7 +194,8 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """A table of cosines and sines for ``size`` rotated features, which have ``size / 2`` angles.
+    """A table of cosines and sines for ``size`` rotated features. ``size`` features have
+    ``size / 2`` angles.
 
     Layers whose tables are equal share one table.
     """

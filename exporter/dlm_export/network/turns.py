@@ -1,7 +1,7 @@
 """Schedules the unmasking loop: which passes run, and which scored positions commit.
 
 This module uses only numpy and needs no denoiser. This module is used by the reference loop, and by
-code that replays the canvases of a finished run. A turn is one pass and the commit after it.
+code that replays the canvases of a finished run. A turn is one pass and the commit after this pass.
 
 Two rules are not in the papers: every step commits at least one token, and positions with equal
 scores commit from left to right. Scores are compared with thresholds in float64.
@@ -79,10 +79,10 @@ def turns(
     become end tokens.
 
     ``steps`` is the number of passes planned for the whole generation. The passes are divided
-    evenly among the blocks. If ``steps`` is 0, the policy's number is used. ``scaffold(first,
-    last)`` fills the positions of ``[first, last)`` where only one token is possible. ``scaffold``
-    is first called once for the whole canvas. Before each pass, ``scaffold`` is then called for the
-    block of the pass.
+    evenly among the blocks. If ``steps`` is 0, the policy's number is used. The function
+    ``scaffold(first, last)`` fills the positions of ``[first, last)`` where only one token is
+    possible. ``scaffold`` is first called once for the whole canvas. Before each pass, ``scaffold``
+    is then called for the block of the pass.
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     scaffold(0, len(tokens))
@@ -233,7 +233,7 @@ def gumbels(seed: int, step: int, position: int, vocab_size: int) -> np.ndarray:
 
 
 def random_scores(turn: Turn, policy: Policy) -> np.ndarray:
-    """Return random scores, float64 ``[M]``, which depend on the index of the pass and on the
+    """Return random scores, float64 ``[M]``. A score depends on the index of the pass and on the
     position.
     """
     return np.array(

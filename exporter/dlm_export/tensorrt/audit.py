@@ -4,8 +4,8 @@ noticed.
 In this module, a layer is a matrix multiplication. The module path of a layer is part of the names
 of its nodes in the device graph. The formats come from two sources:
 
-- The parsed network, which needs no GPU. This network is strongly typed, so both operands of a
-  multiplication can be traced back to their dequantisation.
+- The parsed network, which needs no GPU. This network is strongly typed, so each operand of a
+  multiplication can be traced back to the operand's dequantisation.
 - The report of the engine inspector, on a device only.
 
 The result maps module paths to format names of recipes.
@@ -59,8 +59,8 @@ def check(
 ) -> None:
     """Check that no layer is missing, and that all layers have the requested formats.
 
-    Raises AuditError, which names the wrong layers. If ``allow_fallback`` is true, formats that
-    differ from the requested formats are accepted.
+    Raises AuditError. The message names the wrong layers. If ``allow_fallback`` is true, formats
+    that differ from the requested formats are accepted.
     """
     missing = [layer for layer in asked if layer not in table]
     if missing:

@@ -186,8 +186,8 @@ def _of_characters(
 def _parts(part: Part | None, members: str) -> list[Part]:
     """Return a normaliser, pre-tokenizer or decoder as a list.
 
-    A "Sequence" contains several members, which are returned in order. ``None`` gives an empty
-    list. Any other value gives a list with one element.
+    If the value is a "Sequence", its members are returned in order. ``None`` gives an empty list.
+    Any other value gives a list with one element.
     """
     if part is None:
         return []

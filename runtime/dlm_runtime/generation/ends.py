@@ -22,7 +22,8 @@ class Ends:
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC)
-        # Re-entrant: the garbage collector may close a coroutine anywhere, which calls forget().
+        # Re-entrant: the garbage collector may close a coroutine at any time, and closing calls
+        # forget().
         self._lock = threading.RLock()
         self._waiting: set[tuple[Job, Callable[[], None]]] = set()
         self._thread: threading.Thread | None = None
@@ -33,8 +34,8 @@ class Ends:
 
         Args:
             job: A job of the scheduler.
-            call: The function. It must return immediately. A RuntimeError of the function is
-                ignored, because the function may wake an event loop that is closed.
+            call: The function. The function must return immediately. A RuntimeError of the function
+                is ignored, because the function may wake an event loop that is closed.
         """
         with self._lock:
             is_late = self._is_closed

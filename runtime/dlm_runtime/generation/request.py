@@ -203,8 +203,8 @@ OPTION_NAMES = tuple(each.name for each in fields(Options) if each.name != "poli
 
 
 class RequestOptions(TypedDict, total=False):
-    """The options of ``generate`` for type checkers. They are the fields of ``Options`` and
-    ``Policy``.
+    """The options of ``generate`` for type checkers. These options are the fields of ``Options``
+    and ``Policy``.
     """
 
     max_new_tokens: int | None
@@ -262,7 +262,9 @@ class RequestOptions(TypedDict, total=False):
 
 
 class InfillOptions(RequestOptions, total=False):
-    """The options of ``infill`` for type checkers. They are the options of ``generate_batch``."""
+    """The options of ``infill`` for type checkers. These options are the options of
+    ``generate_batch``.
+    """
 
     max_batch: int
     policies: Sequence[Mapping[str, Any]] | None

@@ -199,8 +199,8 @@ class Text:
     def _spelled(self, text: str) -> list[int]:
         """Return the positions in a text at which special tokens start.
 
-        If the last characters of the text may be the start of a special token, their position is
-        included.
+        If the last characters of the text may be the start of a special token, the position of
+        these characters is included.
         """
         made = self.tokenizer.encode(text, add_special_tokens=False)
         found = []
