@@ -380,7 +380,7 @@ def _same_json(first: Any, second: Any) -> bool:
         return len(first) == len(second) and all(
             _same_json(a, b) for a, b in zip(first, second, strict=True)
         )
-    # True equals 1 in Python, but true and 1 are different values in JSON.
+    # In Python, True equals 1. In JSON, true and 1 are distinct values.
     return isinstance(first, bool) == isinstance(second, bool) and bool(first == second)
 
 

@@ -68,8 +68,8 @@ def read_samples(
         eos_token_id: End token to add after completions.
         max_canvas_length: Longest sample in tokens.
         limit: Stop after this many samples, without checking the rest.
-        prompts_only: Read prompts without completions. Lines may then omit the completion, and
-            messages may end with the user's message.
+        prompts_only: Read prompts without completions. With this option, lines may omit the
+            completion, and messages may end with the user's message.
 
     Raises:
         CalibrationError: A line is not UTF-8, is not JSON, has none of these keys, or is too long.

@@ -224,8 +224,8 @@ def _claim(output: Path) -> Iterator[Path]:
         _clear(claim, NEW, OLD)
         yield claim
     finally:
-        # If the entry "old" exists, the old output could not be moved back to its path. The entry
-        # is then the user's only copy, so do not delete it.
+        # If the entry "old" exists, the old output could not be moved back to its path. In this
+        # case, the entry is the user's only copy, so do not delete the entry.
         _clear(claim, NEW)
         if not os.path.lexists(claim / OLD):
             # Remove "owner" last, because no process deletes the contents of a claim without the

@@ -32,7 +32,7 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
     """
     is_main = threading.current_thread() is threading.main_thread()
     # getsignal returns None for a handler that C code has set. Python could not restore such a
-    # handler later, so do not replace it.
+    # handler later, so do not replace such a handler.
     numbers = [
         number
         for number in ENDING

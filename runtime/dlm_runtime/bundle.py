@@ -453,7 +453,7 @@ class Bundle(Decides):
                 hole, or a single entry for all holes. An entry is an integer, or a list of lengths to try. Each
                 combination of lengths is a separate request. At most 64 combinations are allowed. The result with the
                 highest mean ln p of the tokens in the holes is returned.
-            constrain_from: An index into the characters of ``text``. The constraint then covers the text from this
+            constrain_from: An index into the characters of ``text``. If set, the constraint covers the text from this
                 character to the end, and the text must have only one hole. If None, the constraint covers the text of
                 each hole.
             request: Options of ``generate_batch``, such as policy fields, limits or a constraint.

@@ -30,7 +30,7 @@ _NEAR = 0.7
 
 @dataclass(frozen=True)
 class Policy:
-    """The policy of one denoising loop. The fields are those of ``dlm_policy`` in
+    """The policy of one denoising loop. The fields are the fields of ``dlm_policy`` in
     ``dlm_runtime.h``, in the same order.
 
     Args:

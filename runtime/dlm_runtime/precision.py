@@ -24,8 +24,8 @@ class NumberFormat:
         least_sm: The compute capability, times 10, of the oldest GPU that can compute in the
             format. 89 means 8.9.
         tensorrt: The names that TensorRT and TensorRT's inspector use for the format.
-        is_simulated_on_cpu: True if a CPU cannot compute in the format. The quantised numbers are
-            then multiplied in fp32.
+        is_simulated_on_cpu: True if a CPU cannot compute in the format. In this case, the CPU
+            multiplies the quantised numbers in fp32.
     """
 
     name: str
@@ -84,8 +84,8 @@ class LayerFormat:
 
     @property
     def is_simulated_on_cpu(self) -> bool:
-        """True if a CPU cannot compute in this format. The quantised numbers are then multiplied in
-        fp32.
+        """True if a CPU cannot compute in this format. In this case, the CPU multiplies the
+        quantised numbers in fp32.
         """
         return self.weights is not None and NUMBER_FORMATS[self.weights].is_simulated_on_cpu
 

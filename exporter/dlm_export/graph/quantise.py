@@ -16,7 +16,7 @@ All other layers are written as follows:
 ==============  ===================================================================================
 int8-dynamic    ``dlm_export::Int8Linear``, on a CPU only. It multiplies integers. The weight has a
                 scale per column. Each pass computes a scale for each row of the input
-int4-*-dynamic  ``dlm_export::Int4Linear``: the same with a scale per group of inputs
+int4-*-dynamic  ``dlm_export::Int4Linear``: like int8-dynamic, with a scale per group of inputs
 int8-static     QuantizeLinear and DequantizeLinear on the input, and DequantizeLinear on the
                 weight. Zero is code 128 of uint8 on a CPU, and code 0 of int8 for TensorRT
 int8-weight     DequantizeLinear on the weight; activations are not quantised

@@ -232,7 +232,7 @@ class LinearSpec:
     - ``count``, ``share``: in a mixture, the number of experts with this shape, and the share of
       tokens that each expert processes.
     - ``is_tied``: True for a head that multiplies by the transposed embedding table. The head and
-      the table are then one parameter.
+      the table share one parameter.
     """
 
     path: str

@@ -220,8 +220,8 @@ def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Pa
     """Build the engine, and write the engine to a file. If the result is False, the logger contains
     the reason.
 
-    Newer builders write the engine in pieces. Memory then never holds both the whole engine and the
-    weights.
+    Newer builders write the engine in pieces. With a newer builder, memory therefore never contains
+    both the whole engine and the weights.
     """
     if not hasattr(trt_builder, "build_serialized_network_to_stream"):
         plan = trt_builder.build_serialized_network(network, config)

@@ -1,10 +1,10 @@
 """Reads a tokenizer.json as tables.
 
 Two kinds of BPE are supported. The first is BPE over bytes, as in GPT-2. The second is BPE over
-characters. Characters that are not in the vocabulary are then encoded as bytes (byte fallback). All
-other tokenizers are rejected with an error that names the unsupported part. Some vocabularies
-(SentencePiece) contain U+2581 instead of spaces. The tables of such a vocabulary contain spaces,
-because the tokenizer treats U+2581 and a space alike.
+characters. In this second kind, characters that are not in the vocabulary are encoded as bytes
+(byte fallback). All other tokenizers are rejected with an error that names the unsupported part.
+Some vocabularies (SentencePiece) contain U+2581 instead of spaces. The tables of such a vocabulary
+contain spaces, because the tokenizer treats U+2581 and a space alike.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Constraints:
         self._handle = handle
         self._lock = threading.Lock()
         self._kept: dict[tuple[Any, ...], compiled.Constraint] = {}
-        # The vocabulary is read here only if the bundle has no compiled tokenizer.
+        # Python reads the vocabulary only if the bundle has no compiled tokenizer.
         self._vocabulary: Vocabulary | None = None
         self._lost = 0.0  # nats, over all constrained requests
         self._has_warned = False

@@ -298,8 +298,8 @@ class Decides:
                 ``Score``. If a question has instructions or descriptions, a list of all questions
                 follows the prompt, or the last message of the chat.
             prompt: The state, as a text.
-            tokens: The state, as token ids. The questions must then have no instructions and no
-                descriptions.
+            tokens: The state, as token ids. In this case, the questions must have no instructions
+                and no descriptions.
             chat: The state, as messages. Pass one of ``prompt``, ``tokens`` and ``chat``.
             passes: The number of times that the answer is predicted, 1 or more. After each
                 prediction, the most certain answers are kept, for about the same number of
