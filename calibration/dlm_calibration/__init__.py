@@ -1,5 +1,5 @@
 """Makes calibration data for diffusion language models, and defines their number formats.
 
-This package makes partly masked canvases. A denoiser is run on these canvases for calibration and
-for parity checks. The package also quantises weights and activations.
+This package makes partly masked canvases. Calibration and parity checks run a denoiser on these
+canvases. The package also quantises weights and activations.
 """

@@ -34,9 +34,9 @@ def group_amax(w: np.ndarray | Lazy, group_size: int) -> np.ndarray:
 
 
 def check_finite(w: np.ndarray | Lazy) -> None:
-    """Check that all elements are finite. Raises QuantisationError otherwise.
+    """Check that all elements are finite. Otherwise, raises QuantisationError.
 
-    The error states the number of NaN or infinite elements, and the position of the first such
+    The message states the number of NaN or infinite elements, and the position of the first such
     element.
     """
     count, first = 0, (0, 0)
@@ -104,9 +104,9 @@ def ranges_of(w: np.ndarray | Lazy, block: np.ndarray, group_size: int) -> np.nd
 def by_group(matrix: np.ndarray, group_size: int) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield the groups of rows of ``matrix`` ``[K, N]`` in at most two steps.
 
-    Each step yields the indices of some groups (a slice), and a view ``[groups, rows, N]`` of these
-    groups. The first step yields all full groups. If the last group is shorter, the second step
-    yields this group.
+    Each step yields a slice with the indices of some groups, and a view ``[groups, rows, N]`` of
+    these groups. The first step yields all full groups. If the last group is shorter, the second
+    step yields this group.
     """
     whole = len(matrix) // group_size
     if whole:

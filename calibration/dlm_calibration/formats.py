@@ -57,14 +57,14 @@ _SMALLEST_SCALE = np.finfo(np.float32).tiny
 _INT4_LEVELS = (7, 7.5, 8, 8.5, 9, 9.5)
 """Candidates for the code of the largest value in an INT4 group. All candidates are tried.
 
-If the code is outside the format, the value saturates. The loss of accuracy may then be smaller
-than with a larger scale for the whole group.
+If the code is outside the format, the value saturates. This saturation may lose less accuracy than
+a larger scale for the whole group.
 """
 # A subnormal fp16 number with four significant bits. If a smaller scale were rounded to fp16, codes
 # could be wrong by more than 1.
 SMALLEST_FP16_SCALE = np.float32(2.0**-20)
-# Smallest range of a row of activations. It prevents a division by 0 if all elements of a row are
-# 0.
+# Smallest range of a row of activations. This limit prevents a division by 0 if all elements of a
+# row are 0.
 SMALLEST_ROW = np.float32(1e-30)
 _SMALLEST_GLOBAL_SCALE = _SMALLEST_SCALE / _SMALLEST_E4M3
 
@@ -123,7 +123,9 @@ class QuantisedWeight:
         return out
 
     def columns(self, chosen: slice | np.ndarray) -> QuantisedWeight:
-        """Return a weight with some of the N columns, which a slice or indices select."""
+        """Return a weight with some of the N columns. A slice or an array of indices selects the
+        columns.
+        """
         if self.format == "nvfp4":
             return replace(self, codes=self.codes[chosen], scales=self.scales[chosen])
         return replace(self, codes=self.codes[:, chosen], scales=self.scales[..., chosen])
@@ -138,7 +140,8 @@ def quantise_weight(
     scale_dtype: ScaleType = FP32,
     is_signed: bool = False,
 ) -> QuantisedWeight:
-    """Quantise ``w`` ``[K, N]`` of any float type. Its fp32 values are rounded half to even.
+    """Quantise ``w`` ``[K, N]`` of any float type. The fp32 values of ``w`` are rounded half to
+    even.
 
     | format | codes | scale |
     | int8 | -127..127 | amax / 127 per column |
@@ -152,17 +155,17 @@ def quantise_weight(
     Args:
         w: The matrix.
         format: One of ``NUMBER_FORMATS``.
-        group_size: Rows in a group of int4; default 128.
+        group_size: Rows in a group of int4. The default is 128.
         amax: Range to use instead of the largest absolute value. The range is a scalar, or an array
             that broadcasts to the shape of the scales. For nvfp4, the range must be a scalar.
             Larger magnitudes saturate.
         scale_dtype: The type of scales in the graph. Scales are rounded to this type before the
             codes are chosen, and are returned as fp32.
-        is_signed: Allow negative scales in int4; other formats ignore this.
+        is_signed: Allow negative scales in int4. All other formats ignore this argument.
 
     Raises:
-        QuantisationError: The format is unknown, or does not support the group size or K. Also
-            raised if values or ranges are not finite.
+        QuantisationError: The format is unknown, or does not support the group size or K. This
+            error is also raised if a value or range is not finite.
     """
     group_size = _checked_group_size(format, group_size)
     _check_matrix(w, format)
@@ -242,21 +245,21 @@ def int4_scales(
 ) -> np.ndarray:
     """Find the best fp32 scale for each group of int4 values.
 
-    For each group, the function tries six scales, from amax / 7 to amax / 9.5. It returns the scale
-    with the smallest weighted squared error, or the largest of several such scales. Each squared
-    error is multiplied by the square of the value, as in llama.cpp's IQ4_NL. The reason is that
-    clipping large weights costs more accuracy than the plain error suggests (figures in
-    BENCHMARKS.md).
+    For each group, the function tries six scales, from amax / 7 to amax / 9.5. The function returns
+    the scale with the smallest weighted squared error. If several scales have this error, the
+    function returns the largest of these scales. Each squared error is multiplied by the square of
+    the value, as in llama.cpp's IQ4_NL, because clipping large weights costs more accuracy than the
+    plain error suggests (figures in BENCHMARKS.md).
 
     Args:
         values: Finite fp32 groups ``[G, size, N]``.
         amax: The largest absolute value of each group, ``[G, N]``.
-        scale_dtype: The type that scales are rounded to.
-        weights: Additional factors of the squared errors; an array that broadcasts to
-            ``[G, size, N]``.
+        scale_dtype: The type to which scales are rounded.
+        weights: Additional factors of the squared errors. The array must broadcast to the shape of
+            ``values``.
         is_signed: Make the scale negative if the largest value is positive. The largest value then
-            has a negative code. This is more accurate, because there are eight negative codes and
-            only seven positive codes.
+            has a negative code. A negative code is more accurate, because there are eight negative
+            codes and only seven positive codes.
     """
     widest = scales_of(amax, "int4", scale_dtype)
     sign = np.float32(1)
@@ -273,12 +276,12 @@ def int4_scales(
         error = np.rint(exact)
         np.clip(error, *_CODE_LIMITS["int4"], out=error)
         error -= exact
-        # Errors are divided by the scale. Even for large weights, their squares are then within the
-        # range of fp32.
+        # Errors are divided by the scale. The squares of these errors are within the range of fp32,
+        # even for large weights.
         error *= error
         error *= counted
         # If the range of a group is below the smallest scale, no candidate has a smaller error than
-        # scale 1, so the scale stays 1.
+        # scale 1, so the function returns scale 1.
         with np.errstate(over="ignore", invalid="ignore"):
             total = error.sum(1) * (scales / widest) ** 2
         best = np.where(total < least, scales, best)
@@ -374,7 +377,7 @@ def quantise_activation(
 def activation_scale(format: str, amax: float | None, scale_dtype: ScaleType = FP32) -> np.float32:
     """Return the static scale for an activation range, rounded to ``scale_dtype``.
 
-    The graph and ``quantise_activation`` use the same scale. Raises QuantisationError if amax is
+    The graph and ``quantise_activation`` both use this scale. Raises QuantisationError if amax is
     missing, not finite or not positive.
     """
     if amax is None or not np.isfinite(amax) or amax <= 0:
@@ -393,7 +396,7 @@ def activation_scale(format: str, amax: float | None, scale_dtype: ScaleType = F
 def nvfp4_group_scales(amax: np.ndarray, global_scale: np.float32) -> np.ndarray:
     """Return the E4M3 scales of groups. ``amax`` contains the largest absolute value of each group.
 
-    The scale of a group of zeros is 1. Other scales are clipped to 2**-9..448.
+    The scale of a group of zeros is 1. All other scales are clipped to 2**-9..448.
     """
     with np.errstate(over="ignore"):
         scales = amax / np.float32(np.float32(6) * global_scale)
@@ -410,8 +413,9 @@ def e2m1_codes(values: np.ndarray) -> np.ndarray:
     Values are rounded half to even and saturate at 6. -0 and 0 have the same code.
     """
     # The distance between the values of neighbouring codes is 1/2 up to 2, 1 from 2 to 4, and 2
-    # from 4 to 6. Each value is rounded to a multiple of each distance, which gives three codes.
-    # The smallest code is the right one. A value halfway between two codes gets the even code.
+    # from 4 to 6. Each value is rounded to a multiple of each distance. The results are three
+    # codes. The smallest of these codes is the right code. A value halfway between two codes gets
+    # the even code.
     magnitude = np.abs(values)
     np.minimum(magnitude, np.float32(6), out=magnitude)
     codes = np.rint(magnitude + magnitude)
@@ -445,7 +449,7 @@ def pack_nibbles(codes: np.ndarray) -> np.ndarray:
 
 
 def unpack_nibbles(packed: np.ndarray) -> np.ndarray:
-    """Reverse ``pack_nibbles``. Returns uint8 0..15; the last axis is twice as long."""
+    """Reverse ``pack_nibbles``. Returns uint8 0..15. The result's last axis is twice as long."""
     assert packed.dtype == np.uint8
     codes = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=np.uint8)
     codes[..., 0::2] = packed & np.uint8(15)

@@ -7,7 +7,7 @@ There are four kinds of metrics:
 - comparisons of whole generations (free runs);
 - paired bootstrap intervals (Efron 1979).
 
-Everything is computed in float64. In fp32, the rounding of sums could hide the effect of
+All metrics are computed in float64. In fp32, the rounding of sums could hide the effect of
 quantisation.
 """
 
@@ -42,12 +42,12 @@ Decode = Callable[[list[int]], str | None]
 class Rows:
     """Metrics of two denoisers at R positions, float64 or int64 ``[R]``.
 
-    One denoiser is the reference, and the other is the candidate.
+    The candidate denoiser is compared with the reference denoiser.
 
-    ``reference_ce`` and ``candidate_ce`` are the cross-entropies of the true token. ``kl`` is the
-    divergence of the candidate from the reference. ``rank`` is the number of tokens that the
-    candidate ranks before the reference's best token. Tokens of equal probability are ranked by id.
-    A rank of 0 means that the best token of both denoisers is the same.
+    ``reference_ce`` and ``candidate_ce`` are the two denoisers' cross-entropies of the true token.
+    ``kl`` is the Kullback-Leibler divergence of the candidate from the reference. ``rank`` is the
+    number of tokens that the candidate ranks before the reference's best token. Tokens of equal
+    probability are ranked by id. A rank of 0 means that both denoisers have the same best token.
     """
 
     reference_ce: np.ndarray
@@ -92,7 +92,7 @@ def log_probabilities(logits: np.ndarray, mask_token_id: int) -> np.ndarray:
 def divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
     """Return KL(p || q) in nats, ``[R]``, of log-probabilities ``[R, V]``.
 
-    The result is at least 0. The result is infinite if the probability of a token is 0 in q and not
+    The result is at least 0. The result is infinite if a token's probability is 0 in q but above 0
     in p.
     """
     p = np.exp(log_p)
@@ -121,8 +121,8 @@ def compare_rows(
     """Compare the raw logits ``[R, V]`` of two denoisers at R positions, whose true tokens are
     ``truth`` ``[R]``.
 
-    NaN or infinite logits give NaN or infinite metrics. Temporary memory does not grow with ``R``
-    or ``V``.
+    NaN or infinite logits give NaN or infinite metrics. The amount of temporary memory does not
+    depend on ``R`` or ``V``.
     """
     assert reference.shape == candidate.shape, (reference.shape, candidate.shape)
     count, vocab = reference.shape
@@ -184,8 +184,8 @@ def is_told_from_zero(row: Mapping[str, Any]) -> bool:
 
 
 def ratio(above: float, below: float) -> float | None:
-    """Return ``above / below``. If both are 0, the ratio is 1. If only ``below`` is 0, the ratio is
-    ``None``.
+    """Return ``above / below``. If both values are 0, the result is 1. If only ``below`` is 0, the
+    result is ``None``.
     """
     if below == 0:
         return 1.0 if above == 0 else None
@@ -196,8 +196,8 @@ def ratio_interval(above: np.ndarray, below: np.ndarray, seed: int) -> tuple[flo
     """Return the 95% bootstrap interval of ``sum(above) / sum(below)``.
 
     Each resample consists of N random pairs ``(above[i], below[i])``, selected with replacement.
-    Both values of a pair are from the same sample, so the difficulty of the sample cancels out in
-    the ratio. Returns ``None`` if the ratio of a resample is undefined.
+    Both values of a pair are from the same sample, so the sample's difficulty cancels out in the
+    ratio. Returns ``None`` if the ratio of a resample is undefined.
     """
     rng = np.random.default_rng(seed)
     found = []
@@ -246,7 +246,7 @@ class Commitment:
     denoiser would commit.
 
     ``logits`` are the raw logits ``[M, V]``, and ``guess`` are the most likely tokens ``[M]``.
-    ``is_chosen``, bool ``[M]``, says which positions would be committed.
+    ``is_chosen``, bool ``[M]``, is True for positions that the denoiser would commit.
     """
 
     logits: np.ndarray
@@ -257,7 +257,7 @@ class Commitment:
 class Frontier:
     """Compares the tokens that two denoisers would commit, for each range of mask ratios.
 
-    The caller adds one state after another.
+    The caller adds the states one by one.
     """
 
     def __init__(self, mask_token_id: int) -> None:
@@ -273,7 +273,7 @@ class Frontier:
         """Compare both denoisers at one state.
 
         ``mask_ratio`` is the share of positions after the prompt that are masked. A flip is a
-        position where both denoisers commit different tokens.
+        position where the two denoisers commit different tokens.
         """
         both = reference.is_chosen & candidate.is_chosen
         rows = compare_rows(
@@ -297,8 +297,8 @@ class Frontier:
         return float(np.concatenate(self._frontier_kl).mean())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the results as plain Python objects, for accuracy.json. Mask ratios without states
-        are left out.
+        """Return the results as plain Python objects, for accuracy.json. Ranges of mask ratios
+        without states are left out.
         """
         buckets, shared = np.array(self._buckets), np.array(self._jaccard)
         committed, flips = np.array(self._committed), np.array(self._flips)
@@ -353,8 +353,9 @@ def same_answer(text: str | None, answer: str) -> bool:
     """Return True if ``text`` gives the same answer as ``answer``.
 
     If ``answer`` is a JSON object or array, both texts are parsed and compared. Key order, spacing,
-    and the difference between 1 and 1.0 do not matter. Other answers are compared as text, where
-    any run of whitespace equals one space. If ``text`` is ``None``, the result is False.
+    and the difference between 1 and 1.0 do not matter. All other answers are compared as text. In
+    this comparison, any run of whitespace equals one space. If ``text`` is ``None``, the result is
+    False.
     """
     if text is None:
         return False
@@ -379,14 +380,14 @@ def _same_json(first: Any, second: Any) -> bool:
         return len(first) == len(second) and all(
             _same_json(a, b) for a, b in zip(first, second, strict=True)
         )
-    # True equals 1 in Python, but true and 1 are different values in JSON.
+    # In Python, True equals 1. In JSON, true and 1 are distinct values.
     return isinstance(first, bool) == isinstance(second, bool) and bool(first == second)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One generation: its tokens up to and including the first end token, their text, and the
-    number of passes (NFE).
+    """One generation: the tokens up to and including the first end token, the text of these tokens,
+    and the number of passes (NFE).
     """
 
     tokens: list[int]
@@ -418,8 +419,8 @@ def summarise_runs(
     """Compare the free runs of two denoisers, for accuracy.json. ``prompts`` are the prompt texts
     to show.
 
-    A run of the reference may be unknown (``None``). The figures that compare texts are then
-    ``None``, and ``reference_nfe`` contains an estimated number of passes for each prompt.
+    A run of the reference may be unknown (``None``). In this case, the results that compare texts
+    are ``None``, and ``reference_nfe`` contains an estimated number of passes for each prompt.
     """
     known = [run for run in reference if run is not None]
     pairs = list(zip(known, candidate, strict=True)) if len(known) == len(candidate) else []

@@ -9,7 +9,7 @@ Magnitudes are counted in a histogram of 2048 bins of equal relative width, 32 p
 2**-32 to 2**32. The histogram has four advantages:
 
 - No range must be known in advance.
-- The order of passes does not matter.
+- The order of passes does not change the result.
 - A single huge activation, which is common in language models, does not change the other bins.
 - The memory per layer is constant.
 """
@@ -28,8 +28,8 @@ Method = Literal["max", "percentile", "mse", "entropy"]
 Levels = Literal["int8", "fp8"]
 
 SMALLEST_AMAX = 2.0**-64
-"""Range of an input that was always zero. In every format, this range gives a normal (not
-subnormal) fp32 scale.
+"""Range of an input that was always zero. This range results in a normal (not subnormal) fp32 scale
+in every format.
 """
 PERCENTILE = 99.99
 """Percentage of magnitudes that the method ``percentile`` does not clip."""
@@ -48,20 +48,21 @@ _BUCKETS = 11
 _CHUNK = 1 << 18  # elements processed at a time
 # Clipping ranges to try, as shares of the largest magnitude, down to 1/1024.
 _MSE_CLIPS = 2.0 ** (-np.arange(161) / 16)
-# Points per bin at which the error is computed, because a bin may span several INT8 levels.
+# The number of magnitudes per bin at which the error is computed. One magnitude is not enough,
+# because a bin may span several INT8 levels.
 _MSE_POINTS = 8
 _ENTROPY_BINS, _ENTROPY_FIRST, _ENTROPY_STRIDE = (
     2048,
     128,
     16,
-)  # The same values as in TensorRT's INT8 calibration (Migacz, GTC 2017).
+)  # These values are the same as in TensorRT's INT8 calibration (Migacz, GTC 2017).
 
 
 class Observer:
-    """Statistics of the input of one layer, which has ``channels`` features.
+    """Statistics of one layer's input. The input has ``channels`` features.
 
     The observer also stores a uniform random sample of ``keep_rows`` input vectors. ``seed`` is the
-    seed of its random numbers.
+    seed of the random numbers.
     """
 
     def __init__(self, layer: str, channels: int, *, keep_rows: int = 0, seed: int = 0) -> None:
@@ -78,7 +79,7 @@ class Observer:
         self._counts = np.zeros((_BUCKETS, 2, _BINS), dtype=np.int64)
 
     def add(self, x: np.ndarray, is_masked: np.ndarray, bucket: int) -> None:
-        """Add a layer's input in one pass to the statistics.
+        """Add the input that a layer received in one pass to the statistics.
 
         Args:
             x: Input vectors, fp32 ``[P, K]``, without padding.
@@ -86,7 +87,8 @@ class Observer:
             bucket: The state's bucket, -1..9.
 
         Raises:
-            CalibrationError: ``x`` contains NaN or infinity. The statistics are then unchanged.
+            CalibrationError: ``x`` contains NaN or infinity. In this case, the statistics do not
+                change.
         """
         x = np.ascontiguousarray(x, dtype=np.float32)
         assert x.shape == (len(x), self.channels), (
@@ -138,7 +140,7 @@ class Observer:
                 takes the magnitude that ``PERCENTILE`` per cent do not exceed. ``mse`` minimises
                 the squared rounding error. ``entropy`` minimises the divergence between the
                 magnitudes and the rounded magnitudes (Migacz, GTC 2017).
-            levels: The format that values are rounded to.
+            levels: The format to which values are rounded.
 
         Returns:
             The range, or ``SMALLEST_AMAX`` for an input that was always zero.
@@ -174,7 +176,7 @@ class Observer:
 
         ``bucket`` selects one bucket. -1 selects clean states, and ``None`` selects all states.
         ``is_masked`` selects masked or committed positions. ``None`` selects both kinds. If there
-        were no inputs, everything except the count is ``None``.
+        were no inputs, all values except ``count`` are ``None``.
         """
         buckets = slice(None) if bucket is None else [bucket]
         groups = slice(None) if is_masked is None else [int(is_masked)]
@@ -235,7 +237,7 @@ class Observer:
         bins = magnitudes.view(np.int32) >> (23 - _BITS)
         bins -= _OFFSET
         np.clip(bins, 0, _BINS - 1, out=bins)
-        if amax > SMALLEST_AMAX:  # values this small would not change the sums of powers
+        if amax > SMALLEST_AMAX:  # such small values would not change the sums of powers
             # The values are divided by the largest value, so that powers cannot overflow. Each
             # chunk is summed in fp32.
             values = (x / np.float32(amax)).ravel()
@@ -282,9 +284,7 @@ class Observers(dict[str, Observer]):
 
 
 def _to_int8(x: np.ndarray, clip: float) -> np.ndarray:
-    """Round magnitudes ``x``, float64, to INT8 with range ``clip``, which is divided into 127 equal
-    steps.
-    """
+    """Round magnitudes ``x``, float64, to INT8. The range ``clip`` has 127 equal steps."""
     return np.asarray(np.minimum(np.rint(x * (127 / clip)), 127) * (clip / 127))
 
 
@@ -342,7 +342,7 @@ def _least_squares(
 ) -> float:
     """Return the clipping range with the smallest squared rounding error.
 
-    The error is summed over points at equal distances in each bin.
+    The error is computed at equally spaced magnitudes in each bin, and summed.
     """
     edges, _ = _cumulative(counts, largest)
     used = np.flatnonzero(counts)

@@ -1,5 +1,5 @@
-"""Quantisation recipes: which layer gets which format, and how ranges, scales and weights are
-found.
+"""Quantisation recipes. A recipe says which format each layer gets, and how ranges, scales and
+weights are found.
 
 A recipe is a preset of ``RECIPES`` or a TOML file:
 
@@ -54,7 +54,7 @@ EMBEDDINGS = ("int8", "fp8")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A quantisation recipe; the module docstring explains the fields.
+    """A quantisation recipe. The module docstring explains the fields.
 
     ``layers`` are pairs of a pattern and a format. The last pattern that matches a layer wins.
     """
@@ -69,7 +69,7 @@ class Recipe:
     description: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        """Check the fields. Raises RecipeError, which lists the valid choices."""
+        """Check the fields. Raises RecipeError. The message lists the valid choices."""
         for name, value, choices in (
             ("observer", self.observer, OBSERVERS),
             ("solver", self.solver, SOLVERS),
@@ -98,8 +98,8 @@ class Recipe:
         return chosen
 
     def needs_states(self, formats: Mapping[str, str]) -> bool:
-        """Return True if this recipe needs calibration, which runs the denoiser on calibration
-        states.
+        """Return True if this recipe needs calibration. Calibration runs the denoiser on
+        calibration states.
         """
         is_static = any(FORMATS[name].is_static for name in formats.values())
         return is_static or self.solver != "nearest" or self.smoothing is not None
@@ -207,7 +207,7 @@ _MOST_PARTS = 200
 def find(name: str) -> Recipe:
     """Return the preset with this name, or the recipe in a ``.toml`` file.
 
-    For any other name, raises RecipeError, which lists the presets.
+    For an unknown name, raises RecipeError. The message lists the presets.
     """
     if name in RECIPES:
         return RECIPES[name]
@@ -221,8 +221,8 @@ def find(name: str) -> Recipe:
 def for_experts(recipe: Recipe) -> Recipe:
     """Adapt a preset to a network with experts.
 
-    Only the preset ``nvfp4`` changes. Attention stays in FP8, because it is a small part of such a
-    network.
+    Only the preset ``nvfp4`` changes. Attention stays in FP8, because attention is a small part of
+    a network with experts.
     """
     preset = RECIPES["nvfp4"]
     is_preset = (recipe.name, recipe.layers) == (preset.name, preset.layers)
@@ -230,7 +230,9 @@ def for_experts(recipe: Recipe) -> Recipe:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe from a TOML file of at most 1 MiB. Raises RecipeError with the valid choices."""
+    """Read a recipe from a TOML file of at most 1 MiB. Raises RecipeError. The message lists the
+    valid choices.
+    """
     text = read_text(path, _MOST_BYTES, RecipeError)
     if any(line.count(".") > _MOST_PARTS for line in text.splitlines()):
         raise RecipeError(f"{path}: a line has more than {_MOST_PARTS} dots, too many for a recipe")

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from dlm_runtime.text.tokenizer import Tokenizer
 
 _BUILTIN = Path(__file__).parent / "builtin.jsonl"
-_MOST_SAMPLES = 100_000  # with the limit on canvas length, this limits the memory
-_MOST_BYTES = 1 << 20  # largest line or paragraph, far more than any canvas holds
+_MOST_SAMPLES = 100_000  # this limit and the limit on canvas length bound the memory use
+_MOST_BYTES = 1 << 20  # largest line or paragraph; any canvas is far shorter
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One piece of calibration data.
 
-    There are three kinds of samples. Depending on the kind, ``tokens``, int64 ``[L]``, contains:
+    There are three kinds of samples. The kind determines what ``tokens``, int64 ``[L]``, contains:
 
     - a prompt, its completion and one end token; or
     - a prompt without its completion (``answer`` is ``None``); or
@@ -54,8 +54,8 @@ def read_samples(
 ) -> list[Sample]:
     """Read samples from a JSONL file, or from the paragraphs of a ``.txt`` file.
 
-    A JSON line is an object with one of the following keys. If an object has several of these keys,
-    the first of these keys in this list is used. Other keys and blank lines are ignored.
+    A JSON line is an object with one of the following keys. If an object contains several of these
+    keys, the key that comes first in this list is used. All other keys and blank lines are ignored.
 
     - ``prompt`` and ``completion``.
     - ``messages``: a chat. The assistant's last message is the completion, and the messages before
@@ -68,13 +68,14 @@ def read_samples(
         eos_token_id: End token to add after completions.
         max_canvas_length: Longest sample in tokens.
         limit: Stop after this many samples, without checking the rest.
-        prompts_only: Read prompts without completions. Lines may then omit the completion, and
-            messages may end with the user's message.
+        prompts_only: Read prompts without completions. With this option, lines may omit the
+            completion, and messages may end with the user's message.
 
     Raises:
         CalibrationError: A line is not UTF-8, is not JSON, has none of these keys, or is too long.
-            The message contains the number of the line. Also raised if the file is unreadable or
-            contains no samples, and if there is no tokenizer or no chat template.
+            The message contains the line number. This error is also raised if the file is
+            unreadable or contains no samples, or if a tokenizer or chat template is needed and
+            missing.
     """
     if tokenizer is None:
         raise CalibrationError(
@@ -118,8 +119,8 @@ def builtin_samples(
 ) -> list[Sample]:
     """Return the short English prompts and completions that come with this package.
 
-    These samples are used if the user gives no data of the denoiser's real task. Activation ranges
-    on the real task may differ from the ranges on these samples. If the tokenizer has a chat
+    These samples are used if the user does not pass data from the denoiser's real task. Activation
+    ranges on the real task may differ from the ranges on these samples. If the tokenizer has a chat
     template, the samples are formatted as chats. Samples that are too long for the canvas are
     skipped. Raises CalibrationError without a tokenizer, or if no sample fits.
     """
@@ -243,11 +244,11 @@ def _string(record: dict[str, Any], key: str) -> str:
 
 
 def _conversation(messages: Any, prompts_only: bool) -> tuple[list[dict[str, Any]], str | None]:
-    """Split a chat into the messages before the assistant's last message, and the text of that
-    message.
+    """Split a chat into the messages before the assistant's last message, and the text of the
+    assistant's last message.
 
-    With ``prompts_only``, the text is ``None``. If the last message of the chat is the assistant's,
-    this message is left out. Raises ValueError.
+    With ``prompts_only``, the text is ``None``. If the assistant wrote the last message of the
+    chat, this message is left out. Raises ValueError.
     """
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("messages is not a list of objects with role and content")
@@ -306,7 +307,7 @@ def _text_sample(text: str, tokenizer: Tokenizer, eos_token_id: int | None) -> S
     if not plain:
         raise ValueError("there is no text: leave this line out")
     # Some tokenizers put a special token before every text. This token is kept, because its
-    # activations are often the largest. Other tokens that the tokenizer puts around a prompt are
-    # left out.
+    # activations are often the largest. All other tokens that the tokenizer puts around a prompt
+    # are left out.
     tokens = wrapped if wrapped[-len(plain) :] == plain else plain
     return Sample(np.array(tokens, dtype=np.int64), 0)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 class Choice:
     """One format for one layer.
 
-    ``loss`` is the mean KL divergence in nats, at the positions that the reference would commit, if
-    only this layer is quantised. ``cost`` is the layer's size in bytes.
+    ``loss`` is the mean KL divergence in nats if only this layer is quantised. The mean is over
+    the positions that the reference would commit. ``cost`` is the layer's size in bytes.
     """
 
     format: str
@@ -66,9 +66,9 @@ def _slope(dear: Choice, cheap: Choice) -> float:
 def trade_off(layers: Mapping[str, list[Choice]]) -> list[Point]:
     """Return a list of assignments, from the most expensive to the cheapest.
 
-    Each step changes the format of one layer. This is the layer where the change adds the least
-    loss per byte saved. Among equal layers, the first in the order of ``layers`` is changed. Every
-    layer needs at least one choice.
+    Each step changes the format of one layer: the layer where the change adds the least loss per
+    byte saved. If several layers are equal in this respect, the first layer in the order of
+    ``layers`` is changed. Every layer needs at least one choice.
     """
     hulls = {layer: efficient(choices) for layer, choices in layers.items()}
     now = dict.fromkeys(layers, 0)

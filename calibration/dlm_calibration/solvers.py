@@ -32,13 +32,14 @@ def smooth_scales(
         activation_channel_amax: Largest input magnitude per channel, ``[K]``.
         weight_channel_amax: Largest weight magnitude per channel, ``[K]``, over all matrices with
             this input.
-        alpha: How strongly activations are scaled down and weights scaled up, 0..1; default 0.5.
+        alpha: How strongly activations are scaled down and weights are scaled up, 0..1. The default
+            is 0.5.
 
     Returns:
         fp32 ``[K]``, clipped to 1e-4..1e4.
 
     Raises:
-        QuantisationError: Ranges are negative or not finite, shapes differ, or alpha is out of
+        QuantisationError: A range is negative or not finite, the shapes differ, or alpha is out of
             range.
     """
     if not 0 <= alpha <= 1:
@@ -79,8 +80,8 @@ def awq_scales(
     Args:
         inputs: Calibration inputs ``[P, K]`` of each matrix.
         weights: Matrices ``[K, N]`` that share an input, such as q, k and v.
-        quantise: A function that quantises a matrix and returns it dequantised.
-        grid: Number of steps between ratio 0 and ratio 1, at least 1; default 20.
+        quantise: A function that quantises a matrix, dequantises the result and returns it.
+        grid: Number of steps between ratio 0 and ratio 1, at least 1. The default is 20.
 
     Returns:
         The scales, fp32 ``[K]``, the loss without scales, and the loss with these scales. The loss
@@ -126,8 +127,8 @@ def awq_scales(
     for ratio in np.arange(1, grid + 1) / grid if is_live.any() else ():
         scales = np.ones(inputs[0].shape[1])
         scales[is_live] = magnitude[is_live] ** ratio
-        # As in AWQ, the scales are divided by a common factor, so that they are centred on 1. This
-        # does not change the rounding, and keeps fp16 weights in range.
+        # As in AWQ, the scales are divided by a common factor, so that they are centred on 1. The
+        # division does not change the rounding, and keeps fp16 weights in range.
         scales[is_live] /= np.sqrt(scales[is_live].max()) * np.sqrt(scales[is_live].min())
         candidate = np.clip(scales, 1 / _SCALE_LIMIT, _SCALE_LIMIT).astype(np.float32)
         candidate_loss = loss(candidate)

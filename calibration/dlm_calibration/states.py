@@ -3,9 +3,10 @@ run.
 
 There are three kinds of state. A masked state is a sample with random mask tokens, as in the
 forward process of masked diffusion (arXiv:2502.09992, section 2.1). The mask ratios are stratified,
-so that every range of ratios gets states. A trajectory state is a canvas from a real generation.
-The denoiser has already committed the positions that were easy to predict, and random masking
-almost never produces such canvases. A clean state is the sample without mask tokens.
+so that there are states for every range of ratios. A trajectory state is a canvas from a real
+generation. In this canvas, the denoiser has already committed the positions that were easy to
+predict. Random masking almost never produces such a canvas. A clean state is a sample without mask
+tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 # The mask ratio in the middle of each of ten buckets.
 MASK_RATIOS = tuple(round(0.05 + 0.1 * i, 2) for i in range(10))
-# Points of a generation, as shares of its passes: 0 is the first pass, and 1 is the last pass.
+# The passes of a generation from which states are taken. 0 is the first pass, and 1 is the last
+# pass.
 TRAJECTORY_POINTS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 Source = Literal["masked", "trajectory", "clean"]
 SOURCES: tuple[Source, ...] = ("masked", "trajectory", "clean")
@@ -62,12 +64,12 @@ class State:
         states have bucket -1.
         """
         # The ratio is a rounded quotient of small integers, so it may be slightly too small. Adding
-        # 1e-9 corrects this. One position changes the ratio by far more than 1e-9.
+        # 1e-9 corrects this error. A single position changes the ratio by far more than 1e-9.
         return -1 if self.source == "clean" else min(9, math.floor(self.mask_ratio * 10 + 1e-9))
 
     @functools.cached_property
     def sha256(self) -> str:
-        """A hash of the canvas and of the prompt's length."""
+        """A hash of the canvas and the prompt length."""
         return hashlib.sha256(
             np.array([self.prompt_length, *self.canvas], "<i8").tobytes()
         ).hexdigest()
@@ -138,19 +140,19 @@ def make_states(
         samples: The data.
         mask_token_id: The mask token.
         pad_token_id: The token that pads a completion to a whole number of blocks, as in training
-            and decoding. A canvas never gets longer than ``max_canvas_length``. If ``None``,
-            completions are not padded.
+            and decoding. The padded canvas is never longer than ``max_canvas_length``. If
+            ``pad_token_id`` is ``None``, completions are not padded.
         block_length: Length of a block in tokens. If 0, completions are not padded.
         max_canvas_length: Longest canvas in tokens.
         seed: Seed of the random masks.
         per_sample: States per sample.
-        mix: Share of each of ``SOURCES`` among the states of all samples together.
+        mix: The share of each source in ``SOURCES`` among all states of all samples.
         trajectories: A function that generates from prompts. The function is called once, with the
             samples that need trajectory states. For each of these samples, in order, the function
             returns the canvases after each pass. The states are taken from these canvases at
             ``TRAJECTORY_POINTS``: point 0 is the canvas before the first pass, and point 1 is the
-            last canvas that contains a mask token. Without this function, or if a run has too few
-            passes, randomly masked states are used instead.
+            last canvas that contains a mask token. Without this function, or if a generation has
+            too few passes, randomly masked states are used instead.
 
     Raises:
         CalibrationError: The mix is not valid, or a sample contains the mask token.
@@ -248,7 +250,7 @@ def mask_share(
     """Return a copy of ``tokens`` ``[L]`` with a fixed number of random mask tokens.
 
     The number of mask tokens is the share ``mask_ratio`` of the positions after the first
-    ``protected`` positions, rounded, and at least 1. Because this number is fixed
+    ``protected`` positions, rounded, and at least 1. Because the number of mask tokens is fixed
     (arXiv:2502.09992, section 2.4), the real mask ratio of a short canvas stays close to
     ``mask_ratio``. Raises ValueError if the ratio is outside (0, 1] or if all positions are
     protected.
@@ -266,7 +268,7 @@ def random_tokens(
     length: int, vocab_size: int, excluded: tuple[int, ...], rng: np.random.Generator
 ) -> np.ndarray:
     """Return ``length`` uniformly random token ids of the vocabulary, int64. The ids in
-    ``excluded`` do not occur.
+    ``excluded`` are never returned.
     """
     allowed = np.setdiff1d(np.arange(vocab_size), np.array(excluded, dtype=np.int64))
     return rng.choice(allowed, size=length).astype(np.int64)
@@ -321,8 +323,8 @@ def pad_to_blocks(
 def _pass_inputs(
     canvases: Sequence[np.ndarray], mask_token_id: int, prompt_length: int
 ) -> list[np.ndarray]:
-    """Return the canvases before each pass of a run: the initial canvas, and each later canvas that
-    still contains a mask token.
+    """Return the canvas before each pass of a generation: the initial canvas, and each later canvas
+    that still contains a mask token.
     """
     inputs = [canvas for canvas in canvases if (canvas == mask_token_id).any()]
     if not len(canvases):
@@ -335,12 +337,12 @@ def _pass_inputs(
 def _next_pass(
     count: int, taken: set[int], uses: np.ndarray, rng: np.random.Generator
 ) -> int | None:
-    """Choose a pass of a run for the next trajectory state. Returns its index among ``count``
-    passes.
+    """Choose one of a generation's ``count`` passes for the next trajectory state. Returns the
+    index of the chosen pass.
 
-    The trajectory points are tried in order of their use, the least used point first. The first
-    point whose pass is not in ``taken`` is chosen. Returns ``None`` if there is no such point.
-    Updates ``taken`` and ``uses`` (int64), the number of states for each point.
+    The least used trajectory points are tried first. The first point whose pass is not in ``taken``
+    is chosen. Returns ``None`` if the passes of all points are in ``taken``. Updates ``taken``, and
+    updates ``uses`` (int64), which contains the number of states for each point.
     """
     for point in np.lexsort((rng.random(len(uses)), uses)) if count else ():
         index = round(TRAJECTORY_POINTS[point] * (count - 1))

@@ -1,9 +1,10 @@
-"""dlm-export: exports checkpoints of diffusion language models to bundles, which run without
-Python's model code.
+"""dlm-export: exports checkpoints of diffusion language models to bundles. Bundles run without the
+models' Python code.
 """
 
 import os
 
 # This variable keeps the Python package of ONNX Runtime from sending telemetry. The parity check
-# and the roofline model import that package. The native runtime sets the variable too.
+# and the roofline model import ONNX Runtime's Python package. The native runtime sets the variable
+# too.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -43,8 +43,8 @@ SMALL_FILES_BYTES = 32 << 20  # size limit of the graph, tokenizer, manifest and
 class BuildReport:
     """Everything that a finished build reports.
 
-    This includes the duration of each stage in seconds and the size of each file in bytes. Results
-    of checks that did not run are ``None``.
+    The report includes the duration of each stage in seconds and the size of each file in bytes.
+    The result of a check that did not run is ``None``.
     """
 
     output: Path
@@ -52,9 +52,10 @@ class BuildReport:
     precision: str
     simulated: bool
     kernels: dict[str, Any] | None
-    """The modules that call native kernels, and those that use plain operators, with the reasons.
+    """The modules that call native kernels, and the modules that use plain operators, with the
+    reasons.
 
-    Has the layout of ``Fused.as_dict``. ``None`` for a GPU target.
+    The dict has the layout of ``Fused.as_dict``. The value is ``None`` for a GPU target.
     """
     stages_s: dict[str, float]
     files_bytes: dict[str, int]
@@ -65,11 +66,12 @@ class BuildReport:
     cache: dict[str, Any] | None
     """The loss of accuracy from rounding cached keys and values (``rounded_cache.judge_cache``).
 
-    ``None`` if the cache does not round them.
+    The value is ``None`` if the cache does not round keys and values.
     """
     curve: list[CurvePoint]
     tuning: Tuning | None
-    """The layer times that the search measured; ``None`` if it measured none."""
+    """The layer times that the search measured, or ``None`` if the search did not measure layers.
+    """
     engines: list[Built]
     deferred: dict[str, str]
     """Maps each target without an engine to the command that builds its engine on the device."""
@@ -114,11 +116,11 @@ def build(
     Args:
         source_path: The checkpoint or bundle.
         output: Folder of the new bundle.
-        options: What to build; ``None`` builds an fp32 bundle for the CPU.
-        overrides: Values to use where those of the checkpoint are missing or wrong.
-        hub: Where the checkpoint was downloaded from; ``None`` if it was not. The manifest
-            records this.
-        progress: Is notified when a stage starts or advances.
+        options: What to build. ``None`` builds an fp32 bundle for the CPU.
+        overrides: Values to use where the checkpoint's values are missing or wrong.
+        hub: The place from which the checkpoint was downloaded, or ``None`` if the checkpoint was
+            not downloaded. The manifest records this origin.
+        progress: The object that is notified when a stage starts or advances.
 
     Returns:
         A report of the build.
@@ -128,7 +130,7 @@ def build(
             DeviceError, ResumeError, MemoryLimitError: The bundle cannot be built.
         ParityError: The finished bundle differs from torch.
         AccuracyError: The bundle exceeds an accuracy budget.
-        AuditError: An engine uses other number formats than the request.
+        AuditError: An engine uses number formats that differ from the requested formats.
     """
     request, stages = check_request(options or BuildOptions()), Stages(progress)
     stages.progress.start("read source", 1)
@@ -196,8 +198,9 @@ def _make_manifest(
     precision = {"name": job.base} if quantised is None else quantised.precision_record()
     if written.embedding_dtype is not None:
         precision["embedding_dtype"] = written.embedding_dtype
-    # A bundle for a GPU is judged on this CPU. It is marked as simulated, so that the CPU computes
-    # its operators in floating point. The CPU's integer kernels could give other results.
+    # A bundle for a GPU is judged on this CPU. The bundle is marked as simulated, so that the CPU
+    # computes its operators in floating point. The CPU's integer kernels could give results that
+    # differ from the GPU's results.
     is_simulated = quantised is not None and (request.on_gpu or quantised.is_simulated_on_cpu)
     return make_manifest(
         source.network,
@@ -228,7 +231,7 @@ def _make_manifest(
 def _build_engines(
     job: Job, folder: Path, manifest: Mapping[str, Any], hashed: Mapping[str, Any], stages: Stages
 ) -> list[Built]:
-    """Build the engine of every target whose engine this machine can build."""
+    """Build an engine for every target that this machine can build an engine for."""
     request, made = job.request, []
     for target in request.targets:
         if target.name in request.builders:

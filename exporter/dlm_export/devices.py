@@ -1,9 +1,9 @@
 """Lists the GPUs that can be build targets by name, with their published specifications.
 
 To add a device, add a ``Device`` to ``DEVICES``. If a vendor gives a memory size in GB, 10**9 bytes
-are assumed. The driver reports at least as much. All compute rates are for dense matrices. If a
-vendor publishes only the rate for sparse matrices, the record has half of that rate, and a comment
-says so.
+are assumed. The driver reports at least this size. All compute rates are for dense matrices. If a
+vendor publishes only the rate for sparse matrices, the record contains half of the published rate,
+and a comment says so.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU model. A figure that no source gives is ``None``, or is missing from a mapping.
+    """One GPU model. A value that no source gives is ``None``, or is missing from a mapping.
 
-    - ``sm``: the compute capability; 89 means 8.9.
+    - ``sm``: the compute capability times 10. 89 means 8.9.
     - ``is_shared``: true if CPU and GPU use the same memory.
     - ``tera``: peak rates in 10**12 operations per second. The keys are fp16, int8, int4, fp8 and
       nvfp4.
-    - ``derived``: for each rate that no source gives directly, how it was derived.
+    - ``derived``: for each rate that no source gives directly, how the rate was derived.
     """
 
     name: str
@@ -64,8 +64,9 @@ DEVICES = (
         is_shared=True,
         tera={"fp16": 17, "int8": 33},
     ),
-    # NVIDIA publishes 157 sparse TOPS for the GPU and the two DLAs together. Engines here do not
-    # use the DLAs, and no page gives the rate of the GPU alone. So no rate is recorded.
+    # NVIDIA publishes 157 sparse TOPS for the GPU and the two DLAs together. dlm-export's engines
+    # do not use the DLAs, and no NVIDIA page gives the rate of the GPU alone. So no rate is
+    # recorded.
     Device(
         "orin-nx",
         87,
@@ -75,9 +76,10 @@ DEVICES = (
         gb_per_s=102.4,
         is_shared=True,
     ),
-    # The int8 rate is the GPU's part of the 275 TOPS at MAXN, which is published as a sparse rate.
-    # (The brief rounds it to 170.) For fp16, the brief says that a tensor core computes 16 fp16
-    # products in the time of 32 int8 products. The two rates of the Orin Nano have the same ratio.
+    # The int8 rate is the GPU's part of the 275 TOPS at MAXN. NVIDIA publishes these TOPS as a
+    # sparse rate. (The brief rounds this rate to 170.) For fp16, the brief says that a tensor core
+    # computes 16 fp16 products in the time of 32 int8 products. The two rates of the Orin Nano have
+    # the same ratio.
     Device(
         "agx-orin",
         87,
@@ -148,8 +150,8 @@ DEVICES = (
         gb_per_s=64000 / 8,
         tera={"fp16": 36000 / 16, "int8": 72000 / 16, "fp8": 72000 / 16, "nvfp4": 72000 / 8},
     ),
-    # The source gives rates for eight GPUs together. The nvfp4 rate is dense, the others sparse.
-    # Each GPU has 288 GB of memory, but programs can use only 2.1 TB on eight GPUs.
+    # The source gives rates for eight GPUs together. The nvfp4 rate is dense, and all other rates
+    # are sparse. Each GPU has 288 GB of memory, but programs can use only 2.1 TB on eight GPUs.
     Device(
         "b300",
         103,

@@ -1,7 +1,7 @@
 """Describes the two variants of TensorRT: standard TensorRT and TensorRT-RTX.
 
 Each variant can build and run engines. The manifest, the native library and ``--builder`` use the
-``name`` of a variant. Targets use its ``kind``.
+``name`` of a variant. Targets use the ``kind`` of a variant.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class EngineBuilder:
     """One TensorRT variant.
 
-    ``modules`` lists the Python modules that can build engines; any one of them is enough.
+    ``modules`` lists the Python modules that can build engines. One of these modules is enough.
     ``libraries`` lists the shared libraries that can run engines of this variant, newest first.
     """
 
@@ -35,7 +35,7 @@ RTX = EngineBuilder(
     "tensorrt_rtx",
     "rtx",
     "TensorRT-RTX",
-    ("tensorrt_rtx", "tensorrt_rtx_bindings"),  # the complete package, or its bindings alone
+    ("tensorrt_rtx", "tensorrt_rtx_bindings"),  # the complete package, or only the Python bindings
     ("libtensorrt_rtx.so.1",),
 )
 ENGINE_BUILDERS = {builder.name: builder for builder in (TENSORRT, RTX)}

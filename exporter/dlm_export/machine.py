@@ -16,7 +16,9 @@ from dlm_export.targets import Target
 
 @dataclass(frozen=True)
 class Builders:
-    """Which engine packages this machine has (true if installed), and the SM of its GPU, if any."""
+    """The engine packages of this machine (true if installed), and the SM of the machine's GPU, if
+    any.
+    """
 
     onnxruntime: bool
     rtx: bool
@@ -25,16 +27,16 @@ class Builders:
 
 
 def builders_here() -> Builders:
-    """Find out which engine packages this machine has. The packages are not imported."""
+    """Find out which engine packages are installed. The packages are not imported."""
     rtx, tensorrt = (any(map(find_spec, builder.modules)) for builder in (RTX, TENSORRT))
     return Builders(bool(find_spec("onnxruntime")), rtx, tensorrt, device_sm())
 
 
 def engine_here(target: Target, here: Builders | None = None) -> tuple[bool, str]:
-    """Tell whether this machine can build the engine of ``target``, and how.
+    """Find out whether this machine can build the engine of ``target``, and how.
 
     Returns a boolean and a text. The text says how the engine is built here, or what the user must
-    do instead. To ask about another machine, pass its description as ``here``.
+    do instead. If ``here`` describes a machine, the answer is for that machine instead.
     """
     here = here or builders_here()
     if target.sm is None:
@@ -57,7 +59,7 @@ def engine_here(target: Target, here: Builders | None = None) -> tuple[bool, str
 
 
 def reported_sms(sm: int) -> tuple[int, ...]:
-    """All SM numbers that a driver may report for a device whose SM is ``sm``.
+    """Return all SM numbers that a driver may report for a device whose SM is ``sm``.
 
     CUDA before version 13 reports Thor as 10.1 instead of 11.0.
     """
@@ -65,14 +67,17 @@ def reported_sms(sm: int) -> tuple[int, ...]:
 
 
 def device_sm() -> int | None:
-    """SM of the first GPU according to libcuda, or ``None`` if there is no driver or no GPU."""
+    """Return the SM of the first GPU that libcuda reports, or ``None`` if there is no driver or no
+    GPU.
+    """
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
     device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    # In CUdevice_attribute, 75 is the major compute capability and 76 the minor one. Each function
-    # returns 0 (CUDA_SUCCESS) or an error code, so ``or`` stops at the first error.
+    # In CUdevice_attribute, 75 is the major compute capability, and 76 is the minor compute
+    # capability. Each function returns 0 (CUDA_SUCCESS) or an error code, so ``or`` stops at the
+    # first error.
     failed = (
         cuda.cuInit(0)
         or cuda.cuDeviceGet(ctypes.byref(device), 0)
@@ -83,7 +88,7 @@ def device_sm() -> int | None:
 
 
 def _processor() -> str:
-    """The name that Linux reports for the first processor; empty if it is unknown."""
+    """Return the name that Linux reports for the first processor, or "" if the name is unknown."""
     info = Path("/proc/cpuinfo")
     for line in info.read_text(errors="replace").splitlines() if info.is_file() else []:
         if line.startswith("model name"):
@@ -94,7 +99,7 @@ def _processor() -> str:
 def this_machine() -> dict[str, Any]:
     """Describe this machine: its processor, memory, GPU, and ONNX Runtime.
 
-    If the machine has no GPU or no ONNX Runtime, their values are ``None``.
+    A value is ``None`` if the machine has no GPU or no ONNX Runtime.
     """
     from importlib import metadata
 

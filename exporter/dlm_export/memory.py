@@ -32,7 +32,7 @@ def give_back() -> None:
 
 
 def resident_bytes() -> int:
-    """Physical memory in bytes that this process uses; 0 if unknown.
+    """Return the physical memory in bytes that this process uses, or 0 if it is unknown.
 
     Memory-mapped files are not included.
     """
@@ -45,7 +45,7 @@ def resident_bytes() -> int:
 
 
 def available_memory_bytes() -> int | None:
-    """Linux's estimate of how many bytes a new program can use without swapping.
+    """Return Linux's estimate of how many bytes a new program can use without swapping.
 
     ``None`` if unknown.
     """
@@ -57,10 +57,11 @@ def available_memory_bytes() -> int | None:
 
 
 def check_host_memory(needed: int, holder: str, instead: str) -> None:
-    """Raises DlmError if this machine has fewer than ``needed`` bytes of available memory.
+    """Raise DlmError if this machine has fewer than ``needed`` bytes of available memory.
 
-    The error message contains ``holder``, which says what the memory is for, and ``instead``, which
-    says what the user can do. If the available memory is unknown, no error is raised.
+    The error message contains ``holder`` and ``instead``. ``holder`` says what the memory is for,
+    and ``instead`` says what the user can do. If the available memory is unknown, no error is
+    raised.
     """
     available = available_memory_bytes()
     if available is not None and needed > available:

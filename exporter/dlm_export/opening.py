@@ -1,4 +1,4 @@
-"""Options for opening a bundle, shared by all commands that run one."""
+"""Options for opening a bundle, shared by all commands that run a bundle."""
 
 from __future__ import annotations
 

@@ -1,14 +1,17 @@
-"""Writes files and folders atomically: in a temporary folder, then moved into place in one step.
+"""Writes files and folders atomically. Output is written to a temporary folder, and then moved into
+place in one step.
 
-While a process writes ``NAME``, it owns a temporary folder ``.NAME.dlm-export`` beside it. This
-folder is called the claim. The claim contains the unfinished output, and a file ``owner`` with the
-process number. The process keeps ``owner`` locked (flock) until it exits. If the process is killed,
-the system releases the lock, but the claim remains. The next process that writes ``NAME`` sees that
-``owner`` is not locked. It then takes over the claim and deletes the unfinished output.
+While a process writes ``NAME``, the process owns a temporary folder ``.NAME.dlm-export`` beside
+``NAME``. This temporary folder is called the claim. The claim contains the unfinished output, and a
+file ``owner`` with the process number. The process keeps ``owner`` locked (flock) until the process
+exits. If the process is killed, the system releases the lock, but the claim remains. The next
+process that writes ``NAME`` sees that ``owner`` is not locked. This process then takes over the
+claim and deletes the unfinished output.
 
 The finished output is moved with renameat2(2). The flag is RENAME_NOREPLACE if the path is free,
-and RENAME_EXCHANGE if old output is replaced. So the path always has either the old output or the
-complete new output. After an exchange, the old output is in the claim and is deleted there.
+and RENAME_EXCHANGE if old output is replaced. So the path always contains either the old output or
+the complete new output. After an exchange, the old output is in the claim, and is deleted from the
+claim.
 """
 
 from __future__ import annotations
@@ -28,13 +31,13 @@ from dlm_runtime.errors import DlmError, ExitCode
 OWNER, NEW, OLD = "owner", "new", "old"
 """Names of the entries of a claim.
 
-``owner`` is the locked file, and ``new`` the folder of the unfinished output. ``old`` is the
-replaced output; it exists only on file systems that cannot exchange two paths.
+``owner`` is the locked file. ``new`` is the folder of the unfinished output. ``old`` is the
+replaced output. The entry ``old`` exists only on file systems that cannot exchange two paths.
 """
 
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2  # linux/fs.h
-# Error codes of renameat2 if the kernel or the file system does not support it.
+# The error codes that mean that the kernel or the file system does not support renameat2.
 _NOT_OFFERED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -60,20 +63,22 @@ def claimed(
 ) -> Iterator[Path]:
     """Yield a path where the block writes a new file or folder.
 
-    If the block succeeds, the new file or folder becomes ``output``. Otherwise it is deleted.
+    If the block succeeds, the new file or folder becomes ``output``. Otherwise, the new file or
+    folder is deleted.
 
     Args:
         output: Final path.
         force: Replace existing output.
-        kept_because: A function of a path that exists. It returns the reason why the path must
-            never be replaced, or ``None`` if ``force`` may replace it.
+        kept_because: A function whose argument is an existing path. The function returns the reason
+            why the path must never be replaced, or ``None`` if the path may be replaced with
+            ``force``.
         needed_bytes: Disk space that must be free.
 
     Raises:
         TakenError: ``output`` exists and must not be replaced.
-        OutputError: Another process is writing ``output``, or the disk is full or fails. Also
-            raised if another process changes ``output`` while the block runs. ``output`` then
-            stays as that process left it.
+        OutputError: Another process is writing ``output``, or the disk is full or fails. This error
+            is also raised if another process changes ``output`` while the block runs. In this case,
+            the changed ``output`` is kept.
     """
     output = Path(os.path.abspath(output))
     _check(output, force, kept_because)
@@ -95,7 +100,7 @@ def claimed(
             )
         claim = held.enter_context(_claim(output))
         # Check the path again. Taking over the claim of a killed process may have restored the old
-        # output there.
+        # output to this path.
         _check(output, force, kept_because)
         try:
             before = _look(output)
@@ -126,7 +131,7 @@ def claimed_file(output: Path, *, force: bool) -> contextlib.AbstractContextMana
 
 
 def check_outside(output: Path, *sources: Path) -> None:
-    """Raises TakenError if ``output`` is one of the ``sources`` or is inside one of them.
+    """Raise TakenError if ``output`` is one of the ``sources`` or is inside one of the ``sources``.
 
     Symbolic links are followed.
     """
@@ -142,11 +147,11 @@ def check_outside(output: Path, *sources: Path) -> None:
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yield a path next to ``path``. If the block succeeds, the file written there replaces
+    """Yield a path next to ``path``. If the block succeeds, the file at the yielded path replaces
     ``path``.
 
-    An existing ``path`` is replaced without any check. So use this only for files that dlm-export
-    created.
+    An existing ``path`` is replaced without any check. So use this function only for files that
+    dlm-export created.
     """
     new = path.with_name(f"{path.name}.new")
     try:
@@ -161,7 +166,7 @@ def replaced(path: Path) -> Iterator[Path]:
 def locked(folder: Path) -> Iterator[None]:
     """Lock a bundle's folder, so that no other process changes or replaces it.
 
-    Raises OutputError if another process has locked it.
+    Raises OutputError if another process has locked the folder.
     """
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -203,7 +208,7 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 @contextlib.contextmanager
 def _claim(output: Path) -> Iterator[Path]:
-    """Own the claim of ``output`` while the block runs, and yield its path.
+    """Own the claim of ``output`` while the block runs, and yield the claim's path.
 
     Files that a killed process left in the claim are removed first.
     """
@@ -219,11 +224,12 @@ def _claim(output: Path) -> Iterator[Path]:
         _clear(claim, NEW, OLD)
         yield claim
     finally:
-        # If the entry "old" exists, the old output could not be moved back to its path. The entry
-        # is then the user's only copy, so do not delete it.
+        # If the entry "old" exists, the old output could not be moved back to its path. In this
+        # case, the entry is the user's only copy, so do not delete the entry.
         _clear(claim, NEW)
         if not os.path.lexists(claim / OLD):
-            # Remove "owner" last, because no process deletes the contents of a claim without it.
+            # Remove "owner" last, because no process deletes the contents of a claim without the
+            # file "owner".
             os.unlink(claim / OWNER)
             with contextlib.suppress(OSError):  # another process already uses the claim
                 os.rmdir(claim)
@@ -231,7 +237,7 @@ def _claim(output: Path) -> Iterator[Path]:
 
 
 def _take(claim: Path, output: Path) -> int:
-    """Create the claim, or take it over from a killed process.
+    """Create the claim, or take over the claim of a killed process.
 
     Returns the descriptor of the file ``owner``, which is open and locked. Raises OutputError or
     OSError.
@@ -265,9 +271,9 @@ def _take(claim: Path, output: Path) -> int:
                 f"{output}: {who} is writing it. Wait for it, or choose another name."
             ) from err
         except OSError as err:
-            # Some network file systems have no locks. There, a process can still create a claim
-            # safely, because only one process can create the folder. But it cannot take over an
-            # existing claim, because the owner may still be running.
+            # Some network file systems have no locks. On such a file system, a process can still
+            # create a claim safely, because only one process can create the folder. But a process
+            # cannot take over an existing claim, because the claim's owner may still be running.
             if not is_new:
                 os.close(owner)
                 raise OutputError(
@@ -281,7 +287,7 @@ def _take(claim: Path, output: Path) -> int:
                 return owner
         except FileNotFoundError:
             pass
-        os.close(owner)  # another process removed the claim before it was locked here
+        os.close(owner)  # another process removed the claim before this process locked it
 
 
 def _clear(claim: Path, *names: str) -> None:
@@ -299,8 +305,8 @@ def _clear(claim: Path, *names: str) -> None:
 def _place(new: Path, output: Path, before: _Look | None) -> None:
     """Move ``new`` to ``output``, unless another process has changed ``output``.
 
-    ``before`` is the earlier result of ``_look(output)``. If old output is replaced, it is moved to
-    the path ``new``. If ``output`` has changed, OutputError is raised, and ``output`` is not moved.
+    ``before`` is the earlier result of ``_look(output)``. Replaced output is moved to the path
+    ``new``. If ``output`` has changed, OutputError is raised, and ``output`` is not moved.
     """
     lost = f"{output}: another process wrote there meanwhile. Its output was left alone, and the new one was discarded."
     if not os.path.lexists(output):
@@ -323,15 +329,15 @@ def _place(new: Path, output: Path, before: _Look | None) -> None:
 
 
 def _move(source: Path, to: Path) -> None:
-    """Rename ``source`` to a path that does not exist. Raises FileExistsError if it does."""
+    """Rename ``source`` to a new path. Raises FileExistsError if the path exists."""
     try:
         _renameat2(source, to, _NOREPLACE)
     except OSError as err:
         if err.errno not in _NOT_OFFERED:
             raise
-        # Check that ``to`` does not exist, then rename. Another process may create ``to`` in
-        # between. If ``source`` is a folder, rename could then replace an empty folder only. If it
-        # is a file, rename would replace the other process's file.
+        # Check that ``to`` does not exist, then rename. Another process may create ``to`` between
+        # these two steps. If ``source`` is a folder, rename could then replace only an empty
+        # folder. If ``source`` is a file, rename would replace the file of the other process.
         if os.path.lexists(to):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(to)) from err
         os.rename(source, to)
@@ -345,7 +351,8 @@ def _exchange(source: Path, to: Path) -> None:
         if err.errno not in _NOT_OFFERED:
             raise
         # Rename twice instead. Between the two renames, the path ``to`` does not exist. If the
-        # process is killed then, the next process that takes the claim restores the old output.
+        # process is killed at this moment, the next process that takes the claim restores the old
+        # output.
         aside = source.parent.with_name(OLD)
         try:
             os.rename(to, aside)
@@ -369,7 +376,8 @@ def _renameat2(source: Path, to: Path, flags: int) -> None:
 def _look(path: Path) -> _Look | None:
     """Record the inode, size and modification time of each file at ``path``.
 
-    Two equal results mean that ``path`` has not changed. ``None`` if ``path`` does not exist.
+    Two equal results mean that ``path`` has not changed. Returns ``None`` if ``path`` does not
+    exist.
     """
     if not os.path.lexists(path):
         return None

@@ -1,4 +1,4 @@
-"""Lists the CPU kernels of the native runtime, and tells which of them this machine can run."""
+"""Lists the CPU kernels of the native runtime, and finds the kernels that this machine can run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dlm_runtime.abi import native as _native
 class KernelSet:
     """The kernels for one kind of processor.
 
-    ``codes`` names the instruction set of the integer kernels, which compute INT8 and INT4 layers.
-    ``floats`` names the instruction set of the floating-point kernels. These compute NVFP4 layers,
-    attention, and candidate tokens.
+    ``codes`` names the instruction set of the integer kernels. The integer kernels compute INT8 and
+    INT4 layers. ``floats`` names the instruction set of the floating-point kernels. The
+    floating-point kernels compute NVFP4 layers, attention, and candidate tokens.
     """
 
     name: str
@@ -45,13 +45,16 @@ KERNEL_SETS = (
     KernelSet("avx2", "Haswell, Zen and later", "AVX2", "AVX2"),
     KernelSet("neon-dotprod", "Arm v8.2 with dot products", "NEON dot", "NEON"),
 )
-"""All kernel sets, fastest first on each architecture. $DLM_KERNELS accepts their names."""
+"""All kernel sets, fastest first on each architecture. $DLM_KERNELS accepts the names of these
+sets.
+"""
 
 
 def list_kernels() -> list[dict[str, Any]]:
-    """Describe each of ``KERNEL_SETS`` in values that JSON can hold.
+    """Describe each kernel set in ``KERNEL_SETS`` in values that JSON can represent.
 
-    ``refusal`` says why the kernels cannot run on this machine. ``None`` if they can.
+    ``refusal`` says why the kernels cannot run on this machine, or is ``None`` if the kernels can
+    run.
     """
     here = _native.kernel_sets()
     return [

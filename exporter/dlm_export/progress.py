@@ -1,4 +1,4 @@
-"""Reports the progress of long commands, and measures the time of their stages."""
+"""Reports the progress of long commands, and measures the time of the commands' stages."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Is notified of a command's progress.
+    """Receives notifications about a command's progress.
 
     A command consists of stages, and a stage of units of work.
     """
 
     def start(self, stage: str, total: int) -> None:
-        """Called when a stage of ``total`` units starts. This also ends the previous stage."""
+        """Called when a stage of ``total`` units starts. This call also ends the previous stage."""
 
     def advance(self, units: int = 1) -> None:
         """Called when ``units`` more units of the current stage are finished."""
@@ -43,7 +43,7 @@ class Stages:
     def stage(self, name: str, total: int) -> Iterator[Callable[..., None]]:
         """Run and time the block as a stage of ``total`` units.
 
-        Yields a function. The block calls it to report finished units.
+        Yields a function. The block calls this function to report finished units.
         """
         self.progress.start(name, total)
         began = time.perf_counter()

@@ -16,7 +16,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class _Ended(BaseException):
     """Raised when a signal arrives that ends the process.
 
-    KeyboardInterrupt is not used, because click turns it into an exit code.
+    KeyboardInterrupt is not used, because click turns KeyboardInterrupt into an exit code.
     """
 
     def __init__(self, number: int) -> None:
@@ -28,11 +28,11 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
     """While the block runs, ``handler`` is called for signals that end a process.
 
     Signals that the process ignores, for example under ``nohup``, stay ignored. Python lets only
-    the main thread set handlers, so in other threads this does nothing.
+    the main thread set handlers, so this function does nothing in other threads.
     """
     is_main = threading.current_thread() is threading.main_thread()
     # getsignal returns None for a handler that C code has set. Python could not restore such a
-    # handler later, so do not replace it.
+    # handler later, so do not replace such a handler.
     numbers = [
         number
         for number in ENDING
@@ -50,8 +50,8 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 def cancelling(cancel: threading.Event) -> Iterator[None]:
     """While the block runs, a signal that would end the process sets ``cancel`` instead.
 
-    The block can then finish its work, and the process ends after the block. If another signal
-    follows, the process ends at once. Use this inside ``dying_by_signal``.
+    The block can then finish its work, and the process ends after the block. If a second signal
+    follows, the process ends at once. Use this function inside ``dying_by_signal``.
     """
     ending: list[int] = []
 
@@ -96,8 +96,9 @@ def interrupted_by(on_interrupt: Callable[[], bool]) -> Iterator[None]:
 def dying_by_signal() -> Iterator[None]:
     """While the block runs, a signal that ends the process first raises an exception.
 
-    The exception lets the code clean up. Then the process kills itself with the same signal. An exit
-    with code 128 + n would not be enough: a shell loop that runs the command would then go on.
+    The exception lets the code clean up. Then the process kills itself with the same signal. An
+    exit with code 128 + n would not be enough, because a shell loop that runs the command would
+    then continue.
     """
 
     def end(number: int, _: FrameType | None) -> None:

@@ -53,17 +53,26 @@ class Source:
     notes: tuple[str, ...] = ()
     """Messages for the user about parts of the checkpoint that a build ignores."""
     config_sha256: str | None = None
-    """SHA-256 of the checkpoint's config.json. ``None`` for a bundle that does not record it."""
+    """SHA-256 of the checkpoint's config.json. The value is ``None`` for a bundle that does not
+    record this hash.
+    """
     max_new_tokens: int | None = None
-    """How many tokens a request generates by default; ``None`` if the source does not say."""
+    """The default number of tokens that a request generates. The value is ``None`` if the source
+    does not define this number.
+    """
     json_layout: str | None = None
-    """Name of the JSON layout that the denoiser was trained on; ``None`` if unknown."""
+    """Name of the JSON layout that the denoiser was trained on, or ``None`` if the layout is
+    unknown.
+    """
     call_format: str | None = None
-    """Name of the tool-call format that the denoiser was trained on; ``None`` if unknown."""
+    """Name of the tool-call format that the denoiser was trained on, or ``None`` if it is unknown.
+    """
     hub: Hub | None = None
-    """Where the checkpoint was downloaded from; ``None`` if it was not downloaded."""
+    """The place from which the checkpoint was downloaded, or ``None`` if it was not downloaded."""
     has_effort: bool = False
-    """True if the source is a bundle with effort levels. A new bundle cannot use these levels."""
+    """True if the source is a bundle with effort levels. A bundle that is built from this source
+    cannot use these levels.
+    """
 
 
 def open_source(path: Path, overrides: Overrides | None = None) -> Source:
@@ -98,8 +107,8 @@ def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Sou
     """Open ``path`` as the source that ``bundle`` was built from.
 
     The mask token, the canvas length and the block length are taken from the bundle's ``manifest``.
-    Raises BundleError or CheckpointError. If ``path`` has another denoiser, CheckpointError says
-    what differs.
+    Raises BundleError or CheckpointError. If the denoiser in ``path`` is a different denoiser,
+    CheckpointError is raised, and its message says what differs.
     """
     built = network_of(manifest)
     overrides = None
@@ -117,11 +126,11 @@ def open_source_of(bundle: Path, manifest: Mapping[str, Any], path: Path) -> Sou
 def _check_config(
     bundle: Path, manifest: Mapping[str, Any], path: Path, overrides: Overrides
 ) -> None:
-    """Raises CheckpointError if the checkpoint's config.json describes another network.
+    """Raise CheckpointError if the checkpoint's config.json describes a different network.
 
-    The networks are compared only if the bundle records another hash of config.json. Their mask
-    tokens are not compared. The checkpoint is read with its own mask token first, because that of
-    the bundle may be outside the checkpoint's vocabulary.
+    The networks are compared only if the bundle records a different hash of config.json. The
+    networks' mask tokens are not compared. The checkpoint is first read with its own mask token,
+    because the bundle's mask token may be outside the checkpoint's vocabulary.
     """
     checkpoint = Checkpoint(path)
     theirs, ours = manifest.get("source", {}).get("config_sha256"), sha256(checkpoint.config.path)
@@ -154,7 +163,7 @@ class BundleParameters:
     """Reads the parameters of a denoiser from the graph of an unquantised bundle."""
 
     def __init__(self, folder: Path, network: NetworkSpec, files: Collection[str]) -> None:
-        """Open the graph in ``folder``. ``files`` has the names of the files in the manifest.
+        """Open the graph in ``folder``. ``files`` contains the names of the files in the manifest.
 
         Raises CheckpointError if a parameter is missing, has a wrong shape, or is stored in a file
         that the manifest does not list.
@@ -195,7 +204,8 @@ class BundleParameters:
         stack = self._panels.get(parameter)
         tensor = self._tensors[parameter if stack is None else f"{parameter}.panels"]
         try:
-            # onnx_ir never closes its memory mapping of a tensor, so map the file here instead.
+            # onnx_ir never closes its memory mapping of a tensor, so this code maps the file
+            # instead.
             stored = (
                 np.memmap(
                     tensor.path, tensor.dtype.numpy(), "r", tensor.offset or 0, tensor.shape.numpy()
@@ -214,7 +224,9 @@ class BundleParameters:
         return array
 
     def view(self, parameter: str) -> None:
-        """Always returns ``None``. Use ``read``, which also checks the values."""
+        """Always return ``None``. Callers must use ``read`` instead, because ``read`` also checks
+        the values.
+        """
 
     def stored_type(self, parameter: str) -> np.dtype:
         """See ``Parameters.stored_type``."""
@@ -224,7 +236,7 @@ class BundleParameters:
 
 def _open_bundle(path: Path, overrides: Overrides) -> Source:
     # Opening the bundle compares the sizes and hashes of its files with the manifest. So a changed
-    # file is found here.
+    # file causes an error at this point.
     with dlm_runtime.open(path, engine="none") as bundle:
         manifest = bundle.manifest
         presets = {name: bundle.policy(name) for name in published_presets(manifest)}

@@ -1,8 +1,8 @@
 """Describes what each target device can run, and rejects precisions that a target cannot run.
 
-The number formats of a GPU follow from its SM (compute capability). The rules come from NVIDIA's
-support matrices for TensorRT and TensorRT-RTX. Memory sizes and rates come from ``devices``. All
-rates are in operations per second.
+The SM (compute capability) of a GPU determines the GPU's number formats. The rules come from
+NVIDIA's support matrices for TensorRT and TensorRT-RTX. Memory sizes and rates come from
+``devices``. All rates are in operations per second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AUTO = "auto"
 STORED = "stored"  # use the formats of a checkpoint that is already quantised
 
 LEAST_SM = {"fp16": 75, "bf16": 80}
-"""The oldest SM that runs each full precision; 75 means SM 7.5. TensorRT-RTX 1.7 does not compile
+"""The oldest SM that runs each full precision. 75 means SM 7.5. TensorRT-RTX 1.7 does not compile
 bf16 for SM 7.5.
 """
 GPU_ALIASES = {"int8": "int8-weight", "int4": "int4-g64"}
@@ -32,16 +32,17 @@ CPU_ALIASES = {"int4-g64": "int4-g64-dynamic", "int4-g128": "int4-g128-dynamic"}
 # ``LayerFormat.on_cuda`` says which formats ONNX Runtime's CUDA provider can run. The sources are
 # docs/OperatorKernels.md of ONNX Runtime and libonnxruntime_providers_cuda.so of onnxruntime-gpu
 # 1.31.1. The provider supports all operators of fp16 and bf16 graphs at opset 23 (graph/cuda.py).
-# It supports MatMulNBits since 1.24.4. It supports DequantizeLinear and QuantizeLinear at opset 21,
-# but without bf16 scales. It does not support BitShift. Its MatMulInteger takes signed bytes only.
+# The provider supports MatMulNBits since 1.24.4. The provider supports DequantizeLinear and
+# QuantizeLinear at opset 21, but without bf16 scales. The provider does not support BitShift. The
+# provider's MatMulInteger takes signed bytes only.
 NOT_ON_CUDA = "ONNX Runtime's CUDA provider has no kernel for operators of its graph"
 
-# SMs for which TensorRT-RTX 1.7 can build engines without a GPU. Its enumeration ComputeCapability
-# lists these SMs.
+# SMs for which TensorRT-RTX 1.7 can build engines without a GPU. TensorRT-RTX's enumeration
+# ComputeCapability lists these SMs.
 RTX_SM = (75, 80, 86, 89, 120, 121)
-# Maps each SM that can be a target to the versions of standard TensorRT that support it. Such a
-# target has a name like sm89. By the release notes, Blackwell and FP4 are supported since 10.8.
-# GB300, DGX B300 and DGX Spark are supported since 10.14
+# Maps each SM that can be a target to the versions of standard TensorRT that support it. The name
+# of such a target contains the SM, for example sm89. According to the release notes, Blackwell and
+# FP4 are supported since 10.8. GB300, DGX B300 and DGX Spark are supported since 10.14
 # (https://docs.nvidia.com/deeplearning/tensorrt/10.14.1/index.html). Thor is supported since
 # JetPack 7. On Orin, JetPack 7.2 has TensorRT 10.16.
 TENSORRT_BY_SM = {
@@ -68,23 +69,24 @@ class TargetError(DlmError):
 
 @dataclass(frozen=True)
 class Target:
-    """What a device can run. A figure that no source gives is ``None``, or missing from a mapping.
+    """What a device can run. A value that no source gives is ``None``, or is missing from a
+    mapping.
 
     Attributes:
         formats: Formats of quantised layers that the device supports.
         auto: Formats that ``--precision auto`` tries, cheapest first.
-        aliases: Maps a name that ``--precision`` accepts to the recipe that it means on this
+        aliases: Maps a name that ``--precision`` accepts to the recipe that this name means on this
             target.
         note: Advice for users.
         sm: Compute capability (89 means 8.9). ``None`` for the targets ``cpu`` and ``cuda``.
         memory_is_shared: True if CPU and GPU use the same memory.
-        rates: Peak operations per second of the tensor cores, by number format. If the vendor
-            gives a rate for accumulation in fp32, that rate is used.
-        derived: For each rate that no source gives directly, how it was derived.
+        rates: Peak operations per second of the tensor cores, by number format. If the vendor gives
+            a rate for accumulation in fp32, this rate is used.
+        derived: For each rate that no source gives directly, how the rate was derived.
         provider: ONNX Runtime's provider if ``engine`` is "onnxruntime".
         engine_kinds: The TensorRT variants that can build engines for this target. "rtx" is
-            TensorRT-RTX, which can build engines without a GPU. "tensorrt" is standard TensorRT,
-            which builds engines on the device itself.
+            TensorRT-RTX. It can build engines without a GPU. "tensorrt" is standard TensorRT. It
+            builds engines on the device itself.
         tensorrt, jetpack: Versions of TensorRT and JetPack that support the device, as text.
     """
 
@@ -110,7 +112,7 @@ class Target:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Everything that ``--precision`` accepts for this target, except recipe files."""
+        """All values that ``--precision`` accepts for this target, except recipe files."""
         meant = {name: recipes.RECIPES[self.aliases.get(name, name)] for name in recipes.RECIPES}
         names = [name for name, recipe in meant.items() if not self.missing(_formats(recipe))]
         return (*self.full_precisions, *names, *((AUTO, STORED) if self.formats else ()))
@@ -129,25 +131,27 @@ class Target:
         return self.sm == 87
 
     def missing(self, formats: Iterable[str]) -> list[str]:
-        """Those of ``formats`` that the target does not support, sorted and without repeats."""
+        """Return the formats in ``formats`` that the target does not support, sorted and without
+        duplicates.
+        """
         return sorted(set(formats) - {HIGH, *self.formats})
 
     def check_layers(self, layers: Mapping[str, str]) -> None:
-        """Raises TargetError if a layer of a bundle has a format that the target does not support.
+        """Raise TargetError if a layer of a bundle has a format that the target does not support.
 
         ``layers`` maps the path of each layer to its format.
         """
         check([self], layers.values(), "the bundle")
 
     def recipe(self, precision: str) -> Recipe | None:
-        """The recipe that ``precision`` means on this target; see ``recipe_for``."""
+        """Return the recipe that ``precision`` means on this target. See ``recipe_for``."""
         return recipe_for([self], precision)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"precisions": list(self.precisions)}
 
     def why_not(self, name: str) -> str | None:
-        """The reason why a format or a full precision does not run on this target.
+        """Return the reason why a format or a full precision does not run on this target.
 
         Returns ``None`` if no known rule excludes it.
         """
@@ -162,7 +166,7 @@ class Target:
 
 
 def _formats(recipe: Recipe) -> set[str]:
-    """Formats that a target must support to run a recipe.
+    """Return the formats that a target must support to run a recipe.
 
     An FP8 embedding table needs the same support as an FP8 layer.
     """
@@ -170,12 +174,14 @@ def _formats(recipe: Recipe) -> set[str]:
 
 
 def _least_sm(name: str) -> int:
-    """The oldest SM that supports a full precision or a layer's format."""
+    """Return the oldest SM that supports a full precision or a layer's format."""
     return FORMATS[name].least_sm if name in FORMATS else LEAST_SM.get(name, 0)
 
 
 def _formats_for(kind: str) -> tuple[str, ...]:
-    """Formats that ``--precision auto`` tries on one kind of target: cpu, cuda or tensorrt."""
+    """Return the formats that ``--precision auto`` tries on one kind of target: cpu, cuda or
+    tensorrt.
+    """
     return tuple(name for name, known in FORMATS.items() if kind in known.auto)
 
 
@@ -243,9 +249,9 @@ GENERIC = {f"sm{sm}": sm for sm in TENSORRT_BY_SM}
 
 
 def find(name: str) -> Target:
-    """Find a target by its name. A name such as ``sm89`` stands for any GPU of that SM.
+    """Find a target by its name. A name such as ``sm89`` stands for any GPU with SM 8.9.
 
-    For an unknown name, the TargetError lists the known names.
+    For an unknown name, raises TargetError. The message lists the known names.
     """
     if name in GENERIC:
         sm = GENERIC[name]
@@ -260,8 +266,8 @@ def find(name: str) -> Target:
 def find_all(names: Sequence[str]) -> list[Target]:
     """Find the targets of one bundle, in the order of ``names``.
 
-    Raises TargetError if ``names`` is empty or has a name twice. Also raised if one bundle cannot
-    serve all these targets.
+    Raises TargetError if ``names`` is empty or contains a name twice, or if one bundle cannot serve
+    all these targets.
     """
     if not names:
         raise TargetError(
@@ -283,7 +289,7 @@ def find_all(names: Sequence[str]) -> list[Target]:
 
 
 def recipe_for(targets: Sequence[Target], precision: str) -> Recipe | None:
-    """The recipe that ``precision`` means on ``targets``, which must come from ``find_all``.
+    """Return the recipe that ``precision`` means on ``targets``, which must come from ``find_all``.
 
     Returns ``None`` if ``precision`` is not a recipe: a full precision, "auto" or "stored". Raises
     RecipeError if the recipe is invalid. Raises TargetError if a target does not support
@@ -305,9 +311,9 @@ def recipe_for(targets: Sequence[Target], precision: str) -> Recipe | None:
 
 
 def check(targets: Sequence[Target], formats: Iterable[str], asker: str) -> None:
-    """Raises TargetError if a target does not support one of ``formats``.
+    """Raise TargetError if a target does not support one of ``formats``.
 
-    The message names ``asker`` as the thing that needs the formats.
+    ``asker`` is what needs the formats. The message names ``asker``.
     """
     formats = list(formats)
     for target in targets:

@@ -14,7 +14,8 @@ from dlm_runtime.errors import DlmError, RequestError
 SMALL_MATRIX = 1 << 19
 """Matrices of at most this many elements are multiplied on one thread.
 
-Such a product takes about a millisecond, so dividing it between threads does not pay.
+Such a product takes about a millisecond, so dividing the product between threads takes more time
+than it saves.
 """
 
 
@@ -28,9 +29,10 @@ class Workplace:
 
     - ``activation_bytes``: memory limit in bytes for the hidden states of canvases. Hidden states
       beyond the limit are stored in a file in ``folder``. ``None`` means no limit.
-    - ``solved``: folder for the weights that a solver has rounded. ``None`` keeps them in memory.
+    - ``solved``: folder for the weights that a solver has rounded. ``None`` keeps these weights in
+      memory.
     - ``states``: file for the calibration states, which are canvases to run the denoiser on.
-      ``None`` keeps them in memory only.
+      ``None`` keeps the states in memory only.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -44,9 +46,10 @@ class Workplace:
 def threads_for(elements: int) -> Iterator[None]:
     """While the block runs, torch uses one thread if all matrices are small.
 
-    ``elements`` is the number of elements of the largest matrix. Up to ``SMALL_MATRIX``, matrices
-    count as small. If threads divided a small product, they would have to wait for each other at
-    its end. If other programs use the same cores, this wait can be as long as a time slice.
+    ``elements`` is the number of elements of the largest matrix. Matrices of up to ``SMALL_MATRIX``
+    elements count as small. If threads divided a small product, the threads would have to wait for
+    each other at the end of the product. If other programs use the same cores, this wait can be as
+    long as a time slice.
     """
     before = torch.get_num_threads()
     if elements <= SMALL_MATRIX:
@@ -60,7 +63,7 @@ def threads_for(elements: int) -> Iterator[None]:
 def find_device(name: str) -> torch.device:
     """Find a device by its name: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:1``.
 
-    Raises RequestError for another name, and DeviceError if the machine lacks the device.
+    Raises RequestError for an unknown name, and DeviceError if the machine lacks the device.
     """
     kind, _, number = name.partition(":")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):

@@ -1,4 +1,5 @@
-"""The Python API of dlm-export's runtime. It opens bundles, and generates text with these bundles.
+"""The Python API of dlm-export's runtime. The API opens bundles, and generates text with the opened
+bundles.
 
 >>> import dlm_runtime as dlm
 >>> bundle = dlm.open("build/demo")

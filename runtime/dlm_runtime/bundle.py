@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Bundle(Decides):
-    """An open bundle, returned by ``dlm_runtime.open``. Threads may share it. ``with`` closes it."""
+    """An open bundle, returned by ``dlm_runtime.open``. Threads may share a bundle. ``with`` closes the bundle."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Bundle(Decides):
         checks_hashes: bool = True,
         provider: str = "cpu",
     ) -> None:
-        """``folder`` contains the tokenizer's files, if any. If ``checks_hashes``, these files are hashed and checked."""
+        """``folder`` contains any tokenizer files. If ``checks_hashes`` is True, the files' hashes are checked."""
         self._handle = handle
         self._library = _native.library()
         self._tokenizer: Tokenizer | None = None
@@ -88,7 +88,7 @@ class Bundle(Decides):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, or None if the bundle only accepts token ids. Raises BundleError if damaged."""
+        """The tokenizer, or None if the bundle only accepts token ids. Raises BundleError if a file is damaged."""
         if self._tokenizer is None and self._folder is not None:
             files = text_files(self.manifest, self._folder)
             if files.tokenizer is not None:
@@ -161,7 +161,7 @@ class Bundle(Decides):
             json_lines: A constraint for JSON Lines: the schema of each line, or a ``JsonLines`` object.
             csv: A constraint for a CSV table: the schema of each row, or a ``Csv`` object.
             xml: A constraint for an XML element: a schema that uses the keyword ``xml`` of OpenAPI.
-            tools: The result of ``Bundle.tools``; the text is a call of these functions.
+            tools: The result of ``Bundle.tools``. The text must call these functions.
             max_depth: Limit on recursion, 0 to 64. For a schema: how often the schema may contain itself, and how
                 deeply arrays and objects may be nested where the schema allows any value. For a grammar: how deeply
                 recursive references may be nested. If None, the limit is 3, or less if the result would be too large.
@@ -173,7 +173,7 @@ class Bundle(Decides):
             json_layout: White space of the JSON text: a name of ``LAYOUTS``, or a ``Layout``. If None, the bundle's
                 layout is used.
             limits: Limits on the resources that compiling may use. If None, the defaults of ``CompileLimits`` are used.
-            cache_dir: Folder for compiled constraints. "" is the user's cache folder. If None, nothing is stored.
+            cache_dir: Folder for compiled constraints. "" means the user's cache folder. If None, nothing is stored.
 
         Returns:
             The compiled constraint, to pass to requests.
@@ -443,9 +443,9 @@ class Bundle(Decides):
     ) -> Infill:
         """Fill the holes of a text. A hole is written as ``<mask>``: ``"def f(x): <mask> return y"``.
 
-        The text of a hole ends before the first end token in the hole, so this text may have fewer tokens than the
-        hole. If the tokenizer adds tokens at the start of a prompt, these tokens are also added to the text, unless the
-        text already starts with them. Tokens that the tokenizer adds at the end of a prompt are left out.
+        The text of a hole ends before the first end token in the hole, so the text may be shorter than the hole. If the
+        tokenizer adds tokens at the start of a prompt, these tokens are also added to ``text``, unless ``text`` already
+        starts with these tokens. Tokens that the tokenizer adds at the end of a prompt are left out.
 
         Args:
             text: Text with at least one ``<mask>``. If ``prompt`` or ``chat`` is passed, the text is the answer.
@@ -453,7 +453,7 @@ class Bundle(Decides):
                 hole, or a single entry for all holes. An entry is an integer, or a list of lengths to try. Each
                 combination of lengths is a separate request. At most 64 combinations are allowed. The result with the
                 highest mean ln p of the tokens in the holes is returned.
-            constrain_from: An index into the characters of ``text``. The constraint then covers the text from this
+            constrain_from: An index into the characters of ``text``. If set, the constraint covers the text from this
                 character to the end, and the text must have only one hole. If None, the constraint covers the text of
                 each hole.
             request: Options of ``generate_batch``, such as policy fields, limits or a constraint.
@@ -562,7 +562,7 @@ class Bundle(Decides):
         max_pass_ms: float = 0.0,
         cost: PassCost | None = None,
     ) -> Scheduler:
-        """Create a scheduler. It accepts requests from any thread, and runs all passes on a separate thread.
+        """Create a scheduler. The scheduler accepts requests from any thread, and runs all passes on a separate thread.
 
         Requests share passes if the engine supports shared passes. Otherwise, each pass computes one request, and
         requests take turns. Requests start in the order of submission.

@@ -71,7 +71,7 @@ class CallbackPass:
         past: The cached keys and values, ``[layers, 2, Hkv, S, D]``, as nested lists of float32
             views. The lists are empty if S is 0.
         top_tokens: Output ``[R, K]``, int32: the most likely tokens of each row.
-        top_probs: Output ``[R, K]``, float32: their probabilities.
+        top_probs: Output ``[R, K]``, float32: the probabilities of ``top_tokens``.
         entropy: Output ``[R]``: the entropy of each row's distribution.
         logits: Output ``[R, V]``.
         present: Output: the keys and values of the T tokens, in the form of ``past``.
@@ -139,7 +139,7 @@ def from_callback(
         info: The properties of the denoiser.
         run: Computes the pass of one request. If several requests share a pass
             (``generate_batch``), the function is called once for each of these requests.
-        policy: The default policy of the bundle. If None, the preset "llada".
+        policy: The default policy of the bundle. None means the preset "llada".
 
     Raises:
         RequestError: A property is out of range.

@@ -17,15 +17,15 @@ class DlmError(Exception):
 
 
 class DlmWarning(UserWarning):
-    """Warns that a request was carried out with changes, which the message explains.
+    """Warns that a request was carried out with changes. The message explains the changes.
 
     The command line prints the warning as one line.
     """
 
 
 class BundleError(DlmError):
-    """Raised if a bundle is missing, damaged or edited, or if this runtime does not know its format
-    version.
+    """Raised if a bundle is missing, damaged or edited, or if this runtime does not know the
+    bundle's format version.
     """
 
     exit_code = ExitCode.WRONG_INPUT
@@ -64,8 +64,8 @@ class SchemaWarning(DlmWarning):
 
 
 class ConstraintWarning(DlmWarning):
-    """Warns that a constraint forced a text that is far less likely than the text without the
-    constraint.
+    """Warns that a constraint forced a text that is far less likely than the text that the denoiser
+    would otherwise generate.
     """
 
 
@@ -73,5 +73,5 @@ def shown(value: object) -> str:
     """Return a short form of any value, for an error message."""
     try:
         return reprlib.repr(value)
-    except Exception:  # such as an integer of more digits than Python prints
+    except Exception:  # such as an integer with more digits than Python prints
         return f"a value of type {type(value).__name__}"

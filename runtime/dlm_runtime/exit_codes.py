@@ -6,17 +6,17 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """The exit codes for failures. Success is 0. If signal n ended a command, its exit code is 128
-    + n.
+    """The exit codes for failures. Success is 0. If signal n ended a command, the command's exit
+    code is 128 + n.
 
-    A failure's exit code says what must change before the same command can succeed. The table for
-    users is in docs/guides/troubleshooting.md.
+    A failure's exit code says what must change before the same command can succeed. For users,
+    docs/guides/troubleshooting.md lists the exit codes.
     """
 
     COULD_NOT = 1
     """The input is correct, but the machine lacks a package, an engine, a device, memory, disk
-    space or a permission. Also used if another process blocks the command, or if the command was
-    interrupted.
+    space or a permission. This exit code is also used if another process blocks the command, or if
+    the command was interrupted.
     """
     WRONG_INPUT = 2
     """An option, a path or the data at a path is missing, damaged or unsuitable, or the command

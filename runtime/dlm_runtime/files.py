@@ -39,8 +39,9 @@ def read_bytes(
                 raise error(
                     f"{path}: {info.st_size} bytes is too large: the limit is {limit_bytes}.{hint}"
                 )
-            # Python allocates as many bytes as ``read`` asks for. Therefore the size that the file
-            # system reports is used, and not the limit. For files in /proc, the reported size is 0.
+            # ``read`` allocates as many bytes as its argument says. The argument is therefore the
+            # size that the file system reports, and not the size limit. For files in /proc, the
+            # reported size is 0.
             data = file.read(info.st_size + 1)
             while len(data) <= limit_bytes and (more := file.read(_PIECE_BYTES)):
                 data += more
@@ -91,8 +92,8 @@ def parse_json(text: str) -> Any:
     """Parse JSON. Raises ValueError if a string is not valid UTF-8.
 
     Integers that do not fit into 64 bits are converted to doubles. Integers of more than 308 digits
-    become infinity. Callers can then compare such numbers with their limits, and reject numbers
-    that are too large.
+    become infinity. Callers can then compare such a number with a limit, and reject the number if
+    it is too large.
     """
     try:
         value = json.loads(

@@ -1,8 +1,8 @@
 """Checks the parts of a bundle's manifest that the native reader does not use.
 
-When the native library opens a bundle, it checks the members ``loop`` and ``files``. The other
-members are for people and for the exporter. Code that reads one of these members must first check
-the manifest with the functions of this module. These functions use ``manifest.schema.json``.
+When the native library opens a bundle, it checks the members ``loop`` and ``files``. All other
+members are for people and for the exporter. Code that reads one of the other members must first
+check the manifest with the functions of this module. These functions use ``manifest.schema.json``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
 
 MANIFEST_FILE = "manifest.json"
-_MESSAGE_LIMIT = 300  # characters: names and values may be as long as a manifest
+_MESSAGE_LIMIT = 300  # characters, because a name or value may be as long as the manifest
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
     """Check the whole manifest of the bundle in ``folder``. The native library must have opened the
     bundle already.
 
-    Raises BundleError with the path of the file, the member that is wrong, and the reason.
+    Raises BundleError. The message contains the file's path, the wrong member and the reason.
     """
     from jsonschema.exceptions import best_match
 
@@ -125,7 +125,7 @@ def _policy_rule(field: Any) -> dict[str, Any]:
         return said | {"type": "string", "enum": choices, "default": choices[0]}
     if field.kind == _native.HEADER.constants["DLM_FIELD_DOUBLE"]:
         kind, highest, initial = "number", field.highest, field.initial
-    else:  # JSON readers may only accept 63 bits
+    else:  # some JSON readers only accept 63 bits
         kind, highest, initial = "integer", min(field.highest, 2**63 - 1), int(field.initial)
     return said | {"type": kind, "minimum": field.lowest, "maximum": highest, "default": initial}
 

@@ -33,8 +33,8 @@ def open(
         engine: "onnxruntime", "tensorrt", "auto" or "none". "auto" means "tensorrt" if the bundle
             was built for a GPU, and "onnxruntime" otherwise. With "none", the bundle is opened and
             checked, but cannot run passes. ONNX Runtime uses the kernels of this package that suit
-            the processor. The variable $DLM_KERNELS selects other kernels. Its value "none" selects
-            ONNX Runtime's own kernels.
+            the processor. The variable $DLM_KERNELS selects different kernels. If the value of this
+            variable is "none", ONNX Runtime's own kernels are used.
         provider: The provider of ONNX Runtime: "cpu", or on a GPU "cuda", "tensorrt" or
             "nv_tensorrt_rtx". For a GPU other than GPU 0, add the index of the GPU ("cuda:1"). With
             a GPU provider, the engine "auto" means "onnxruntime".
@@ -86,7 +86,7 @@ def open(
         allow_fallback=int(allow_fallback),
         threads=threads,
     )
-    cores = len(os.sched_getaffinity(0))  # the same count as in the native library
+    cores = len(os.sched_getaffinity(0))  # the native library counts in the same way
     if threads > cores:
         said = f"threads = {threads} is more than the {cores} cores that this process may use: {cores} threads run"
         warnings.warn(said, DlmWarning, stacklevel=2)

@@ -16,21 +16,21 @@ from typing import Any
 
 from dlm_runtime.errors import RequestError
 
-# Names of scores in papers and their code -> the names of the same scores in a policy.
+# Names of scores in papers and in the papers' code -> the names of the same scores in a policy.
 SCORE_ALIASES = {
     "maskgit_plus": "confidence",
     "low_confidence": "confidence",
     "topk_margin": "margin",
 }
 
-# A known name is suggested for an unknown name if both names are at least this similar. With
-# difflib's default, top_p would be suggested for stop.
+# A known name is suggested for an unknown name if the similarity of the two names is at least this
+# value. With difflib's default, top_p would be suggested for stop.
 _NEAR = 0.7
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The policy of one denoising loop. The fields are those of ``dlm_policy`` in
+    """The policy of one denoising loop. The fields are the fields of ``dlm_policy`` in
     ``dlm_runtime.h``, in the same order.
 
     Args:

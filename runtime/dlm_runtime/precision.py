@@ -2,10 +2,10 @@
 records.
 
 A number format says how a number is stored, for example INT8 or FP8. A layer format says which
-number formats a matrix multiplication uses for its weights and its activations. It also says which
-targets can run this multiplication. To add a format, add a record here, the format's arithmetic in
-``dlm_calibration.formats``, and its graph in ``dlm_export.graph.quantise``. This module imports no
-other package, so that boards can use it.
+number formats a matrix multiplication uses for its weights and its activations. A layer format also
+says which targets can run this multiplication. To add a format, add a record here, the format's
+arithmetic in ``dlm_calibration.formats``, and its graph in ``dlm_export.graph.quantise``. This
+module imports no other package, so that boards can use it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """How numbers are stored.
+    """A number format. It describes how numbers are stored.
 
     Args:
         code_type: The dtype of a stored code in numpy (with ml_dtypes).
@@ -23,9 +23,9 @@ class NumberFormat:
         code_limits: The range to which codes are clipped. If None, codes are looked up in a table.
         least_sm: The compute capability, times 10, of the oldest GPU that can compute in the
             format. 89 means 8.9.
-        tensorrt: The names of the format in TensorRT and in TensorRT's inspector.
-        is_simulated_on_cpu: True if a CPU cannot compute in the format. The quantised numbers are
-            then multiplied in fp32.
+        tensorrt: The names that TensorRT and TensorRT's inspector use for the format.
+        is_simulated_on_cpu: True if a CPU cannot compute in the format. In this case, the CPU
+            multiplies the quantised numbers in fp32.
     """
 
     name: str
@@ -38,8 +38,8 @@ class NumberFormat:
     is_simulated_on_cpu: bool = False
 
 
-# TensorRT-RTX 1.7 does not compile INT4 for SM 7.5. It does compile INT8 weights for SM 7.5,
-# although NVIDIA's support matrix lists INT8 weights only from SM 8.6 on.
+# TensorRT-RTX 1.7 does not compile INT4 for SM 7.5. TensorRT-RTX 1.7 does compile INT8 weights for
+# SM 7.5, although NVIDIA's support matrix lists INT8 weights only for SM 8.6 and newer.
 NUMBER_FORMATS = {
     each.name: each
     for each in (
@@ -53,7 +53,7 @@ NUMBER_FORMATS = {
 
 @dataclass(frozen=True)
 class LayerFormat:
-    """How one matrix multiplication is computed.
+    """A layer format. It describes how one matrix multiplication is computed.
 
     Args:
         weights, activations: Names of number formats. None means full precision.
@@ -61,7 +61,8 @@ class LayerFormat:
             computes the range.
         group_size: Number of weights in a group, along the input dimension.
         next: Layer formats to try for a layer whose shape does not suit this format. The first
-            format that suits the shape and the target is used, or ``HIGH`` if no format suits both.
+            format that suits the shape and the target is used, or ``HIGH`` if no format suits both
+            the shape and the target.
         on_cuda: True if ONNX Runtime's CUDA provider has kernels for the format.
         untried: The reason why TensorRT does not use the format, although TensorRT could use it.
         auto: The kinds of target for which ``--precision auto`` tries the format.
@@ -83,8 +84,8 @@ class LayerFormat:
 
     @property
     def is_simulated_on_cpu(self) -> bool:
-        """True if a CPU cannot compute in this format. The quantised numbers are then multiplied in
-        fp32.
+        """True if a CPU cannot compute in this format. In this case, the CPU multiplies the
+        quantised numbers in fp32.
         """
         return self.weights is not None and NUMBER_FORMATS[self.weights].is_simulated_on_cpu
 
@@ -97,7 +98,9 @@ class LayerFormat:
 
     @property
     def not_in_tensorrt(self) -> str | None:
-        """The reason why TensorRT does not compute this format, or None if it does."""
+        """The reason why TensorRT does not compute this format, or None if TensorRT computes this
+        format.
+        """
         if self.is_dynamic:
             return "TensorRT has no MatMulInteger, which quantises activations in each pass"
         return self.untried
@@ -106,8 +109,8 @@ class LayerFormat:
     def is_int4_in_panels(self) -> bool:
         """True if only this project's own kernels and functions compute this format.
 
-        The scales are then stored as fp16 in every graph, because fp32 scales would be a large part
-        of the file. These scales may be negative, which other engines do not accept.
+        If True, the scales are stored as fp16 in every graph, because fp32 scales would be a large
+        part of the file. The scales may be negative. Other engines do not accept negative scales.
         """
         return self.weights == "int4" and self.is_dynamic
 
@@ -119,10 +122,10 @@ class LayerFormat:
         return self.weights in (None, "fp8") or self.is_dynamic
 
     def weight_bytes(self, inputs: int, outputs: int) -> int:
-        """Return the size in bytes of a weight matrix ``[inputs, outputs]`` on disk, with its
+        """Return the size in bytes of a weight matrix ``[inputs, outputs]`` on disk, including its
         scales.
 
-        Full precision is fp32.
+        A matrix in full precision is stored as fp32.
         """
         elements = inputs * outputs
         if self.weights is None:
@@ -174,6 +177,6 @@ FORMATS: dict[str, LayerFormat] = {
         "int8", next=("int8-dynamic",), on_cuda=True, auto=("tensorrt", "cuda")
     ),
 }
-"""The layer formats. The keys are the names of the formats. First come the formats that
-``--precision auto`` tries. The cheapest of these formats is the first.
+"""The layer formats. The keys are the names of the formats. The formats that ``--precision auto``
+tries come first, and start with the cheapest format.
 """

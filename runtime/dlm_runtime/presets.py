@@ -51,9 +51,9 @@ PRESETS = {
 def presets_for(visible_block: int | None, shift: int) -> dict[str, Policy]:
     """Return the presets that a denoiser supports.
 
-    ``visible_block`` is the block length of its attention, or None if attention is full. For
-    block-causal attention, a ``block_length`` of 0 in a preset is replaced by the block length of
-    the network.
+    ``visible_block`` is the block length of the denoiser's attention, or None if attention is full.
+    For block-causal attention, a ``block_length`` of 0 in a preset is replaced by the block length
+    of the network.
     """
     found = {
         name: policy for name, policy in PRESETS.items() if _suits(policy, visible_block, shift)

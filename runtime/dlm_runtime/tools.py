@@ -85,8 +85,8 @@ FORMATS = {
 
 
 def format_of(chosen: str | CallFormat | None, template: str | None) -> CallFormat:
-    """Return the call format to use: ``chosen``, or if that is None, the format that the chat
-    template shows.
+    """Return the call format to use: ``chosen``, or, if ``chosen`` is None, the format that the
+    chat template shows.
 
     If the template does not show a format, the result is one JSON object per line. Raises
     RequestError for an unknown name.
@@ -115,8 +115,8 @@ class Tools:
 
     @classmethod
     def checked(cls, tools: Any, choice: Any, written: CallFormat, is_parallel: bool) -> Tools:
-        """Check the tools that a caller passed. Raises RequestError, which names the invalid entry
-        and the reason.
+        """Check the tools that a caller passed. Raises RequestError. The message names the invalid
+        entry and the reason.
         """
         if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence) or not tools:
             raise RequestError(
@@ -188,8 +188,8 @@ class Tools:
         return self._of(text) or []
 
     def _of(self, text: str) -> list[ToolCall] | None:
-        """Parse a sequence of JSON values, each a call or a list of calls. Returns None if the text
-        has a different form.
+        """Parse a sequence of JSON values. Each value must be a call or a list of calls. Returns
+        None if the text has a different form.
         """
         found: list[ToolCall] = []
         rest = text.strip()

@@ -24,8 +24,9 @@ _ROUNDED = 16 << 20  # error messages round amounts up to multiples of this numb
 def activation_bytes(job: Job) -> int | None:
     """Compute how many bytes of memory the hidden states of canvases may use.
 
-    If ``--memory`` is given, it is the limit for the whole process. Otherwise, the available memory
-    is the limit. The function subtracts the memory of the most demanding stage from this limit.
+    If ``--memory`` is given, its value is the limit for the whole process. Otherwise, the available
+    memory is the limit. The function subtracts the memory of the most demanding stage from this
+    limit.
 
     Returns ``None`` if the available memory is unknown. Raises MemoryLimitError if the limit is too
     small for a stage. The error message says how much memory is needed.
@@ -39,7 +40,8 @@ def activation_bytes(job: Job) -> int | None:
     held = resident_bytes() + _OTHERS
     if held + most > limit:
         given = f"--memory {asked:,}" if asked is not None else f"{limit:,} bytes are free"
-        # Round up, because the memory that this process already uses differs from run to run.
+        # Round up, because the amount of memory that this process already uses varies from run to
+        # run.
         least = -(-(held + most) // _ROUNDED) * _ROUNDED
         raise MemoryLimitError(
             f"{given}: to {stage} needs {least:,} bytes, one layer at a time. Allow that much{_for_pace(job, least)}."
@@ -95,9 +97,9 @@ def needed_bytes(job: Job) -> dict[str, int]:
         )
         needs["calibrate"] = block + max(pass_bytes, matrices) + solving
     if job.request.options.check_parity and job.request.is_quantised:
-        # Three copies of a transformer block can be in memory at once: the torch block, the block
-        # of the graph, and a second torch block while weights are quantised. A quantised head is
-        # packed in memory. An unquantised head is memory-mapped.
+        # Three copies of a transformer block can be in memory at the same time: the torch block,
+        # the graph's block, and a second torch block while weights are quantised. A quantised head
+        # is packed in memory. An unquantised head is memory-mapped.
         whole = max(
             sum(layer.count * layer.inputs * layer.outputs for layer in block) for block in blocks
         )

@@ -29,8 +29,8 @@ from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
 CACHE_SAMPLES = 8  # number of samples for judging a rounded cache, if --judged is not given
-# For each judged sample, the ranking of layers uses this many canvases (calibration states). One
-# canvas takes as long as ten passes.
+# For each judged sample, the ranking of layers uses this many canvases (calibration states).
+# Ranking on one canvas takes as long as ten passes.
 STATES_A_SAMPLE = 2
 
 
@@ -78,8 +78,8 @@ def prove(
 ) -> Proof:
     """Compare the bundle in ``folder`` with torch, and judge its accuracy.
 
-    ``output`` is the final path of the bundle, which error messages show. ``taps`` maps each layer
-    to its inputs and outputs in the graph. Raises ParityError or AccuracyError.
+    ``output`` is the final path of the bundle. Error messages show this path. ``taps`` maps each
+    layer to its inputs and outputs in the graph. Raises ParityError or AccuracyError.
     """
     parity = (
         _check_pass(job, manifest, folder, workplace, stages)
@@ -111,8 +111,8 @@ def _check_pass(
     """Compare whole passes of an unquantised bundle with torch.
 
     In a network with experts, a tiny difference can route a token to a different expert. Such a
-    change affects the whole pass. So if whole passes of such a network differ, its layers are
-    compared one by one.
+    change affects the whole pass. So if whole passes of a network with experts differ, the
+    network's layers are compared one by one.
     """
     source = job.source
     with stages.stage("check parity", against_torch.parity_units(source.presets, source.network)):
@@ -230,8 +230,8 @@ def _judge(
 
 
 def _statistics(done: Quantisation, provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Summarise the calibration for accuracy.json. The summary contains the data and the ranges of
-    each layer.
+    """Summarise the calibration for accuracy.json. The summary describes the calibration data and
+    the activation ranges of each layer.
     """
     if provenance is None or done.observers is None:
         return None

@@ -37,7 +37,8 @@ from dlm_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """The calibration data, the canvases (states) made from the data, and the manifest's entry.
+    """The calibration data, the canvases (states) made from the data, and the manifest's entry
+    about the calibration.
 
     ``states`` is empty if the recipe needs no states.
     """
@@ -69,8 +70,8 @@ class Quantised:
 
     @property
     def is_simulated_on_cpu(self) -> bool:
-        """True if a CPU cannot compute in one of the formats. The CPU then computes in fp32 with
-        the exact values of the format.
+        """True if a CPU cannot compute in one of the formats. For such a format, the CPU computes
+        in fp32 with the exact values of the format.
         """
         return any(FORMATS[name].is_simulated_on_cpu for name in self.numbers.formats.values())
 
@@ -102,7 +103,7 @@ def quantise(
     if is_stored and recipe is not None:
         formats = recipe.formats(list(layers))
     # The search for a recipe measures losses on calibration states. A pre-quantised checkpoint
-    # contains its ranges already, so it needs no calibration states.
+    # already contains its ranges, so the build needs no calibration states.
     needs_states = (
         recipe is None or formats is None or (not is_stored and recipe.needs_states(formats))
     )
@@ -220,8 +221,8 @@ def _tune(job: Job, stages: Stages) -> Tuning:
 def _search(
     job: Job, calibration: Calibration, tuned: Tuning | None, workplace: Workplace, stages: Stages
 ) -> search.Found:
-    """Find the cheapest recipe whose loss is within the budget. This is what ``--precision auto``
-    does.
+    """Find the cheapest recipe whose loss is within the budget. ``--precision auto`` calls this
+    function.
     """
     request, options = job.request, job.request.options.quantise
     formats = search.formats_for(request.targets, options.auto)

@@ -37,16 +37,16 @@ class Request:
     recipe: Recipe | None
     """The recipe that the option ``precision`` names.
 
-    This is ``None`` for a full precision. It is also ``None`` for ``auto`` and ``stored``, because
-    the recipe is then found later.
+    The value is ``None`` for a full precision. The value is also ``None`` for ``auto`` and
+    ``stored``, because the recipe for these two options is found later.
     """
     builders: Mapping[str, Builder]
     """Maps the name of a target to the builder of its engine.
 
-    If a target is missing here, no engine is built for the target on this machine.
+    If a target is missing in this mapping, no engine is built for the target on this machine.
     """
     device: torch.device
-    """The device that torch runs on."""
+    """The device on which torch runs."""
 
     @property
     def on_gpu(self) -> bool:
@@ -108,7 +108,7 @@ class Job:
 
     @property
     def cache_dtype(self) -> str:
-        """The type of cached keys and values, as the manifest spells it."""
+        """The type of cached keys and values, in the manifest's spelling."""
         return graph.CACHE_DTYPES[self.request.options.cache_dtype or self.base]
 
     @property
@@ -220,7 +220,7 @@ def check_job(request: Request, source: Source) -> Job:
 DENSE_EXPERTS = 16
 """The maximum number of experts per layer in a graph for GPUs.
 
-There is a limit because such a graph computes all experts for every token.
+There is a limit because a graph for GPUs computes all experts for every token.
 """
 
 
@@ -238,8 +238,8 @@ def _check_dense(request: Request, network: NetworkSpec) -> None:
 def held_in(request: Request, layer: LinearSpec, name: str) -> str:
     """Return the format that a layer gets if the recipe requests the format ``name``.
 
-    This is ``name`` itself if the layer's shape allows this format. Otherwise, the function returns
-    the first alternative that the shape allows and that all targets support.
+    The result is ``name`` itself if the layer's shape allows this format. Otherwise, the function
+    returns the first alternative that the shape allows and that all targets support.
     """
     choices = [
         name,

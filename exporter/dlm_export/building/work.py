@@ -121,8 +121,8 @@ def _claim(folder: Path, key: dict[str, Any]) -> None:
 
 
 def _key(job: Job) -> dict[str, Any]:
-    """Collect everything that calibration states depend on. Files are represented by their
-    hashes.
+    """Collect all data and options on which calibration states depend. Files are represented by
+    their hashes.
     """
     options, source = job.request.options, job.source
     calibration = asdict(options.quantise.calibration)
@@ -142,7 +142,7 @@ def _key(job: Job) -> dict[str, Any]:
 
 
 def _solving(job: Job) -> str:
-    """Return a hash of everything else that solved weights depend on, besides the result of
+    """Return a hash of the settings on which solved weights depend, in addition to the result of
     ``_key``.
     """
     assert job.request.recipe is not None

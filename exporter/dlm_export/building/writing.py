@@ -99,7 +99,7 @@ class Written:
     fused: Fused | None
     hashed: dict[str, Any]
     embedding_dtype: str | None = None
-    """Type of the embedding table in the weight file; ``None`` if the table is quantised."""
+    """Type of the embedding table in the weight file, or ``None`` if the table is quantised."""
 
 
 def write_graph(job: Job, quantised: Quantised | None, folder: Path, stages: Stages) -> Written:
@@ -167,8 +167,9 @@ def table_dtype(job: Job) -> np.dtype:
 def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part]) -> ReadParameter:
     """Return a function that reads the initialisers of a quantised graph.
 
-    Some initialisers are a part of a quantised layer, such as its scales. ``parts`` maps each of
-    these initialisers to its part. All other initialisers are parameters of the denoiser.
+    Some initialisers are a part of a quantised layer, such as its scales. ``parts`` maps the name
+    of each of these initialisers to the layer's part. All other initialisers are parameters of the
+    denoiser.
     """
     held: dict[str, QuantisedWeight] = {}
 
@@ -207,8 +208,8 @@ def _expert_reader(
         job.source.parameters if quantised is None else quantised.numbers.parameters
     )
     layers = job.source.network.quantisable()
-    # Quantising an expert creates codes and scales together. The codes are requested first. So the
-    # scales are stored here until they are requested.
+    # Quantising an expert creates codes and scales together. The codes are requested first. So this
+    # dict stores the scales until the scales are requested.
     found: dict[tuple[str, int, str], np.ndarray] = {}
 
     def of_expert(part: experts.StackPart, expert: int) -> np.ndarray:

@@ -1,1 +1,3 @@
-"""Writes and reads bundles. A bundle is a folder with a manifest, which lists the other files."""
+"""Writes and reads bundles. A bundle is a folder with a manifest. The manifest lists all other
+files.
+"""

@@ -1,4 +1,6 @@
-"""Writes and replaces bundle folders safely, and records the sizes and hashes of their files."""
+"""Writes and replaces bundle folders safely, and records the sizes and hashes of the folders'
+files.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from dlm_export import outputs
 from dlm_runtime.manifest import MANIFEST_FILE
 
 _OWN_FILES = re.compile(r"manifest\.json(\.new)?|engines/[^/]+\.engine(\.new)?")
-"""Matches the names of files that belong to a bundle even if its manifest does not list them.
+"""Matches the names of files that belong to a bundle even if the bundle's manifest does not list
+these files.
 
 These files are the manifest, and the files that remain if ``dlm-export engine`` is killed.
 """

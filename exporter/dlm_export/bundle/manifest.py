@@ -73,7 +73,8 @@ def make_manifest(
         chat_template: The entry ``chat_template``, or ``None``.
         text: The entry for the compiled text file, or ``None``.
         config_sha256: SHA-256 of the checkpoint's config.json, or ``None`` if unknown.
-        hub: The origin of a downloaded checkpoint; ``None`` if the checkpoint was not downloaded.
+        hub: The origin of a downloaded checkpoint, or ``None`` if the checkpoint was not
+            downloaded.
         json_layout: Name of the JSON layout that the denoiser was trained on, or ``None``.
         call_format: Name of the tool-call format that the denoiser was trained on, or ``None``.
     """
@@ -112,7 +113,7 @@ def _source(config_sha256: str, hub: dict[str, Any] | None) -> dict[str, Any]:
 def network_of(manifest: Mapping[str, Any]) -> NetworkSpec:
     """Read the description of the network from a checked manifest.
 
-    Raises BundleError if the shapes of its layers contradict each other.
+    Raises BundleError if the shapes of the network's layers contradict each other.
     """
     try:
         return NetworkSpec.from_dict(

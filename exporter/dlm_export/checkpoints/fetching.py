@@ -2,7 +2,8 @@
 
 Files are stored in the cache of huggingface_hub, which resumes interrupted downloads. If only
 headers are needed, the configuration files are fetched completely, and the header of each weight
-file is fetched with two range requests. Such a weight file is sparse: its data takes no disk space.
+file is fetched with two range requests. The weight file in the cache is sparse: its tensor data
+takes no disk space.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Names of the files that are fetched from a checkpoint. Other files are never fetched."""
+"""Names of the files that are fetched from a checkpoint. All other files are never fetched."""
 HEADER_LIMIT_BYTES = 100_000_000
 """Largest header of a safetensors file, as the format specifies."""
 TIMEOUT_S = 30.0
@@ -146,7 +147,7 @@ def _is_intact(path: Path, digest: str, file: RepoSibling) -> bool:
     if file.lfs is not None:
         return digest == file.lfs.sha256
     data = path.read_bytes()
-    # SHA-1 is git's identifier of a file, and is not used as a signature here.
+    # SHA-1 is git's identifier of a file, and is not used as a signature.
     found = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
     return found == file.blob_id
 

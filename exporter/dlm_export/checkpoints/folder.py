@@ -113,8 +113,8 @@ HARMLESS_KEYS = (
 class Config:
     """The content of config.json. Each method checks the type of the value that it returns.
 
-    Errors name the file, the key and the expected value. The object records which keys were read,
-    because a key that was not read might describe a part of the network.
+    Error messages name the file, the key and the expected value. The object records which keys were
+    read, because a key that was not read might describe a part of the network.
     """
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ class Config:
         self._read: set[str] = set()
 
     def get(self, key: str) -> Any:
-        """Return the value of a key, or ``None`` if it is missing."""
+        """Return the value of a key, or ``None`` if the key is missing."""
         self._read.add(key)
         return self._values.get(key)
 
@@ -163,7 +163,7 @@ class Config:
         return self.positive(key, value)
 
     def positive(self, key: str, value: object) -> float:
-        """Check that a value is a positive number. The error names its ``key``."""
+        """Check that a value is a positive number. The error message names the value's ``key``."""
         if value is None:
             raise CheckpointError(
                 f"{self.path}: {key} is missing, and a guess would change what the network computes. Add it."
@@ -188,7 +188,7 @@ class Config:
     def require(self, key: str, *allowed: object, is_said: bool = False) -> None:
         """Check that ``Denoiser`` supports the value of a key, which must be one of ``allowed``.
 
-        Raises CheckpointError otherwise. A missing key is accepted, unless ``is_said`` is true.
+        Otherwise, raises CheckpointError. A missing key is accepted, unless ``is_said`` is true.
         """
         value = self.get(key)
         if value is None and is_said:
@@ -242,11 +242,12 @@ def weight_format(algorithm: str) -> str:
 
 @dataclass(frozen=True)
 class PreQuantised:
-    """Describes how a checkpoint is quantised, like hf_quant_config.json of modelopt's unified
+    """Describes how a checkpoint is quantised, as in hf_quant_config.json of modelopt's unified
     export.
 
     - ``excluded``: patterns of the modules that are in full precision.
-    - ``layers``: the algorithm of each module. Used only if ``algorithm`` is ``MIXED_PRECISION``.
+    - ``layers``: the algorithm of each module. This field is used only if ``algorithm`` is
+      ``MIXED_PRECISION``.
     - ``kv_cache``: the format of cached keys and values for which the checkpoint was calibrated.
     """
 
@@ -368,7 +369,7 @@ def _producer(values: dict[str, Any]) -> str:
 
 
 def _text(value: object) -> str | None:
-    """Return the value if it is a short printable name, otherwise ``None``."""
+    """Return the value if the value is a short printable name. Otherwise, return ``None``."""
     return (
         value if isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable() else None
     )

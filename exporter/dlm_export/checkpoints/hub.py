@@ -68,12 +68,12 @@ class Located:
 
 @contextlib.contextmanager
 def local(source: Path | HubName, *, headers_only: bool = False) -> Iterator[Located]:
-    """Yield the folder of a checkpoint or bundle. If the folder is on the hub, it is downloaded
-    first.
+    """Yield the folder of a checkpoint or bundle. If the folder is on the hub, the folder is
+    downloaded first.
 
     A downloaded folder is in the cache of huggingface_hub. If ``headers_only`` is true, the
-    downloaded folder is temporary. The weight files in this folder have their header and full size,
-    but contain zeros instead of weights. Raises HubError.
+    downloaded folder is temporary. Each weight file in this folder has the right header and the
+    full size, but contains zeros instead of weights. Raises HubError.
     """
     if isinstance(source, Path):
         yield Located(source)

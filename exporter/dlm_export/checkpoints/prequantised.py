@@ -1,4 +1,5 @@
-"""Reads the quantised matrices of modelopt's unified checkpoints. Their codes are not changed.
+"""Reads the quantised matrices of modelopt's unified checkpoints. The codes of the matrices are not
+changed.
 
 For a linear layer X, a checkpoint stores the codes ``X.weight`` and these scales
 (https://github.com/NVIDIA/Model-Optimizer, ``modelopt.torch.export``):

@@ -1,9 +1,9 @@
-"""Reads a checkpoint's tokenizer and chat template. A bundle stores both as tokenizer.json and a
-Jinja file.
+"""Reads a checkpoint's tokenizer and chat template. A bundle stores the tokenizer as
+tokenizer.json, and the chat template as a Jinja file.
 
 Some releases, such as Dream, contain vocab.json, merges.txt and a Python class instead of
-tokenizer.json. The Python class is never run. The same tokenizer, the byte-level BPE of Qwen2, is
-built from vocab.json and merges.txt.
+tokenizer.json. The Python class is never run. Instead, dlm-export builds the same tokenizer, the
+byte-level BPE of Qwen2, from vocab.json and merges.txt.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
 def _with_special(text: str, tokens: Sequence[int]) -> str:
     """Mark added tokens as special in a tokenizer.json.
 
-    If the text of a special token appears in a request, the text is never encoded as this token.
+    If a request contains the text of a special token, this text is never encoded as the special
+    token.
     """
     found = json.loads(text)
     plain = [
@@ -180,7 +181,7 @@ def _text(token: Any) -> str | None:
 
 
 def _check_text(checkpoint: Checkpoint, name: str, text: str) -> None:
-    """Check that a bundle can contain a text. Raises CheckpointError otherwise."""
+    """Check that a bundle can contain a text. Otherwise, raises CheckpointError."""
     size = len(text.encode("utf-8"))
     if size > TEMPLATE_LIMIT_BYTES or "\0" in text:
         raise CheckpointError(

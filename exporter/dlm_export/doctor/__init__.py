@@ -1,4 +1,5 @@
-"""Implements ``dlm-export doctor``, which checks whether this machine has everything it needs.
+"""Implements ``dlm-export doctor``, which checks whether this machine has everything that
+dlm-export needs.
 
 The command can also check whether a given bundle or target runs on this machine. The package
 consists of these modules:

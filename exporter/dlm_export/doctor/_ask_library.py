@@ -8,7 +8,8 @@ the value of this key is the reason. KIND selects the facts:
 - ``cuda``: the newest CUDA version that the driver supports, and the GPUs.
 - ``tensorrt`` and ``onnxruntime``: the version of the library.
 - ``providers``: the execution providers of the installed ONNX Runtime.
-- ``loads``: maps each library that does not load to the reason. Maps each other library to null.
+- ``loads``: contains a key for each library. The value is the reason why the library does not load,
+  or null if the library loads.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-COMPUTE_CAPABILITY = (75, 76)  # CUdevice_attribute of the major number, and of the minor number
+COMPUTE_CAPABILITY = (75, 76)  # CUdevice_attribute of the major version, and of the minor version
 MOST_GPUS = 64
 
 
 def cuda(name: str) -> dict[str, Any]:
-    """Ask the driver for the newest CUDA version that it supports, and for its GPUs.
+    """Ask the driver for the newest CUDA version that the driver supports, and for the GPUs.
 
     The CUDA version is an integer: 13000 means 13.0. For each GPU, the result contains the name,
     the SM and the memory.

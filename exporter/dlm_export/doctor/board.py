@@ -1,4 +1,4 @@
-"""Collects facts about a Jetson: its model, Jetson Linux, JetPack and power mode.
+"""Collects facts about a Jetson: the model, Jetson Linux, JetPack and the power mode.
 
 Follows NVIDIA's Jetson Linux Developer Guide, "Platform Power and Performance"
 (https://docs.nvidia.com/jetson/archives/r36.4/DeveloperGuide/).
@@ -25,8 +25,8 @@ class Board:
 
     - ``sm``: the SM of the GPU, derived from ``model``.
     - ``linux``: the release of Jetson Linux, such as 36.4.3.
-    - ``jetpack``: the version of the package nvidia-jetpack. If that package is not installed, this
-      is the major version of JetPack that belongs to the release of Jetson Linux.
+    - ``jetpack``: the version of the package nvidia-jetpack. If this package is not installed,
+      ``jetpack`` is the major version of JetPack that belongs to the release of Jetson Linux.
     - ``power_mode``: the power mode that nvpmodel reports, such as MAXN.
     """
 

@@ -82,8 +82,8 @@ def examine_bundle(
 
 
 def _kernels(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Finding]:
-    """If the bundle is for the CPU, say which kernels run the bundle. Otherwise, yield no
-    finding.
+    """If the bundle is for the CPU, yield a finding that names the kernels that run the bundle.
+    Otherwise, yield no finding.
     """
     calls = manifest.get("kernels", {}).get("calls", {})
     is_for_gpu = "device_file" in manifest["loop"]["graph"]
@@ -137,10 +137,10 @@ def _lacking_for_cuda(m: Machine, *, bf16: bool) -> Lacking:
 
 
 def _lacking_gpu(m: Machine, sms: Sequence[int] | None, target: str) -> Lacking:
-    """If the machine has no GPU with one of ``sms``, return what is missing.
+    """If no GPU of the machine has one of the SMs in ``sms``, return what is missing.
 
-    If ``sms`` is None, any GPU is accepted. ``target`` is the name of the target, which the message
-    shows.
+    If ``sms`` is None, any GPU is accepted. ``target`` is the name of the target. The message shows
+    this name.
     """
     if not m.driver.gpus:
         return [(f"no GPU: {m.driver.failure}", "NVIDIA's driver, and a GPU that it shows")]
@@ -155,7 +155,8 @@ def _lacking_engine(m: Machine, folder: Path, engines: Mapping[str, Mapping[str,
     """List the reasons why the machine cannot run any of the bundle's engines.
 
     The list is empty if the machine can run an engine. An engine runs only on the SMs for which it
-    was built. It also needs the variant and the exact version of TensorRT that built it.
+    was built. An engine also needs the variant and the exact version of TensorRT that built the
+    engine.
     """
     kind, gpu = m.native.tensorrt, m.driver.gpus[0]
     assert kind is not None
@@ -181,7 +182,7 @@ def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
 
     The block length is taken from the default preset. For a bundle for GPUs, ``tensorrt.estimate``
     computes the result. For a bundle for CPUs, the field ``device`` is the memory of the process.
-    The process holds the weights, the cache, and the intermediate results of a pass in fp32.
+    This memory contains the weights, the cache, and the intermediate results of a pass in fp32.
     """
     loop, network = manifest["loop"], network_of(manifest)
     graph = loop["graph"]

@@ -1,7 +1,7 @@
 """Compares the facts about a machine with what dlm-export needs.
 
 Each comparison yields findings. A finding says that a part works, or says what is missing and how
-to get it.
+to get the missing part.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PYTHONS = ((3, 10), (3, 13))
 LEAST_ONNXRUNTIME, LEAST_FOR_GPU = (1, 23), (1, 24)
 LITTLE_DISK_BYTES = 2 << 30
 
-# Maps each extra of pyproject.toml to its purpose. The extra "dev" is left out, because it is for
-# developers.
+# Maps each extra of pyproject.toml to its purpose. The extra "dev" is left out, because that extra
+# is for developers.
 EXTRAS = {
     "export": "building bundles from checkpoints",
     "report": "figures of reports and plans",
@@ -196,7 +196,7 @@ def _tensorrt(m: Machine) -> Iterator[Finding]:
 
 
 Lacking = list[tuple[str, str]]
-"""A list of missing parts. Each entry consists of a description and a remedy."""
+"""The type of a list of missing parts. Each entry consists of a description and a remedy."""
 
 
 def lacking_tensorrt(m: Machine) -> Lacking:

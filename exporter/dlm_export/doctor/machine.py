@@ -16,7 +16,7 @@ from dlm_runtime.errors import DlmError
 from dlm_runtime.providers import cuda_libraries
 
 NVIDIA_VENDOR, DISPLAY_CLASS = "0x10de", "0x03"
-# No function of the ABI tells how the native library was compiled. So this module searches the
+# No function of the ABI says how the native library was compiled. So this module searches the
 # library's file for two texts. A library without TensorRT contains the first text (no_tensorrt.cc).
 # A library for TensorRT-RTX contains the second text (tensorrt_library.cc).
 NO_TENSORRT = b"this build of libdlm_runtime has no TensorRT"
@@ -85,7 +85,8 @@ class Machine:
     - ``builders``: maps each TensorRT variant to the version of the Python module that builds
       engines of this variant. The version is ``None`` if the module is missing.
     - ``memory_limit_bytes``: the number of further bytes that the container may use.
-    - ``has_nvidia_hardware``: true if the PCI bus has an NVIDIA GPU, even if no driver is installed.
+    - ``has_nvidia_hardware``: true if an NVIDIA GPU is on the PCI bus, even if no driver is
+      installed.
     """
 
     python: tuple[int, int]
@@ -124,7 +125,8 @@ class Machine:
     def usable_bytes(self) -> int | None:
         """The number of bytes of memory that a new program can use.
 
-        The result is Linux's estimate, or the rest of the container's limit if the rest is less.
+        The result is Linux's estimate, or the unused part of the container's limit if that part is
+        smaller.
         """
         known = (self.available_bytes, self.memory_limit_bytes)
         return min((size for size in known if size is not None), default=None)
@@ -305,7 +307,7 @@ def _memory(system: System) -> dict[str, int]:
 
 
 def _container_limit(system: System) -> int | None:
-    """Return the number of further bytes that the container may use. Return ``None`` without a
+    """Return the number of further bytes that the container may use. Return ``None`` if there is no
     limit.
     """
     # In a container with control groups version 2, these files contain the limit and the usage.

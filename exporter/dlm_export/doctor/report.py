@@ -30,8 +30,8 @@ def judge(machine: Machine, bundle: Path | None = None, targets: Sequence[Target
     for target in targets:
         findings += examine_target(machine, target)
     if bundle is not None and machine.native.failure is None:
-        # Do not check the hashes of files, because this takes a second per gigabyte. The runtime
-        # checks the hashes when it opens the bundle.
+        # Do not check the hashes of files, because checking the hashes takes a second per gigabyte.
+        # The runtime checks the hashes when it opens the bundle.
         findings += examine_bundle(machine, bundle, read_manifest(bundle, check_hashes=False))
     elif bundle is not None:
         lacking = [("cannot be read without the native library", "see above")]

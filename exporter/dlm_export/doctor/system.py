@@ -67,8 +67,8 @@ class System:
     def program(self, *command: str, seconds: float = PROGRAM_SECONDS) -> str | None:
         """Run a program and return its output.
 
-        Returns ``None`` if the program is missing or fails. Also returns ``None`` if the program
-        prints more than ``OUTPUT_LIMIT_BYTES`` or runs longer than ``seconds``.
+        Returns ``None`` if the program is missing or fails. The result is also ``None`` if the
+        program prints more than ``OUTPUT_LIMIT_BYTES`` or runs longer than ``seconds``.
         """
         found = shutil.which(command[0], path=self.variables.get("PATH"))
         return (
@@ -103,8 +103,8 @@ class System:
             return None
 
     def requirements(self) -> list[str]:
-        """Return the requirements of the installed dlm-export. Empty if dlm-export is not
-        installed.
+        """Return the requirements of the installed dlm-export. The list is empty if dlm-export is
+        not installed.
         """
         try:
             return metadata.requires("dlm-export") or []

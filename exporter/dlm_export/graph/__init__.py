@@ -6,14 +6,14 @@ The modules:
 - ``repeat`` makes all layers of the graph from the few layers that were traced.
 - ``experts`` arranges the weights of mixtures of experts in memory.
 - ``quantise`` quantises layers.
-- ``fuse`` replaces groups of operators with our own operators (``functions``), for CPUs.
+- ``fuse`` replaces groups of operators with this project's operators (``functions``), for CPUs.
 - ``caches`` stores keys and values in fewer bytes.
 - ``widen`` makes bf16 graphs compute in fp32 on CPUs.
 - ``cuda`` checks that ONNX Runtime can run all operators on a GPU.
 - ``write`` writes the graph and its weights.
 
-This file imports neither torch nor onnx. Boards that build their own engines import this file, and
-may have neither package installed.
+This file imports neither torch nor onnx. Boards that build their own engines import this file. On
+such a board, torch and onnx may be missing.
 
 The table lists the inputs and outputs of a graph. A pass computes ``B`` canvases. For each canvas,
 the pass reads ``T`` tokens and ``S`` cached tokens, scores ``R`` rows, and returns the ``K`` best
@@ -40,7 +40,7 @@ elementary operators of opset 21 instead.
 from __future__ import annotations
 
 OPSET = 23
-# opset for graphs with elementary operators only, which every TensorRT 10 can parse
+# opset for graphs that contain only elementary operators, which every TensorRT 10 can parse
 PLAIN_OPSET = 21
 # Best tokens per scored row. The margin is computed from the probabilities of the two best tokens.
 TOP_K = 2
@@ -48,7 +48,7 @@ MICROSOFT_DOMAIN = "com.microsoft"  # domain of operators that only ONNX Runtime
 # Node metadata stores the module path under this key, for example blocks.3.mlp.down.
 LAYER_KEY = "dlm_export.layer"
 GRAPH_FILE, DATA_FILE = "denoiser.onnx", "denoiser.onnx.data"
-DEVICE_FILE = "device.onnx"  # the graph for GPUs; it uses the same data file
+DEVICE_FILE = "device.onnx"  # the graph for GPUs, which uses the same data file
 SEGMENTS = "segments"  # graph input for passes that compute several requests in one sequence
 PRECISIONS = {"fp32": 4, "fp16": 2, "bf16": 2}
 """The bytes per element of parameters, activations and cache, for each precision without

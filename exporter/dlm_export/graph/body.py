@@ -62,7 +62,7 @@ class Body:
         return node.outputs[0]
 
     def call(self, function: str, *inputs: ir.Value, **attributes: str) -> ir.Value:
-        """Add a call of one of our functions.
+        """Add a call of a function in the domain ``dlm_export``.
 
         ``attributes`` maps an attribute of the called function to the attribute of this function
         that supplies its value. Empty values are ignored.
@@ -90,8 +90,8 @@ class Body:
 
 
 class LoopBody(Body):
-    """The body of a loop. Its inputs are the index of the iteration, and one value that the
-    previous iteration returned. The body may also use values from outside the loop.
+    """The body of a loop. The inputs of the body are the index of the iteration, and one value that
+    the previous iteration returned. The body may also use values from outside the loop.
     """
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ of 16 to 128 inputs.
 """
 
 # Operators of opset 23 that have kernels for fp16, bf16 and fp32. Some of these operators are used
-# with integers only. TopK and Log have no bf16 kernels, but graphs use both operators in fp32 only.
+# with integers only. TopK and Log have no bf16 kernels, but graphs use TopK and Log in fp32 only.
 KERNELS = frozenset(
     [
         "Add",
@@ -57,7 +57,7 @@ def check_operators(graph: Graph) -> None:
     """Check that the CUDA provider has a kernel for every operator of the graph.
 
     ONNX Runtime would run operators without such a kernel on the CPU. If the graph contains such
-    operators, raises TargetError, which names these operators.
+    operators, raises TargetError. The message names these operators.
     """
     lacking: Counter[str] = Counter()
     for node in graph.model.graph:

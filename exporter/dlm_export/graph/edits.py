@@ -18,7 +18,8 @@ def initialiser(graph: ir.Graph, name: str, shape: tuple[int, ...], dtype: ir.Da
 
 
 def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
-    """Return the small initialiser with this name, and add it if the graph does not contain it.
+    """Return the small initialiser with this name. If the graph does not contain this initialiser,
+    add it.
 
     The values of the initialiser are stored in the graph file, not in the data file.
     """

@@ -1,8 +1,9 @@
-"""Replaces the mixtures of experts in a traced graph, and arranges their weights for the engine.
+"""Replaces the mixtures of experts in a traced graph, and arranges the experts' weights for the
+engine.
 
-In a traced graph, each mixture of experts is one node. The node has three stacks of matrices: gate,
-up and down. A stack ``[E, K, N]`` contains one matrix for each of ``E`` experts. Each matrix has
-``K`` inputs and ``N`` outputs.
+In a traced graph, each mixture of experts is one node. The inputs of the node include three stacks
+of matrices: gate, up and down. A stack ``[E, K, N]`` contains one matrix for each of ``E`` experts.
+Each matrix has ``K`` inputs and ``N`` outputs.
 
 - For a CPU, ``lay_out`` replaces the node with a function that computes only the chosen experts.
   All three stacks must have the same number format. FP32, INT8 and INT4 have kernels. FP8 and NVFP4
@@ -77,8 +78,8 @@ def lay_out(
 
     ``formats`` contains the format of each layer. The three stacks of a mixture must have the same
     format. A layer that is not listed stays in fp32. ``amax`` contains the clipping range of each
-    layer's input, if the format needs a fixed range. Returns a description of each new initialiser
-    by its name.
+    layer's input, if the format needs a fixed range. Returns a dict that maps the name of each new
+    initialiser to its description.
     """
     parts: dict[str, StackPart] = {}
     for node, stacks in _nodes(model, network):
@@ -123,7 +124,7 @@ def spread(model: ir.Model, network: NetworkSpec) -> dict[str, StackPart]:
     Down is ``[E * N, K]``, so the product with this matrix also adds up the results of the experts.
     Before the down projection, the features of each expert are multiplied by the token's routing
     weight for this expert. The routing weight is 0 for experts to which the token is not routed.
-    Returns a description of each new initialiser by its name.
+    Returns a dict that maps the name of each new initialiser to its description.
     """
     parts: dict[str, StackPart] = {}
     for node, stacks in _nodes(model, network):

@@ -1,9 +1,9 @@
 """ONNX functions in domain ``dlm_export``, each defined with standard ONNX operators.
 
 A graph contains the definition of every function that it calls, so any engine can run the graph.
-For some functions, the native runtime registers a kernel with the function's name. ONNX Runtime
-then uses the kernel instead of the definition. A kernel must compute the same result as the
-definition. ``KERNELS`` lists the functions with a kernel.
+For some functions, the native runtime registers a kernel with the function's name. For such a
+function, ONNX Runtime uses the kernel instead of the definition. A kernel must compute the same
+result as the definition. ``KERNELS`` lists the functions with a kernel.
 
 ==========================  ===========================================================================================
 ``Int8Linear``              ``(x [.., K], panels, scales) -> x @ w [.., N]``. Quantises each row of x to -127..127
@@ -51,25 +51,25 @@ last panel is padded with zeros. The attribute ``columns`` is the number of colu
   and the high four bits for column n + 16. Group scales are ``[N / 32, K / 16, 32]``.
 - fp32, for experts only: ``[N / 32, K, 32]``.
 
-Stacks of experts have one more axis in front, with one entry per expert.
+A stack of experts is stored with an additional first axis, with one entry per expert.
 
 Attention rotates the first ``rotary_size`` features of each head, or all features if
 ``rotary_size`` is 0. The functions for block-causal attention have separate names. A runtime that
 has no kernel with such a name uses the definition.
 
 ``segments`` ``[N, 4]`` describes N requests whose tokens are concatenated into one sequence (B =
-1). The four columns are the index of the request's first cached row, the number of its cached rows,
-the index of its first token, and the number of its tokens. A request sees only its own tokens and
-cached rows. If N = 0, each of the B sequences is one request, and sees all cached rows of its
-sequence.
+1). The four columns are the index of the request's first cached row, the number of the request's
+cached rows, the index of the request's first token, and the number of the request's tokens. A
+request sees only its own tokens and cached rows. If N = 0, each of the B sequences is one request,
+and the request sees all cached rows of the sequence.
 
-A cached row is the key or the value of one position in one head. A pass computes with its own new
-rows in fp32. The cache stores these rows rounded, so later passes read rounded values. An INT8 row
+A cached row is the key or the value of one position in one head. A pass uses its own new rows in
+fp32. The cache stores the new rows rounded, so later passes read rounded values. An INT8 row
 consists of ``D`` codes from -127 to 127, followed by two numbers m and e, all int8. The values of
 the row are ``code * scale`` with ``scale = (128 + m) * 2 ** (e + 1)`` and m >= 0. The scale is the
-smallest such number that is at least ``amax / 127``, where ``amax`` is the largest magnitude in the
-row. A row that contains NaN or infinity is stored as codes 0 with e = 127. This means an infinite
-scale, so all elements of the row are read back as NaN.
+smallest number of this form that is at least ``amax / 127``, where ``amax`` is the largest
+magnitude in the row. A row that contains NaN or infinity is stored as codes 0 with e = 127. e = 127
+means an infinite scale, so all elements of the row are read back as NaN.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ LINEAR = ("Int8Linear", "Int4Linear")
 into one call.
 """
 BLOCK, NORMED = "Block", "Normed"
-"""Name parts of attention functions. ``Block`` means block-causal attention. ``Normed`` means that
-an RMSNorm is applied to queries and keys.
+"""Parts of the names of attention functions. ``Block`` means block-causal attention. ``Normed``
+means that an RMSNorm is applied to queries and keys.
 """
 ATTENTION = tuple(
     f"{block}{normed}CachedAttention" for normed in ("", NORMED) for block in ("", BLOCK)
 )
-"""Attention functions whose cache has fp32 rows."""
+"""Attention functions whose cache contains fp32 rows."""
 STORED = {"float32": "", "float16": "Fp16", "int8": "Int8"}
 """Type of the cache -> prefix of the attention function's name."""
 KERNELS = (
@@ -147,7 +147,7 @@ def int4_panels(codes: np.ndarray) -> np.ndarray:
     """
     inputs, columns = codes.shape
     rows = np.full((padded(columns), inputs + 64), 8, np.uint8)[:, :inputs]
-    # The low four bits of a byte are one code. The other bits of the byte may have any value.
+    # The low four bits of a byte are one code. The high four bits may have any value.
     np.bitwise_and(codes.view(np.uint8).T ^ np.uint8(8), np.uint8(15), out=rows[:columns])
     pairs = rows.view(np.uint32).reshape(-1, PANEL, inputs // PAIRS, 2)
     dots = (pairs[..., 0] | pairs[..., 1] << np.uint32(4)).transpose(0, 2, 1)
@@ -177,7 +177,7 @@ def lazy_blocks(codes: np.ndarray, bits: int, size: int) -> Lazy:
         few = codes[:, at[0]].view(np.uint8).T
         rows = np.full((len(few), count * size), middle, np.uint8)
         # The bits above a code may have any value, so they are cleared. Flipping the highest bit of
-        # a code adds 128 or 8 to it.
+        # a code adds 128 or 8 to the code.
         np.bitwise_and(few ^ middle, np.uint8((1 << bits) - 1), out=rows[:, :inputs])
         packed = rows if bits == 8 else rows[:, ::2] | rows[:, 1::2] << np.uint8(4)
         return packed.reshape(len(few), count, size * bits // 8)
@@ -286,8 +286,9 @@ def _by_int8(
     matrix = op("Reshape", op("Transpose", rows, perm=[2, 0, 1]), ints(0, -1))
     weight = op("Slice", matrix, ints(0), count, ints(1))
     product = body.cast(op("MatMulInteger", unsigned, weight, middle, middle), ir.DataType.FLOAT)
-    # Multiply the product by one scale, and then by the other. If the scales were multiplied with
-    # each other first, ONNX Runtime 1.31 would fuse these nodes as if all rows had the same scale.
+    # Multiply the product by one scale, and then by the second scale. If the two scales were
+    # multiplied with each other first, ONNX Runtime 1.31 would fuse the two multiplications as if
+    # all rows had the same scale.
     return op("Mul", op("Mul", product, row_scale), op("Slice", scales, ints(0), count))
 
 
@@ -351,14 +352,14 @@ def _embedding(name: str, *, is_int4: bool) -> ir.Function:
 
 
 _Code = Callable[["Body", ir.Value], ir.Value]
-"""A function that converts rows ``[B, Hkv, rows, D]`` to the form in the cache, or that converts
-stored rows back.
+"""The type of a function that converts rows ``[B, Hkv, rows, D]`` to the cache's form, or that
+converts stored rows back.
 """
 
 
 def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
-    """Define an attention function. The name of the function says whether it is block-causal, and
-    whether it has norms.
+    """Define an attention function. The name of the function says whether the attention is
+    block-causal, and whether norms are applied to queries and keys.
     """
     is_normed = NORMED in name
     norms = " q_norm k_norm" if is_normed else ""
@@ -543,9 +544,9 @@ def _nvfp4() -> ir.Function:
     one fp32 scale.
 
     The magnitudes of E2M1 are 0, .5, 1, 1.5, 2, 3, 4 and 6. Magnitudes below 2 are rounded to a
-    multiple of .5, magnitudes between 2 and 4 to a multiple of 1, and larger magnitudes to a
-    multiple of 2. The operator Round rounds ties to the even multiple, which has the even E2M1
-    code.
+    multiple of .5. Magnitudes between 2 and 4 are rounded to a multiple of 1. Larger magnitudes are
+    rounded to a multiple of 2. The operator Round rounds ties to the even multiple. The E2M1 code
+    of this multiple is even.
     """
     body = Body("NVFP4QuantizeDequantize", "x scale")
     op, number = body.op, body.number

@@ -29,7 +29,8 @@ _MOST_WEIGHTS = 3  # the largest number of layers with the same input that one k
 
 @dataclass(frozen=True)
 class Fused:
-    """Reports which modules ``fuse`` replaced with kernels, and which modules it did not replace.
+    """Reports which modules ``fuse`` replaced with kernels, and which modules ``fuse`` did not
+    replace.
 
     ``calls`` contains the number of nodes that call each native kernel. ``plain`` lists the modules
     that a kernel could compute but that were not replaced: module path -> reason. ``plain`` does
@@ -50,7 +51,7 @@ _Pattern: TypeAlias = "tuple[Any, ...] | str | float"
 
 
 class _Unlike(Exception):
-    """Raised if operators do not match the pattern of a kernel. The message says why."""
+    """Raised if operators do not match the pattern of a kernel. The message gives the reason."""
 
 
 def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
@@ -63,9 +64,9 @@ def fuse(traced: Graph, cache_dtype: str | None = None) -> Fused:
     - a residual sum that is the input of a norm;
     - the computation of the two best tokens and the entropy.
 
-    ``cache_dtype`` is the type of stored keys and values, as in the manifest. If ``None``, keys and
-    values are stored in the type of the graph. Raises CacheError if the attention does not support
-    the type.
+    ``cache_dtype`` is the type of stored keys and values, as in the manifest. If ``cache_dtype`` is
+    ``None``, keys and values are stored in the type of the graph. Raises CacheError if the
+    attention does not support ``cache_dtype``.
     """
     model = traced.model
     plain = _merge_linear_layers(model)
@@ -103,7 +104,7 @@ def _call(
     old: Sequence[ir.Value],
     **attributes: Any,
 ) -> None:
-    """Insert a call of a function. Its outputs replace the values in ``old``."""
+    """Insert a call of a function. The outputs of the call replace the values in ``old``."""
     functions.declare(model, name)
     node = ir.node(
         name,
@@ -202,7 +203,7 @@ def _gated_product(nodes: Sequence[ir.Node]) -> ir.Value | None:
 
 
 def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
-    """Replace the operators of an attention with a call of its kernel.
+    """Replace the operators of an attention with a call of the attention kernel.
 
     The call replaces all nodes after the q, k and v projections, up to the node that merges the
     heads. These nodes include reshapes, rotation, and the concatenation of cached and new rows.
@@ -251,7 +252,7 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
 
 
 def _segments(model: ir.Model) -> ir.Value:
-    """Return the input ``segments``, and add it if it is missing.
+    """Return the input ``segments``. If the graph does not contain this input, add it.
 
     This input is optional. By default, the input is an array without rows.
     """
@@ -314,7 +315,7 @@ def _number(value: ir.Value) -> float | None:
 def _expect(value: ir.Value | None, op_type: str, otherwise: str) -> ir.Node:
     """Return the node that computes ``value``, if this node is an ``op_type``.
 
-    Otherwise raises _Unlike with the message ``otherwise``.
+    Otherwise, raises _Unlike with the message ``otherwise``.
     """
     node = _producer(value, op_type)
     if node is None:
@@ -323,7 +324,7 @@ def _expect(value: ir.Value | None, op_type: str, otherwise: str) -> ir.Node:
 
 
 def _refuse_settings(node: ir.Node, names: Sequence[str]) -> None:
-    """Check that these attributes are 0, as the kernel assumes. Raises _Unlike otherwise."""
+    """Check that these attributes are 0, as the kernel assumes. Otherwise, raises _Unlike."""
     for name in names:
         attribute = node.attributes.get(name)
         if attribute is not None and attribute.value:
@@ -331,8 +332,8 @@ def _refuse_settings(node: ir.Node, names: Sequence[str]) -> None:
 
 
 def _all(values: Sequence[ir.Value | None], count: int) -> list[ir.Value]:
-    """Return the values if there are exactly ``count`` values and none is missing. Otherwise raises
-    _Unlike.
+    """Return the values if there are exactly ``count`` values and no value is missing. Otherwise,
+    raises _Unlike.
     """
     found = [value for value in values if value is not None]
     if len(found) != count or len(values) != count:
@@ -393,7 +394,8 @@ def _heads_of(value: ir.Value | None) -> _Heads:
 
 
 def _norms_of(queries: _Heads, keys: _Heads, values: _Heads) -> list[_Norm]:
-    """Return the norms of queries and keys, or an empty list if both have no norm.
+    """Return the norms of queries and keys, or an empty list if neither queries nor keys have a
+    norm.
 
     Raises _Unlike if only queries or only keys have a norm, or if the norms differ in epsilon.
     """
@@ -411,7 +413,7 @@ def _is_constant(value: ir.Value) -> bool:
 
 
 def _fuse_add_norm(model: ir.Model, add: ir.Node) -> None:
-    """Replace a sum of two tensors and the RMSNorm of this sum with one call.
+    """Replace a sum of two tensors and the sum's RMSNorm with one call.
 
     Does nothing if the sum is not the input of an RMSNorm.
     """

@@ -1,12 +1,12 @@
 """Cuts a written graph into parts at the borders of its layers.
 
 Each part is a separate ONNX model that uses the same weight file. The first part is ``embed``.
-After ``embed``, there is one part ``blocks.I`` for each layer ``I``. The last part is ``end``. It
-contains the final norm and the head, and computes the best tokens.
+After ``embed``, there is one part ``blocks.I`` for each layer ``I``. The last part is ``end``. This
+part contains the final norm and the head, and computes the best tokens.
 
-The inputs and outputs of a part keep the names that these values have in the whole graph. Running
-all parts in order therefore gives the same result as running the graph. Nodes that depend on
-constants only are copied into every part that needs their values.
+The names of a part's inputs and outputs are the same as in the whole graph. Running all parts in
+order therefore gives the same result as running the whole graph. Nodes that depend on constants
+only are copied into every part that needs their values.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Part:
 
     @property
     def block(self) -> int | None:
-        """Index of the part's layer; ``None`` for the first and the last part."""
+        """Index of the part's layer, or ``None`` for the first and the last part."""
         return int(self.name.removeprefix(BLOCKS)) if self.name.startswith(BLOCKS) else None
 
     def check_given(self, names: set[str]) -> None:
-        """Check that ``names`` includes all inputs of this part. Raises PartError, which lists the
-        missing inputs.
+        """Check that ``names`` includes all inputs of this part. Raises PartError. The message
+        lists the missing inputs.
         """
         lacking = [name for name in self.inputs if name not in names]
         if lacking:
@@ -71,7 +71,7 @@ def cut(model: ir.Model) -> list[Part]:
     graph = model.graph
     layers = [block_of(node) for node in graph]
     end = max((layer for layer in layers if layer is not None), default=-1) + 2
-    # Inputs with an initialiser are optional, so these inputs are treated as constants here.
+    # Inputs with an initialiser are optional, so this function treats these inputs as constants.
     made_in = {value: 0 for value in graph.inputs if not value.is_initializer()}
     # part -> values that this part reads from other parts
     crossing: dict[int, dict[ir.Value, None]] = defaultdict(dict)

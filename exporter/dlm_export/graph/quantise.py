@@ -1,8 +1,8 @@
 """Quantises layers in a graph by replacing their MatMul nodes, or the operands of these nodes.
 
-A layer is found by the module path in the metadata of its node (``graph.LAYER_KEY``). At this
-point, the graph contains only the shapes and types of weights. ``write_graph`` later asks for the
-values, one weight at a time.
+A layer is found by the module path in the metadata of its node (``graph.LAYER_KEY``). When layers
+are quantised, the graph contains only the shapes and types of weights. ``write_graph`` later asks
+for the values, one weight at a time.
 
 A graph can be written for three engines (``Form``):
 
@@ -11,12 +11,12 @@ A graph can be written for three engines (``Form``):
 - ``cuda``, for ONNX Runtime's CUDA provider. INT8 and INT4 weights use
   ``com.microsoft::MatMulNBits``, which has kernels for CPUs and for CUDA.
 
-Other layers are written as follows:
+All other layers are written as follows:
 
 ==============  ===================================================================================
 int8-dynamic    ``dlm_export::Int8Linear``, on a CPU only. It multiplies integers. The weight has a
                 scale per column. Each pass computes a scale for each row of the input
-int4-*-dynamic  ``dlm_export::Int4Linear``: the same with a scale per group of inputs
+int4-*-dynamic  ``dlm_export::Int4Linear``: like int8-dynamic, with a scale per group of inputs
 int8-static     QuantizeLinear and DequantizeLinear on the input, and DequantizeLinear on the
                 weight. Zero is code 128 of uint8 on a CPU, and code 0 of int8 for TensorRT
 int8-weight     DequantizeLinear on the weight; activations are not quantised
@@ -63,7 +63,7 @@ TRT_DOMAIN = "trt"
 F8 = ir.DataType.FLOAT8E4M3FN
 
 Form = Literal["cpu", "tensorrt", "cuda"]
-"""The engine that a graph is written for."""
+"""The engine for which a graph is written."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def rewrite(
         amax: The clipping range of each layer's input, for layers with a static range.
         rotated: The size of the Hadamard matrix, for each layer whose input is rotated.
         embedding: Format of the embedding table.
-        form: The engine to write for.
+        form: The engine for which the graph is written.
         is_shared: True if a CPU graph and a device graph use the same initialisers.
 
     Returns:
@@ -243,7 +243,8 @@ class _Writer:
     ) -> None:
         """Quantise a MatMul.
 
-        If the weight of the MatMul is the transposed embedding table, ``tied`` describes the head.
+        If the weight of the MatMul is the transposed embedding table, ``tied`` describes the tied
+        head.
         """
         x, w = node.inputs
         assert x is not None
@@ -306,7 +307,7 @@ class _Writer:
         return codes, self.weight(layer, "row_scales", (V, 1), self.dtype)
 
     def look_up(self, node: ir.Node, chosen: LayerFormat) -> None:
-        """Replace the lookup in a quantised embedding table that a tied head uses too."""
+        """Replace the lookup in a quantised embedding table. A tied head uses the same table."""
         if chosen.weights == "fp8":
             self.embedding(node, HEAD, "fp8")
             return
@@ -436,9 +437,9 @@ class _Writer:
             scales = self.weight(layer, "scales", (N,), self.dtype)
             zeros = []
             if chosen.weights == "int8" and not self.for_tensorrt:
-                # When ONNX Runtime converts codes to unsigned, it adds zero points of another shape
-                # if a layer has no zero points. ONNX Runtime changes zero points in place, so each
-                # layer needs separate zero points.
+                # If a layer has no zero points, ONNX Runtime adds zero points of a different shape
+                # when it converts codes to unsigned. ONNX Runtime changes zero points in place, so
+                # each layer needs separate zero points.
                 zeros = [self.constant(f"{layer}.zeros", np.zeros(N, np.int8))]
             return self.nodes(
                 node, layer, ("DequantizeLinear", [codes, scales, *zeros], {"axis": 1})

@@ -1,9 +1,9 @@
 """Expands a graph that was traced with one layer of each kind to a graph with all layers.
 
-Layers are of the same kind if their descriptions are equal. To create a layer, the nodes of the
-traced layer of its kind are copied. The copied nodes use the parameters and the cache of the new
-layer, and the residual stream that the previous layer returns. All layers share positions, rotary
-tables, attention masks and constants.
+Layers are of the same kind if their descriptions are equal. To create a layer, the module copies
+the nodes of the traced layer of the same kind. The copied nodes use the parameters and the cache of
+the new layer, and the residual stream that the previous layer returns. All layers share positions,
+rotary tables, attention masks and constants.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def kinds(network: NetworkSpec) -> list[int]:
 def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
     """Build the graph whose layer ``i`` is a copy of block ``layers[i]`` of ``traced``.
 
-    Here, a block is the module of one layer. ``traced`` contains one block of each kind. Each node
-    must have a module path (``LAYER_KEY``), and its result must be used. Blocks may exchange the
-    residual stream and shared values only. Raises AssertionError otherwise, because then the trace
-    is wrong.
+    In this function, a block is the module of one layer. ``traced`` contains one block of each
+    kind. Each node must have a module path (``LAYER_KEY``), and its result must be used. Blocks may
+    exchange only the residual stream and shared values. If a condition is not met, the trace is
+    wrong, and AssertionError is raised.
     """
     front, blocks, behind = _cut(traced)
     streams = [
@@ -126,7 +126,9 @@ class _Copies:
 
 
 def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.Node]]:
-    """Split the nodes into three groups: before the blocks, of each block, and after the blocks."""
+    """Split the nodes into the nodes before the blocks, the nodes of each block, and the nodes
+    after the blocks.
+    """
     nodes = list(graph)
     blocks = [block_of(node) for node in nodes]
     numbers = [number for number in blocks if number is not None]

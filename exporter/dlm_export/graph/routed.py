@@ -4,7 +4,7 @@ INT8 and INT4 experts call the gated layer and the linear layer of ``functions``
 each row of their input. CPUs cannot multiply in FP8 or NVFP4. The weights of such experts are
 therefore dequantised and multiplied in fp32. The inputs of the experts are rounded to the format,
 with one range for all experts of a stack. The features after the gate are first multiplied by the
-expert's routing weight, and then rounded.
+expert's routing weight and then rounded.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def experts(name: str) -> ir.Function:
     fp32.
 
     ``Experts`` takes weights ``[E, K, N]``. ``FP8Experts`` takes codes of this shape, one per byte.
-    The other functions take panels. The attributes ``columns`` (gate and up) and ``out_columns``
-    (down) of these functions say how many columns are not padding.
+    All other functions take panels. For a function that takes panels, the attributes ``columns``
+    (gate and up) and ``out_columns`` (down) say how many columns are not padding.
     """
     held = FUNCTIONS[name]
     ports = [

@@ -1,11 +1,11 @@
 """Stores the embedding table of a graph in the checkpoint's type, and shares the table with a tied
 head.
 
-A tied head multiplies by the embedding table, so both can share one initialiser. In a traced graph,
-a tied head is ``MatMul(x, Transpose(table))``. When ONNX Runtime opens such a graph, ONNX Runtime
-transposes the table and keeps the result as a second copy in fp32. The functions in this module
-avoid the second copy. TensorRT makes no second copy (measured with TensorRT-RTX 1.7.1). Graphs for
-TensorRT therefore keep MatMul and Transpose.
+A tied head multiplies by the embedding table, so the head and the table can share one initialiser.
+In a traced graph, a tied head is ``MatMul(x, Transpose(table))``. When ONNX Runtime opens such a
+graph, ONNX Runtime transposes the table and keeps the result as a second copy in fp32. The
+functions in this module avoid the second copy. TensorRT makes no second copy (measured with
+TensorRT-RTX 1.7.1). Graphs for TensorRT therefore keep MatMul and Transpose.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dlm_export.network.spec import EMBEDDING, HEAD
 
 
 def hold_once(graph: Graph, dtype: ir.DataType) -> None:
-    """Change a CPU graph so that it stores its embedding table once, in ``dtype``.
+    """Change a CPU graph so that the graph stores its embedding table once, in ``dtype``.
 
     If the head is tied, the head is changed to use this table.
 
-    For an fp32 graph, ``dtype`` is the checkpoint's type. For other graphs, ``dtype`` is the
+    For an fp32 graph, ``dtype`` is the checkpoint's type. For all other graphs, ``dtype`` is the
     graph's type. Each looked-up row is converted to the graph's type. A quantised table is not
     changed.
     """
@@ -46,8 +46,8 @@ def multiply_transposed(graph: Graph) -> None:
     """Change a graph for ONNX Runtime on a GPU so that its tied head multiplies by the stored
     table.
 
-    Uses Gemm, which accepts a transposed operand. Gemm has no batch axis, so the activations are
-    reshaped before and after Gemm.
+    The function uses Gemm, because Gemm accepts a transposed operand. Gemm has no batch axis, so
+    the activations are reshaped before and after Gemm.
     """
     product = _product_of(graph)
     if product is None:
@@ -85,7 +85,8 @@ def _product_of(graph: Graph) -> ir.Node | None:
 def _call_tied_head(graph: Graph, product: ir.Node, table: ir.Value, name: str) -> None:
     """Replace the MatMul with a call of a tied-head function.
 
-    The function computes in fp32. In an fp16 graph, its input and its result are therefore cast.
+    The function computes in fp32. In an fp16 graph, the function's input and result are therefore
+    cast.
     """
     functions.declare(graph.model, name)
     metadata = dict(product.metadata_props)

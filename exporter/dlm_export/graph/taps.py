@@ -17,8 +17,9 @@ from dlm_export.graph.routed import MIXTURE
 from dlm_export.graph.trace import Graph
 
 ROUTES = ".routes"
-"""A mixture of experts has a second tap, whose path ends with this suffix. The input of this tap is
-the indices of the chosen experts. The output of this tap is the routing weights of these experts.
+"""A mixture of experts has a second tap. The path of this tap ends with this suffix. The input of
+this tap contains the indices of the chosen experts. The output of this tap contains the routing
+weights of the chosen experts.
 """
 SHOWN = "tap:"
 """Prefix of the names of outputs that ``show`` adds."""
@@ -76,7 +77,8 @@ def find_taps(traced: Graph) -> dict[str, Tap]:
 
 
 def show(model: ir.Model, taps: Mapping[str, Tap]) -> None:
-    """Add every value of ``taps`` that a graph or part contains to its outputs, in fp32.
+    """For every value of ``taps`` that a graph or part contains, add an fp32 output to the graph or
+    part.
 
     The name of such an output is ``SHOWN`` plus the value's name. A value inside a fused operator
     cannot be read, and is left out.

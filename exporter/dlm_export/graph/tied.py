@@ -23,7 +23,7 @@ FP8_TIED_HEAD = "Fp8TiedHead"
 def tied_head(name: str) -> ir.Function:
     """Define the function ``name``, which computes ``x @ transposed table`` in fp32.
 
-    In FP8, each logit is then multiplied by the scale of its token's row in the table.
+    In FP8, each logit is also multiplied by the scale of the token's table row.
     """
     is_fp8 = name == FP8_TIED_HEAD
     body = Body(name, "x table scales" if is_fp8 else "x table")

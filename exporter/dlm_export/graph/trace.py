@@ -1,6 +1,6 @@
-"""Traces a denoiser to one ONNX graph without weights, which can compute every pass.
+"""Traces a denoiser to one ONNX graph without weights. The graph can compute every pass.
 
-The denoiser is traced on torch's meta device, which holds shapes but no values. The docstring of
+The denoiser is traced on torch's meta device, which stores shapes but no values. The docstring of
 ``graph`` lists the inputs and outputs of the graph, and the opsets.
 """
 
@@ -159,7 +159,7 @@ def describe(
 ) -> dict[str, Any]:
     """Describe the graph for the native reader. The manifest stores the result as ``loop.graph``.
 
-    ``for_device`` says whether the bundle also has a graph for GPUs. ``Fused`` explains
+    ``for_device`` says whether the bundle also contains a graph for GPUs. ``Fused`` explains
     ``has_segments``.
     """
     kinds = ("past_key", "past_value", "present_key", "present_value")
@@ -308,7 +308,7 @@ def _simplify_reshapes(model: ir.Model) -> None:
     """Give each Reshape the constant shape ``[0, 0, ...]`` if only the axes B and T are dynamic.
 
     A 0 means that the dimension is the same as in the input. Without this change, Shape, Squeeze
-    and Concat nodes compute every shape, which adds 14 needless nodes per layer.
+    and Concat nodes would compute every shape. These nodes would add 14 needless nodes per layer.
     """
 
     def constant(before: ir.Node, array: np.ndarray, kind: str) -> ir.Value:

@@ -24,7 +24,7 @@ _MOVES = (
 
 
 def compute_in_fp32(graph: Graph) -> None:
-    """Change a bf16 graph so that it computes in fp32, and rounds every result to bf16.
+    """Change a bf16 graph so that the graph computes in fp32, and rounds every result to bf16.
 
     Parameters, inputs and outputs of the graph stay in bf16. Operators that only move values also
     stay in bf16.

@@ -1,7 +1,7 @@
 """Writes a graph file, and its weights piece by piece to a separate data file.
 
-Writing needs memory for the codes of the largest matrix. A graph for GPUs can use the same data
-file.
+Writing needs enough memory for the codes of the largest matrix. A graph for GPUs can use the same
+data file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dlm_export.graph.trace import Graph
 from dlm_export.network.denoiser import cosines_and_sines
 from dlm_export.network.spec import HEAD, NetworkSpec
 
-_MOST_PARTS = 3  # the most initialisers of one weight: codes, scales and a global scale
+_MOST_PARTS = 3  # largest number of initialisers of one weight: codes, scales, a global scale
 DATA_ALIGNMENT = 4096  # in bytes: one page, so that the engine can map each tensor into memory
 
 
@@ -87,17 +87,18 @@ def write_graph(
     Args:
         graph: The graph to write.
         parameter: A function that is called with the name and type of an initialiser. The function
-            returns the values of the initialiser; 4-bit values take one byte each.
+            returns the values of the initialiser. Each 4-bit value takes one byte.
         folder: Destination.
-        on_bytes: Called with the number of bytes written since the last call.
+        on_bytes: A function that is called with the number of bytes written since the last call.
         device: A second graph, written as ``device.onnx``. The second graph uses the same data
             file.
 
     Returns:
-        A dict that maps the name of the data file to its size and SHA-256.
+        A dict that maps the name of the data file to the file's size and SHA-256.
 
     Raises:
-        OSError: The disk is full. Exceptions of ``parameter`` are also raised.
+        OSError: The disk is full. If ``parameter`` raises an exception, this exception is raised
+            too.
     """
     c, dtype = graph.network, graph.element_type.numpy()
     mask_token_bias = np.zeros(c.vocab_size, np.float32)
@@ -196,7 +197,7 @@ def _share_data(graph: Graph, device: Graph, folder: Path) -> None:
 
 
 def _packed(codes: np.ndarray) -> np.ndarray:
-    """Pack 4-bit codes, which take one byte each, into half as many bytes.
+    """Pack 4-bit codes, each in one byte, into half as many bytes.
 
     As in ONNX, the first code of a byte is in the low nibble.
     """

@@ -3,5 +3,5 @@ description.
 
 ``spec`` contains the description, and ``denoiser`` contains the modules. ``reference`` is the
 unmasking loop in plain torch. The native loop is tested against ``reference``. This package reads
-no files. Its code does not depend on the names of released models.
+no files, and does not depend on the names of released models.
 """

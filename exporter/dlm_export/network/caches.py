@@ -22,15 +22,15 @@ def read_back(rows: Tensor, cache_dtype: str) -> Tensor:
 def _through_int8(rows: Tensor) -> Tensor:
     """Quantise each row to codes -127..127, and dequantise the row.
 
-    The scale of a row is at least amax / 127, where amax is the largest magnitude in the row. The
-    scale is the smallest such number of the form ``mantissa * 2 ** n``, where the mantissa is an
-    integer of at most 255.
+    The scale of a row is at least amax / 127, where amax is the largest magnitude in the row. Among
+    the numbers that satisfy this condition, the scale is the smallest number of the form
+    ``mantissa * 2 ** n`` with an integer mantissa of at most 255.
     """
     is_bad = ~rows.isfinite().all(-1, keepdim=True)
     finite = rows.masked_fill(is_bad, 0)
     wanted = finite.abs().amax(-1, keepdim=True).clamp(min=_SMALLEST_ROW) / 127
     fraction, exponent = wanted.frexp()  # wanted = fraction * 2 ** exponent, fraction in [0.5, 1)
-    # The scale is made from its bits, because torch.ldexp is not exact on every processor.
+    # The scale is assembled from its bits, because torch.ldexp is not exact on every processor.
     power = ((exponent + (127 - 8)) << 23).view(torch.float32)
     scale = (256 * fraction).ceil() * power
     return ((finite / scale).round() * scale).masked_fill(is_bad, torch.nan)

@@ -1,8 +1,8 @@
 """Torch modules for the denoiser that a ``NetworkSpec`` describes.
 
-No code here depends on a family's name. Layers use RMSNorm, rotate-half RoPE, grouped-query
-attention and gated MLPs, as in LLaDA (arXiv:2502.09992) and Dream (arXiv:2508.15487). Instead of an
-MLP, a layer may contain a mixture of experts (``experts``).
+The code in this module does not depend on a family's name. Layers use RMSNorm, rotate-half RoPE,
+grouped-query attention and gated MLPs, as in LLaDA (arXiv:2502.09992) and Dream (arXiv:2508.15487).
+Instead of an MLP, a layer may contain a mixture of experts (``experts``).
 
 Shapes: ``B`` canvases, ``T`` tokens of one pass, ``S`` cached tokens, ``H`` heads, ``D`` head size,
 ``V`` vocabulary size.
@@ -31,7 +31,7 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 Turn = tuple[Tensor, Tensor, Tensor]
 """The rotary embedding of a pass: tables of cosines and sines ``[positions, D / 2]``, and the
-position ids ``[B, T]`` that select their rows.
+position ids ``[B, T]`` that select rows of these tables.
 """
 Past = tuple[Tensor, Tensor]
 """One layer's keys and values, ``[B, Hkv, rows, D]``."""
@@ -43,8 +43,9 @@ class Packed:
 
     Each pass sees its own tokens and its own cache only.
 
-    For each pass, ``passes`` contains the slice of its tokens in the sequence, its additive
-    attention mask (see ``hiding``), and its cached keys and values ``[1, Hkv, S, D]``.
+    For each pass, ``passes`` contains the slice of the pass's tokens in the sequence, the pass's
+    additive attention mask (see ``hiding``), and the cached keys and values ``[1, Hkv, S, D]`` of
+    the pass.
     """
 
     passes: Sequence[tuple[slice, Tensor | None, Past | None]]
@@ -125,13 +126,13 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
 def hiding(
     block_length: int | None, position_ids: Tensor, cached: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return an additive mask for attention scores that hides later blocks, or ``None`` if every
+    """Return an additive attention mask that hides the keys of later blocks, or ``None`` if every
     key is visible.
 
     The mask is ``[B, 1, T, S + T]`` of type ``dtype``. The mask is 0 for visible keys, and the
     lowest finite number for hidden keys. All ``cached`` (S) keys are visible. Minus infinity is not
-    used, because some kernels compute the softmax in tiles. If a tile contained hidden keys only,
-    the result of the tile would be NaN.
+    used, because some kernels compute the softmax in tiles. If a tile contained only hidden keys,
+    minus infinity would make the result of the tile NaN.
     """
     if block_length is None:
         return None
@@ -260,7 +261,7 @@ class Rotary(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """The network. It takes a canvas and predicts a token for every position.
+    """The network. The network takes a canvas and predicts a token for every position.
 
     Parameters are not initialised: ``families.load`` reads the parameters from a checkpoint. If
     ``is_plain`` is true, the network uses elementary operations only, for engines that have no
@@ -311,7 +312,7 @@ class Denoiser(nn.Module):
 
     def project(self, features: Tensor) -> Tensor:
         """Map features ``[..., hidden]`` to raw logits ``[..., V]``. The logits include the mask
-        token's.
+        token's logit.
         """
         logits: Tensor = (
             self.head(features, self.embed.weight)

@@ -22,8 +22,8 @@ torch.library.define(
     "dlm_export::experts", "(Tensor x, Tensor chosen, Tensor weights, Tensor[] stacks) -> Tensor"
 )
 _NO_SUM = 1e-20
-"""This number is added to the sum of routing weights. The weights are then divided by the sum, as
-in released routers.
+"""The number that is added to the sum of routing weights before the routing weights are divided by
+this sum, as in released routers.
 """
 
 
@@ -78,14 +78,14 @@ class Router(nn.Module):
         return weights if r.scale == 1 else weights * r.scale
 
     def shortfall(self, judged: Tensor, chosen: Tensor) -> Tensor:
-        """Return how much lower the scores of the experts ``chosen`` ``[.., k]`` are than those of
-        the best choice. The result is ``[..]``.
+        """Return how much lower the scores of the experts ``chosen`` ``[.., k]`` are than the
+        scores of the best choice. The result is ``[..]``.
 
         ``judged`` ``[.., E]`` are the scores by which experts are chosen. The groups of the chosen
-        experts are compared with the best groups, and the chosen experts with the best experts of
-        the same groups. The result is the larger of the two differences. If the chosen experts have
-        the same scores as the best experts, the result is 0. The result is infinity if an expert is
-        chosen twice, or if the experts are from too many groups.
+        experts are compared with the best groups. The chosen experts are compared with the best
+        experts of the same groups. The result is the larger of these two differences. If the chosen
+        experts have the same scores as the best experts, the result is 0. The result is infinity if
+        an expert is chosen twice, or if the experts are from too many groups.
         """
         r = self.spec
         taken = torch.zeros_like(judged).scatter(-1, chosen, 1.0)
@@ -107,10 +107,10 @@ class Router(nn.Module):
         )
 
     def _worth(self, judged: Tensor) -> Tensor:
-        """Return the score of each of G groups, ``[.., G]``: the sum of the scores of its two best
-        experts.
+        """Return the score of each of G groups, ``[.., G]``. The score of a group is the sum of the
+        scores of the group's two best experts.
 
-        Not used if G is 1.
+        This function is not used if G is 1.
         """
         return judged if self.spec.groups == 1 else self._grouped(judged).topk(2).values.sum(-1)
 
@@ -128,12 +128,13 @@ class Router(nn.Module):
 class Stacked(nn.Module):
     """A matrix ``[in, out]`` for each of ``E`` experts.
 
-    The matrices are one parameter in memory, or each matrix is read when it is needed.
+    Either all matrices are one parameter in memory, or each matrix is read when it is needed.
     """
 
     def __init__(self, count: int, inputs: int, outputs: int, *, is_down: bool = False) -> None:
-        """``is_down`` means that these are the matrices of the down projection. ``wide`` joins
-        these matrices along the inputs, because the outputs of the experts are added up.
+        """``is_down`` means that these are the matrices of the down projection. ``wide`` joins the
+        matrices of a down projection along the inputs, because the outputs of the experts are added
+        up.
         """
         super().__init__()
         self.count, self.inputs, self.outputs, self.is_down = count, inputs, outputs, is_down
@@ -153,7 +154,7 @@ class Stacked(nn.Module):
     def wide(self) -> Tensor:
         """Return one matrix that joins the matrices of all experts.
 
-        Its shape is ``[in, E * out]``, or ``[E * in, out]`` if ``is_down``.
+        The shape of this matrix is ``[in, E * out]``, or ``[E * in, out]`` if ``is_down`` is true.
         """
         return torch.cat(
             [self.matrix(expert) for expert in range(self.count)], 0 if self.is_down else 1
@@ -161,7 +162,8 @@ class Stacked(nn.Module):
 
 
 class RoutedMLPs(nn.Module):
-    """``E`` gated MLPs, the experts. Each expert computes the tokens that are routed to it.
+    """``E`` gated MLPs, the experts. Each expert processes the tokens that are routed to the
+    expert.
 
     If ``is_dense`` is true, one wide MLP computes all experts for every token. The wide MLP
     multiplies the features of an expert by 0 if the token is not routed to this expert.
@@ -176,7 +178,7 @@ class RoutedMLPs(nn.Module):
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """For each token in ``x`` ``[.., hidden]``, return the weighted sum ``[.., hidden]`` of the
-        outputs of its experts.
+        outputs of the token's experts.
 
         ``chosen`` and ``weights`` are ``[.., k]``.
         """

@@ -2,8 +2,8 @@
 
 A run needs memory for one layer, and for the activations of all canvases. Each weight matrix is
 read once for all canvases. Canvases of equal length are computed together. If the activations
-exceed their memory limit, all activations are stored in a memory-mapped file. The disk space of
-this file is allocated in advance.
+exceed the memory limit, all activations are stored in a memory-mapped file. The disk space of this
+file is allocated in advance.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dlm_runtime.errors import DlmError
 BATCH_TOKENS = 2048
 """Largest number of tokens in a batch. A longer canvas is a separate batch.
 
-With this many tokens, matrix products already have full speed on a CPU.
+With this many tokens, matrix products already reach full speed on a CPU.
 """
 HEAD_COLUMNS = 8192
 """Number of columns of the head that are converted to fp32 at a time."""
@@ -49,7 +49,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 class MemoryLimitError(DlmError):
-    """Raised if the requested work needs more memory or disk space than is allowed."""
+    """Raised if the requested work needs more memory or disk space than the limit allows."""
 
 
 class ReadTensor(Protocol):
@@ -67,8 +67,8 @@ class ReadTensor(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Canvases of equal length: their indices, their ids int64 ``[B, L]``, and their rows in
-    ``states``.
+    """Canvases of equal length: the indices of the canvases, the token ids int64 ``[B, L]``, and
+    the rows of the canvases in ``states``.
     """
 
     numbers: tuple[int, ...]
@@ -123,8 +123,8 @@ class Layered:
         self._turned_by = [None if table is None else tables.index(table) for table in used]
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return the embeddings ``[B, L, hidden]`` of token ids ``[B, L]``. Only the rows of these
-        ids are read.
+        """Return the embeddings ``[B, L, hidden]`` of token ids ``[B, L]``. Only the table rows of
+        these ids are read.
         """
         wanted, places = torch.unique(ids, return_inverse=True)
         return self.read("embed.weight", self.dtype, wanted)[places].to(self.device)
@@ -132,8 +132,8 @@ class Layered:
     def block(self, i: int) -> Block:
         """Read layer ``i`` with its weights.
 
-        After the caller has freed a layer, the next layer may reuse its memory. The weights of an
-        expert are read when tokens are routed to this expert.
+        After the caller has freed a layer, the next layer may reuse the freed memory. The weights
+        of an expert are read when tokens are routed to this expert.
         """
         c = self.network
         with torch.device("meta"):
@@ -160,8 +160,8 @@ class Layered:
         not changed.
 
         Where possible, the converted parameter is written to a buffer of ``spare``. New memory
-        would be slower: the system provides new memory page by page, which takes several times as
-        long as converting bf16.
+        would be slower: the system provides new memory page by page, and this takes several times
+        as long as converting bf16.
         """
         stored = self.read(parameter, None)
         if stored.dtype == self.dtype or self.device.type != "cpu":
@@ -182,7 +182,7 @@ class Layered:
         """Return the arguments that layer ``i`` needs besides the hidden states: rotation, additive
         attention mask and ``past``.
 
-        The hidden states belong to the tokens ``ids`` ``[B, T]``, which start at position
+        The hidden states belong to the tokens ``ids`` ``[B, T]``. The first token is at position
         ``first``. ``past`` contains the cached keys and values of other positions.
         """
         positions = torch.arange(first, first + ids.shape[1], device=self.device).expand_as(ids)
@@ -195,8 +195,8 @@ class Layered:
         together.
 
         The hidden states of the passes are concatenated to ``[1, tokens, hidden]``. For each pass,
-        ``spans`` contains its positions ``(first, end)``, and ``past`` contains its cached keys and
-        values.
+        ``spans`` contains the positions ``(first, end)`` of the pass, and ``past`` contains the
+        cached keys and values of the pass.
         """
         positions = [
             torch.arange(first, last, device=self.device).unsqueeze(0) for first, last in spans

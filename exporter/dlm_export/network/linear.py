@@ -15,9 +15,9 @@ WIDENED = 1 << 22
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """Return ``x @ weight``, computed in a way that is fast on every processor.
 
-    Without AVX-512, torch's bf16 kernels on x86 are fifty times slower than its fp32 kernels. On
-    such processors, this function multiplies in fp32, a few columns at a time, and rounds the sums
-    to bf16 as bf16 kernels do.
+    Without AVX-512, torch's bf16 kernels on x86 are fifty times slower than torch's fp32 kernels.
+    On such processors, this function multiplies in fp32, a few columns at a time, and rounds the
+    sums to bf16, as bf16 kernels do.
     """
     if x.dtype != torch.bfloat16 or has_bf16_kernels(x.device):
         return x @ weight

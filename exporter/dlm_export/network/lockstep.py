@@ -1,10 +1,10 @@
 """Runs the unmasking loop for many requests together, and reads the denoiser one layer at a time.
 
 Each step computes the next pass of every running request. In a step, each layer is read once, and
-its matrices are multiplied with the tokens of all passes together. Attention is computed for each
-pass separately. A run needs memory for one layer, for the keys and values of the running requests,
-and for the hidden states of one step. Each request gets the same result as with ``reference``,
-except that sums are rounded in a different order.
+the layer's matrices are multiplied with the tokens of all passes together. Attention is computed
+for each pass separately. A run needs memory for one layer, for the keys and values of the running
+requests, and for the hidden states of one step. Each request gets the same result as with
+``reference``, except that sums are rounded in a different order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCORED_ROWS = 256  # number of rows whose logits are in memory at a time
 
 
 class _Course:
-    """A running request, with its cache and with the canvases before and after each pass."""
+    """A running request, with the request's cache and the canvases before and after each pass."""
 
     def __init__(self, network: NetworkSpec, canvas: Canvas, policy: Policy) -> None:
         self.run = Run(network, canvas, policy)
@@ -49,8 +49,8 @@ class _Course:
         return outside(self.cache[i], self.span)
 
     def keep(self, i: int, keys: Tensor, values: Tensor) -> None:
-        """Store the keys and values ``[1, Hkv, T, D]`` of layer ``i``, if the plan of the pass says
-        so.
+        """Store the keys and values ``[1, Hkv, T, D]`` of layer ``i``, if the plan of the pass
+        stores them.
         """
         assert self.span is not None
         if self.span.is_stored:
@@ -76,8 +76,8 @@ def courses(
     memory_bytes: int | None = None,
     on_decided: Callable[[int], None] = lambda positions: None,
 ) -> Iterator[list[Canvas]]:
-    """For each request in order, yield a list of its canvases: before the first pass, and after
-    every pass.
+    """For each request in order, yield a list of the request's canvases: the canvas before the
+    first pass, and the canvas after every pass.
 
     After each step, ``on_decided`` is called with the number of positions that the step decided.
 
@@ -133,7 +133,7 @@ def _make_passes(
     head: Head,
     step: Sequence[_Course],
 ) -> None:
-    """Run the next pass of every request and commit its tokens."""
+    """Run the next pass of every request and commit the tokens of the pass."""
     spans = [(course.span.first, course.span.last) for course in step if course.span is not None]
     ids = [
         torch.from_numpy(c.run.tokens[first:last])

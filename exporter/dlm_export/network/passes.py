@@ -1,5 +1,5 @@
-"""Plans the passes of a request: which rows each pass computes, which rows it reads from the cache,
-and which rows it stores.
+"""Plans the passes of a request: which rows each pass computes, which rows the pass reads from the
+cache, and which rows the pass stores.
 
 The native loop makes the same plan in ``decode/plan.cc``. There are five cache modes. In this
 module, a row is a position of the canvas.
@@ -45,8 +45,8 @@ class Span:
     """The canvas rows ``[first, last)`` that a pass computes.
 
     The pass reads the keys and values of all other rows from the cache. The pass does not see rows
-    that are missing in the cache. ``kept`` says what the cache does with the keys and values of the
-    pass:
+    that are missing in the cache. ``kept`` says what the cache does with the keys and values that
+    the pass computes:
 
     - "drop" discards these keys and values.
     - "keep" overwrites the cached rows at the same positions.
@@ -59,7 +59,7 @@ class Span:
     kept: str
 
     def is_whole(self, length: int) -> bool:
-        """Return True if the span covers a whole canvas of this length, so that its pass reads no
+        """Return True if the span covers a whole canvas of this length, so that the pass reads no
         cache.
         """
         return (self.first, self.last) == (0, length)
@@ -75,11 +75,11 @@ class Stage:
 
     - ``kind``: "prefill" fills a cache before a block is decided, "store" stores a finished block,
       and "denoise" decides positions.
-    - ``is_repeated``: whether passes repeat until ``[first, last)`` is decided. Otherwise there is
+    - ``is_repeated``: True if passes repeat until ``[first, last)`` is decided. If False, there is
       one pass.
     - ``steps``: the number of passes planned for these positions.
-    - ``start``, ``end``: the block that the positions belong to.
-    - ``is_last``: whether this is the last stage of the block.
+    - ``start``, ``end``: the block to which the positions belong.
+    - ``is_last``: True if this stage is the last stage of the block.
     """
 
     span: Span
@@ -138,8 +138,8 @@ def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[
 
     With a cache, the first pass of each block computes the whole canvas. If ``refresh`` is set,
     only the first pass of the first block computes the whole canvas. The first pass of a later
-    block starts ``refresh`` tokens before the block. This pass starts earlier if it must include
-    rows that were decided after the cache stored them.
+    block starts ``refresh`` tokens before the block. This pass starts earlier if the pass must
+    include rows that were decided after the cache stored these rows.
     """
     before: int | None = None  # start of the block that was decided before this block
     for start, end, steps in blocks:
@@ -165,10 +165,10 @@ def _block_causal_stages(
 
     Before a block is decided, one pass stores the keys and values of the finished blocks. With
     ``store=open``, this pass also computes the new block and decides some of its positions. Without
-    a cache, there is no such storing pass.
+    a cache, there is no storing pass.
 
-    A denoiser with ``shift`` 1 predicts the token after each row. The first token of a block is
-    therefore predicted by the row before the block, which the storing pass computes.
+    A denoiser with ``shift`` 1 predicts the token after each row. The row before a block therefore
+    predicts the first token of the block. The storing pass computes this row.
 
     With ``block-dual``, blocks are divided into sub-blocks. The first pass of each sub-block
     computes the whole block, and stores the keys and values of the block. Further passes compute
@@ -201,7 +201,8 @@ def _block_causal_stages(
             if has_parts and undecided[first:last].any():
                 opening = Span(start, end, "append")
                 yield once(opening, "prefill", first=first, last=last, steps=share)
-            # The row before a sub-block predicts its first position, so the span includes that row.
+            # The row before a sub-block predicts the sub-block's first position, so the span
+            # includes that row.
             now = Span(max(start, first - shift), last, "drop") if has_parts else span
             yield Stage(now, "denoise", True, first, last, share, start, end, last == end)
         stored = end if policy.store == "reuse" else start

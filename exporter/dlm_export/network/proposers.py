@@ -1,11 +1,11 @@
 """A proposer chooses a token for each scored position, and gives this token a score.
 
 Every request has a separate proposer. The unmasking loop then commits the tokens that ``turns``
-chooses by their scores. ``decode/proposer.h`` defines the same interface for the native loop, with
-the same names. The proposers in this module get the logits of the whole vocabulary.
+chooses by score. ``decode/proposer.h`` defines the same interface for the native loop, with the
+same names. The proposers in this module get the logits of the whole vocabulary.
 
-Two rules are not in the papers: the mask token is never proposed, and among equal logits the lowest
-token id wins.
+Two rules are not in the papers: the mask token is never proposed, and if several tokens have equal
+logits, the token with the lowest id is proposed.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Proposer:
         )
 
     def limit(self, turn: Turn, proposals: Proposals, chosen: np.ndarray) -> np.ndarray:
-        """Select the positions that may commit in the same step, among the positions that the
-        policy chose.
+        """From the positions that the policy chose, select the positions that may commit in the
+        same step.
 
         ``chosen`` and the result are bool ``[M]``. At least one position is selected, unless the
         turn edits.
@@ -75,13 +75,15 @@ class Proposer:
     def complete(self, canvas: Canvas, guess: np.ndarray) -> np.ndarray:
         """Return tokens, int64 ``[L]``, for the undecided positions of a request that stops early.
 
-        ``guess`` int64 ``[L]`` contains the tokens that the last pass proposed, and -1 elsewhere.
-        Positions that are still -1 in the result are filled with an end token.
+        ``guess`` int64 ``[L]`` contains the tokens that the last pass proposed, and -1 for all
+        other positions. Positions that are still -1 in the result are filled with an end token.
         """
         return guess
 
     def note(self, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """Called after tokens were forced, committed or edited. Both arrays are int64."""
+        """The loop calls this method after tokens were forced, committed or edited. Both arrays are
+        int64.
+        """
 
     def masked(self, logits: Tensor) -> Tensor:
         """Return a copy of the logits that excludes the mask token."""
@@ -94,8 +96,8 @@ class Sampled(Proposer):
     """Samples tokens as LLaDA's loop does (arXiv:2502.09992).
 
     The proposed token has the largest sum of logit / T and Gumbel noise, where T is the
-    temperature. A turn that edits does not sample. Such a turn looks for better tokens, so it
-    proposes the most likely token.
+    temperature. A turn that edits does not sample. A turn that edits looks for better tokens, so
+    the most likely token is proposed.
     """
 
     def propose(self, turn: Turn, canvas: Canvas, logits: Tensor) -> Proposals:
@@ -134,8 +136,8 @@ def cut(behind: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
     """Return the probabilities to sample from, float64 ``[M, V]``.
 
     ``behind`` contains each row's logits / T, minus the largest value of the row. First, only the
-    ``top_k`` most likely tokens are kept (0 keeps all tokens). Among these tokens, the most likely
-    tokens are then kept until their probabilities add up to more than ``top_p``.
+    ``top_k`` most likely tokens are kept (0 keeps all tokens). Then, from these tokens, the most
+    likely tokens are kept until the probabilities of the kept tokens add up to more than ``top_p``.
     """
     kept = np.where(kept_tokens(behind, behind, top_p, top_k), np.exp(behind), 0)
     found: np.ndarray = kept / kept.sum(-1, keepdims=True)

@@ -178,9 +178,9 @@ def generate(
         tokens: Token ids of the prompt, which may include mask tokens.
         policy: Rules for scoring, committing and caching.
         max_new_tokens: Number of positions to generate after ``tokens``.
-        steps: Number of passes planned for the whole generation, divided evenly among its blocks.
-            If 0, the number of the policy is used.
-        on_step: Called with the canvas after each step.
+        steps: Number of passes planned for the whole generation. The passes are divided evenly
+            among the blocks. If ``steps`` is 0, the policy's number is used.
+        on_step: A function that is called with the canvas after each step.
         cache_dtype: Type of stored keys and values, as the manifest names it.
         proposer: The object that chooses tokens. If ``None``, the policy's default proposer is
             used.
@@ -205,7 +205,7 @@ def fill(
 ) -> Reference:
     """Fill the undecided positions of a canvas. ``generate`` explains the arguments.
 
-    The loop stops after ``max_steps`` passes. 0 means no limit.
+    The loop stops after ``max_steps`` passes. If ``max_steps`` is 0, there is no limit.
     """
     run = Run(denoiser.network, canvas, policy, steps, proposer)
     given = torch.from_numpy(~canvas.undecided)
@@ -239,7 +239,9 @@ class _Passes:
         self.cache: list[Past | None] = [None] * len(denoiser.network.layers)
 
     def logits(self, tokens: Tensor, span: Span, rows: Tensor) -> Tensor:
-        """Raw logits fp32 ``[M, V]`` of one pass over a span of the canvas ``tokens`` ``[L]``."""
+        """Return the raw logits, fp32 ``[M, V]``, of one pass over a span of the canvas ``tokens``
+        ``[L]``.
+        """
         device = self.denoiser.embed.weight.device
         past = [read for kept in self.cache if (read := outside(kept, span)) is not None] or None
         ids = tokens[span.first : span.last].to(device)

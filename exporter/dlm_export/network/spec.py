@@ -1,13 +1,13 @@
 """Describes a denoiser as plain data, layer by layer. This module does not import torch.
 
 The adapter of a model family reads a ``NetworkSpec`` from a checkpoint. The manifest of a bundle
-stores the same description (``as_dict``, ``from_dict``). The following are derived from this
+stores the same description (``as_dict``, ``from_dict``). The following data is derived from this
 description:
 
 - the torch modules (``denoiser``);
 - the tensors that a checkpoint must contain (``parameters``);
-- the matrices that can be quantised, and the parameters that their input scales can be folded into
-  (``linear_layers``);
+- the matrices that can be quantised, and the parameters into which the matrices' input scales can
+  be folded (``linear_layers``);
 - the cache (``cache_shapes``);
 - the work and memory of a pass (``planning.roofline``, ``tensorrt.estimate``).
 
@@ -35,7 +35,7 @@ or value of one position in one head.
 The keys are the types' names in the manifest.
 """
 STACKS = ("gate", "up", "down")
-"""Roles of the three matrices of a gated MLP. Stacks of experts have the same roles."""
+"""Roles of the three matrices of a gated MLP. The stacks of experts have the same roles."""
 NEVER_QUANTISED = ("router",)
 """Roles of linear layers that a recipe cannot quantise."""
 HEAD = "head"
@@ -48,7 +48,7 @@ EMBEDDING = "embed.weight"
 class Rope:
     """Rotate-half rotary positions with base ``theta``.
 
-    Only the first features of a head are rotated. ``fraction`` is their share of all features.
+    Only the first features of a head are rotated. ``fraction`` is the share of rotated features.
     Positions are divided by ``scaling``.
     """
 
@@ -62,7 +62,7 @@ class AttentionSpec:
     """The attention of one layer.
 
     - ``rope``: rotary positions. If ``None``, attention does not depend on positions.
-    - ``qk_norm``: whether every query and key head gets an RMSNorm before rotation.
+    - ``qk_norm``: True if an RMSNorm is applied to every query and key head before rotation.
     - ``visibility``: which keys a query sees. ``full`` means all keys. ``block`` means the keys in
       the query's block and in earlier blocks, where a block has ``block_length`` tokens. ``causal``
       means the keys up to the query's position.
@@ -119,19 +119,20 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """Describes how a router chooses a token's experts and their routing weights. Everything is
-    computed in fp32.
+    """Describes how a router chooses a token's experts and the experts' routing weights. All values
+    are computed in fp32.
 
     - ``score``: the function that computes scores from the router's outputs, ``softmax`` or
       ``sigmoid``.
-    - ``bias``: with ``choice``, a bias is added to the scores by which experts are chosen, and not
-      to their routing weights (DeepSeek-V3, arXiv:2412.19437). With ``weights``, the bias is added
-      to the routing weights too. ``None`` means no bias.
-    - ``renormalise``: whether the routing weights of the chosen experts are divided by their sum.
+    - ``bias``: with ``choice``, a bias is added to the scores by which experts are chosen, but not
+      to the experts' routing weights (DeepSeek-V3, arXiv:2412.19437). With ``weights``, the bias is
+      also added to the routing weights. ``None`` means no bias.
+    - ``renormalise``: True if the routing weights of the chosen experts are divided by the sum of
+      these weights.
     - ``scale``: factor of the routing weights.
     - ``groups``, ``active_groups``: experts form ``groups`` groups, and are chosen from the best
-      ``active_groups`` groups. The score of a group is the sum of the scores of its two best
-      experts.
+      ``active_groups`` groups. The score of a group is the sum of the scores of the group's two
+      best experts.
     """
 
     score: str = "softmax"
@@ -193,7 +194,8 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """A table of cosines and sines for ``size`` rotated features, which have ``size / 2`` angles.
+    """A table of cosines and sines for ``size`` rotated features. ``size`` features have
+    ``size / 2`` angles.
 
     Layers whose tables are equal share one table.
     """
@@ -208,9 +210,9 @@ class Fold:
     """Says into which parameters the scales of a layer's input can be folded.
 
     The last axis of each of ``parameters`` is divided by the scales. In grouped-query attention,
-    several query heads use the same value head. Several inputs of the ``out`` matrix then depend on
-    the same elements of the parameters, and share their scales: ``repeats`` groups of ``run``
-    inputs.
+    several query heads use the same value head. In this case, several inputs of the ``out`` matrix
+    depend on the same elements of the parameters. These inputs share scales: ``repeats`` groups of
+    ``run`` inputs.
     """
 
     parameters: tuple[str, ...]
@@ -229,8 +231,8 @@ class LinearSpec:
     - ``fold``: the parameters into which scales of the input can be folded, if there are any.
     - ``count``, ``share``: in a mixture, the number of experts with this shape, and the share of
       tokens that each expert processes.
-    - ``is_tied``: whether this is a head that multiplies by the transposed embedding table, so that
-      both are one parameter.
+    - ``is_tied``: True for a head that multiplies by the transposed embedding table. The head and
+      the table share one parameter.
     """
 
     path: str
@@ -245,13 +247,13 @@ class LinearSpec:
 
     @property
     def weight(self) -> str:
-        """Name of the parameter that holds the weight."""
+        """Name of the parameter that contains the weight."""
         return EMBEDDING if self.is_tied else f"{self.path}.weight"
 
     @property
     def is_stacked(self) -> bool:
-        """True if this is a stack of matrices, one for each expert. Each token uses only a few of
-        the matrices.
+        """True if the weight is a stack of matrices, with one matrix for each expert. Each token
+        uses only a few of the matrices.
         """
         return self.count > 1
 
@@ -259,7 +261,8 @@ class LinearSpec:
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter: ``[inputs, outputs]``.
 
-        A stack is ``[experts, inputs, outputs]``. A tied head is ``[outputs, inputs]``.
+        The shape of a stack is ``[experts, inputs, outputs]``. The shape of a tied head is
+        ``[outputs, inputs]``.
         """
         if self.is_tied:
             return (self.outputs, self.inputs)
@@ -294,7 +297,7 @@ class NetworkSpec:
 
     @property
     def end_token_id(self) -> int | None:
-        """The end token. It ends a completion, and fills the remaining positions of the
+        """The end token. The end token ends a completion, and fills the remaining positions of the
         completion's blocks.
 
         ``None`` if the denoiser has no end token.
@@ -322,7 +325,7 @@ class NetworkSpec:
         """Return the shape of every parameter of ``Denoiser``, layer by layer. The keys are the
         names.
 
-        A tied head has no entry, because it uses the embedding table.
+        A tied head has no entry, because the head uses the embedding table.
         """
         return dict(self._parameters)
 
@@ -483,7 +486,7 @@ class NetworkSpec:
     def visible_block(self) -> int | None:
         """The smallest block length for which queries never see keys of later blocks in any layer.
 
-        Blocks are counted from position 0. ``None`` if any layer has full attention.
+        The first block starts at position 0. The value is ``None`` if any layer has full attention.
         """
         visible = [layer.attention.visible_block for layer in self.layers]
         return None if None in visible else math.lcm(*(n for n in visible if n is not None))

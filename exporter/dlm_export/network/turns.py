@@ -1,8 +1,7 @@
 """Schedules the unmasking loop: which passes run, and which scored positions commit.
 
-This module uses only numpy and needs no denoiser. Two kinds of code use this module: the reference
-loop, and code that replays the canvases of a finished run. A turn is one pass and the commit after
-it.
+This module uses only numpy and needs no denoiser. This module is used by the reference loop, and by
+code that replays the canvases of a finished run. A turn is one pass and the commit after this pass.
 
 Two rules are not in the papers: every step commits at least one token, and positions with equal
 scores commit from left to right. Scores are compared with thresholds in float64.
@@ -25,7 +24,7 @@ class Canvas:
     """A canvas between two passes: its token ids, int64 ``[L]``, and its undecided positions, bool
     ``[L]``.
 
-    The tokens at undecided positions are part of the denoiser's input, and have no other use.
+    The tokens at undecided positions are only used as part of the denoiser's input.
     """
 
     tokens: np.ndarray
@@ -50,7 +49,7 @@ class Turn:
     - ``positions``: the scored positions, int64 ``[M]``, in ascending order. The array is empty if
       the pass only fills the cache.
     - ``planned``: the number of positions that the schedule commits in this step.
-    - ``is_forced``: whether the first position must commit, even with a low score.
+    - ``is_forced``: True if the first position must commit, even with a low score.
     - ``standing``: the current tokens of the positions, int64 ``[M]``, if the turn edits decided
       tokens.
     """
@@ -79,10 +78,11 @@ def turns(
     policy stops at end tokens and a finished block contains an end token, all undecided positions
     become end tokens.
 
-    ``steps`` is the number of passes planned for the whole generation, divided evenly among its
-    blocks. If 0, the number of the policy is used. ``scaffold(first, last)`` fills the positions of
-    ``[first, last)`` where only one token is possible. ``scaffold`` is called once for the whole
-    canvas, and then before each pass for the block of that pass.
+    ``steps`` is the number of passes planned for the whole generation. The passes are divided
+    evenly among the blocks. If ``steps`` is 0, the policy's number is used. The function
+    ``scaffold(first, last)`` fills the positions of ``[first, last)`` where only one token is
+    possible. ``scaffold`` is first called once for the whole canvas. Before each pass, ``scaffold``
+    is then called for the block of the pass.
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     scaffold(0, len(tokens))
@@ -155,7 +155,7 @@ def _ends_early(decided: np.ndarray, policy: Policy, looped: Looped) -> bool:
 @dataclass(frozen=True, eq=False)
 class Step:
     """A recorded pass: the canvas before the pass, int64 ``[L]``, the rows that the pass computed,
-    and the rows that it scored, ``[R]``.
+    and the rows that the pass scored, ``[R]``.
     """
 
     canvas: np.ndarray
@@ -185,7 +185,7 @@ def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
 
 
 Word = TypeVar("Word", int, Any)
-"""Random 32-bit integers: one integer, or an array of uint64."""
+"""The type of random 32-bit integers: one integer, or an array of uint64."""
 
 
 def philox(key: int, counter: tuple[Word, Word, Word, Word]) -> tuple[Word, Word, Word, Word]:
@@ -223,7 +223,7 @@ def gumbels(seed: int, step: int, position: int, vocab_size: int) -> np.ndarray:
     """Return Gumbel noise for sampling, float64 ``[V]``: -ln(-ln u), where u is a uniform random
     number.
 
-    u depends only on the arguments and on the token.
+    The number u depends only on the arguments and on the token.
     """
     pairs = np.arange((vocab_size + 1) // 2, dtype=np.uint64)
     even_high, even_low, odd_high, odd_low = philox(seed, (step, position, pairs, 1))
@@ -233,7 +233,7 @@ def gumbels(seed: int, step: int, position: int, vocab_size: int) -> np.ndarray:
 
 
 def random_scores(turn: Turn, policy: Policy) -> np.ndarray:
-    """Return random scores, float64 ``[M]``, which depend on the index of the pass and on the
+    """Return random scores, float64 ``[M]``. A score depends on the index of the pass and on the
     position.
     """
     return np.array(
@@ -244,8 +244,8 @@ def random_scores(turn: Turn, policy: Policy) -> np.ndarray:
 def scored_by(turn: Turn, policy: Policy) -> str:
     """Return the kind of score for a turn.
 
-    This is ``policy.score``, with two exceptions. The rule entropy_bound always uses entropies.
-    Turns that edit always use confidences.
+    The result is ``policy.score``, with two exceptions. The rule entropy_bound always uses
+    entropies. Turns that edit always use confidences.
     """
     if turn.standing is not None:
         return "confidence"

@@ -31,8 +31,8 @@ class Walked:
     def __init__(
         self, layered: Layered, walks: Sequence[Walk], cache_dtype: str | None = None
     ) -> None:
-        """``cache_dtype`` is the type of the cache, as the manifest names it. If ``None``, the
-        cache is not rounded.
+        """``cache_dtype`` is the type of the cache, as the manifest names it. If ``cache_dtype`` is
+        ``None``, the cache is not rounded.
         """
         self.layered, self.walks, self._cache_dtype = layered, walks, cache_dtype
         self._ids = [
@@ -113,8 +113,8 @@ def _stretches(walk: Walk) -> Iterator[Sequence[int]]:
     """Split the passes of a walk into groups, in order. The passes of a group do not depend on each
     other.
 
-    A pass that stores keys and values is a separate group. Other passes form one group if they
-    directly follow each other.
+    A pass that stores keys and values is a separate group. Passes that do not store keys and values
+    form one group if these passes directly follow each other.
     """
     for is_stored, run in itertools.groupby(
         range(len(walk)), lambda number: walk[number].span.is_stored

@@ -1,11 +1,11 @@
 """Compares the format of each layer in an engine with the recipe, so that every fallback is
 noticed.
 
-Here, a layer is a matrix multiplication. The module path of a layer is part of the names of its
-nodes in the device graph. The formats come from two sources:
+In this module, a layer is a matrix multiplication. The module path of a layer is part of the names
+of its nodes in the device graph. The formats come from two sources:
 
-- The parsed network, which needs no GPU. This network is strongly typed, so both operands of a
-  multiplication can be traced back to their dequantisation.
+- The parsed network, which needs no GPU. This network is strongly typed, so each operand of a
+  multiplication can be traced back to the operand's dequantisation.
 - The report of the engine inspector, on a device only.
 
 The result maps module paths to format names of recipes.
@@ -27,8 +27,8 @@ FULL = {"HALF": "float16", "BF16": "bfloat16", "FLOAT": "float32"}
 # TensorRT's names of number formats. The inspector uses these names in "Format/Datatype", for
 # example in "Row major linear FP8 format".
 NUMBERS = {word: name for name, known in NUMBER_FORMATS.items() for word in known.tensorrt}
-# An engine contains the weights of the data file without padding, plus kernels and constants. These
-# are the limits of the engine's size.
+# The limits of an engine's size. An engine contains the weights of the data file without padding,
+# plus kernels and constants.
 SIZE_LEAST, SIZE_MOST, SIZE_KERNELS_BYTES = 0.9, 1.15, 48 << 20
 
 
@@ -59,8 +59,8 @@ def check(
 ) -> None:
     """Check that no layer is missing, and that all layers have the requested formats.
 
-    Raises AuditError, which names the wrong layers. If ``allow_fallback`` is true, other formats
-    are accepted.
+    Raises AuditError. The message names the wrong layers. If ``allow_fallback`` is true, formats
+    that differ from the requested formats are accepted.
     """
     missing = [layer for layer in asked if layer not in table]
     if missing:
@@ -169,7 +169,7 @@ def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str |
     """Return the number format of a dequantised operand, and the size of its groups along the
     inputs.
 
-    Both are ``None`` if the operand is not dequantised.
+    Both values are ``None`` if the operand is not dequantised.
     """
     dequantise = parsed.source(tensor)
     if dequantise is None or _kind(dequantise) != "DEQUANTIZE":

@@ -1,7 +1,7 @@
 """Finds the TensorRT on this machine that can build engines for a device.
 
-TensorRT-RTX builds ahead of time for chosen compute capabilities, and needs no GPU. TensorRT builds
-on the device, for that device only.
+TensorRT-RTX builds ahead of time for chosen compute capabilities, and needs no GPU. Standard
+TensorRT builds an engine on the device, and only for this device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dlm_export.tensorrt.estimate import BuilderError, EngineError, EngineOption
 class Builder:
     """A TensorRT that can build engines for a target on this machine.
 
-    ``sms`` are compute capabilities without the point: 89 means 8.9.
+    ``sms`` are compute capabilities times 10: 89 means 8.9.
     """
 
     kind: str

@@ -1,8 +1,8 @@
-"""Adds an engine to an existing bundle, or removes an engine from it.
+"""Adds an engine to an existing bundle, or removes an engine from a bundle.
 
 The bundle is locked during a change, and files are replaced by renaming. The bundle's manifest
-never lists an engine that is missing or different. The bundle can therefore be opened even if the
-process is killed.
+never lists an engine that is missing or differs from its record. The bundle can therefore be opened
+even if the process is killed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def add_engine(
 
 
 def remove_engine(folder: Path, manifest: dict[str, Any], target: Target) -> int:
-    """Remove an engine from a bundle. Returns the size of its file in bytes.
+    """Remove an engine from a bundle. Returns the size of the engine's file in bytes.
 
     Raises EngineError, OutputError.
     """
@@ -134,7 +134,7 @@ def _changing(path: Path, manifest: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _check_precision(target: Target, precision: Mapping[str, Any]) -> None:
-    """Check that ``target`` supports the bundle's precision. Raises TargetError otherwise."""
+    """Check that ``target`` supports the bundle's precision. Otherwise, raises TargetError."""
     if "layers" in precision:
         target.check_layers(precision["layers"])
     else:

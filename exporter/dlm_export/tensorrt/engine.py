@@ -39,7 +39,7 @@ from dlm_export.tensorrt.estimate import (
 from dlm_runtime.files import read_bytes
 
 # Warnings with these texts mean that the engine would not compute the whole graph, so such warnings
-# are errors. Other warnings are shown.
+# are errors. All other warnings are shown.
 TIMINGS_LIMIT_BYTES = 1 << 30
 FATAL_WARNINGS = (
     "unused input",
@@ -102,7 +102,7 @@ def without_engine(manifest: Mapping[str, Any], target: str) -> dict[str, Any]:
 def check_device_graph(folder: Path, manifest: Mapping[str, Any], target: Target) -> None:
     """Check that the bundle contains a graph from which an engine for ``target`` can be built.
 
-    Raises EngineError otherwise.
+    Otherwise, raises EngineError.
     """
     if target.sm is None:
         raise EngineError(f"target {target.name} needs no engine: ONNX Runtime runs its graph")
@@ -125,12 +125,12 @@ def build_engine(
 ) -> Built:
     """Build an engine from a bundle's device graph, and write it to the file ``output``.
 
-    The manifest is not changed. A signal that ends the process first cancels the builder.
+    The manifest is not changed. If a signal would end the process, the builder is cancelled first.
 
     Args:
         folder: The bundle.
         manifest: The bundle's manifest.
-        files: A dict that maps the name of each file of the bundle to its size and SHA-256.
+        files: A dict that maps the name of each file of the bundle to the file's size and SHA-256.
         target: The device.
         builder: The TensorRT to use.
         options: Options of the build.
@@ -217,11 +217,11 @@ def build_engine(
 
 
 def _serialise(trt: Any, trt_builder: Any, network: Any, config: Any, output: Path) -> bool:
-    """Build the engine, and write it to a file. If the result is False, the logger contains the
-    reason.
+    """Build the engine, and write the engine to a file. If the result is False, the logger contains
+    the reason.
 
-    Newer builders write the engine in pieces. Memory then never holds both the whole engine and the
-    weights.
+    Newer builders write the engine in pieces. With a newer builder, memory therefore never contains
+    both the whole engine and the weights.
     """
     if not hasattr(trt_builder, "build_serialized_network_to_stream"):
         plan = trt_builder.build_serialized_network(network, config)
@@ -273,7 +273,9 @@ def _network_flags(trt: Any) -> int:
 
 @functools.cache
 def _logger(base: Any) -> Any:
-    """Return the ILogger that collects errors and warnings. TensorRT allows one per process."""
+    """Return the ILogger that collects errors and warnings. TensorRT allows one ILogger per
+    process.
+    """
     levels = base.Severity
 
     class Logger(base):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Computes the sizes of an engine's largest passes, and estimates its memory."""
+"""Computes the sizes of an engine's largest passes, and estimates the engine's memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ DEVICE_OVERHEAD_BYTES = 768 << 20
 
 
 class EngineError(DlmError):
-    """Raised if an engine cannot be built as requested. No file was written."""
+    """Raised if an engine cannot be built as requested. When this error is raised, no file was
+    written.
+    """
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -37,7 +39,7 @@ class EngineOptions:
     """How an engine is built.
 
     ``canvas`` is the length of the longest canvas in tokens. ``block`` is the length of the longest
-    pass with a cache, in tokens. If ``None``, the bundle's setting is used.
+    pass with a cache, in tokens. If a value is ``None``, the bundle's setting is used.
     """
 
     canvas: int | None = None
@@ -142,8 +144,8 @@ def check_memory(
     """Estimate the memory, and check that this much memory is available.
 
     Raises EngineError if the target has too little memory. If ``on_host`` is true, raises
-    BuilderError if this machine has too little memory to build the engine. Both errors state the
-    bytes needed and available.
+    BuilderError if this machine has too little memory to build the engine. Both error messages
+    state the needed bytes and the available bytes.
     """
     found = estimate(network, weights_bytes, limits)
     if target.memory_bytes is not None and found.device > target.memory_bytes:

@@ -6,10 +6,10 @@ A template is a program, and only some templates can be converted:
 - Each message's content must appear once in the text, either unchanged or without white space
   around it.
 - The text between two messages may depend only on the roles of both messages, and on whether the
-  second message is the last.
+  second message is the last message of the chat.
 
-To find the segments, all conversations of up to four messages are rendered. Conversations that
-break these rules are not supported. The runtime rejects such conversations.
+To find the segments, all conversations of up to four messages are rendered. Conversations for which
+the template breaks these rules are not supported, so the runtime rejects such conversations.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dlm_export.text.refusal import NotCompiled
 
 ROLES = ("system", "user", "assistant", "tool")
 LEADING = "leading system"
-"""The name of a separate role for a system message that is the first message of a chat. Templates
-often treat such a message differently.
+"""The name of the role "system" for the first message of a chat. This role is separate, because
+templates often treat a first system message differently from later system messages.
 """
 REFUSED, AS_IS, STRIPPED = 0, 1, 2
 MOST_MESSAGES = 4  # largest number of messages in the conversations that are tried
@@ -76,17 +76,17 @@ class Chat:
     - ``transforms``, ``[2 R]``: for each context, whether the template writes the content unchanged
       or stripped, or whether the context is not supported.
     - ``gaps``, ``[R + 1, 2 R]``, as a flat list: the text before a message. The first index is 0
-      for the first message, otherwise 1 plus the index of the previous message's role. The second
-      index is the context of the message.
+      for the first message. For later messages, the first index is 1 plus the index of the previous
+      message's role. The second index is the context of the message.
     - ``ends``, ``[R]``: the text after the last message. This text includes the start of the
       answer.
     - ``literals``: pairs of a context and a text. The content of a message in this context must not
       contain the text.
     - ``empties``: contexts whose content must not be empty.
 
-    ``None`` in ``gaps`` or ``ends`` means that such conversations are not supported. The role
-    "system" may be in ``roles`` twice: first for the first message of a chat, and then for all
-    other messages.
+    ``None`` in ``gaps`` or ``ends`` means that conversations with this combination of messages are
+    not supported. The role "system" may be in ``roles`` twice: first for the first message of a
+    chat, and then for all other messages.
     """
 
     roles: tuple[str, ...] = ()
@@ -243,7 +243,7 @@ def _holds(
 ) -> bool:
     """Return True if the segments give the same text as the template.
 
-    An example is a conversation, and the position of one message in the conversation. Each of
+    An example is a conversation, and the position of one message in the conversation. Each text in
     ``contents`` is tried as the content of this message.
     """
     chats, expected = [], []

@@ -1,7 +1,7 @@
 """Compiles a checkpoint's tokenizer and chat template into one file.
 
-The results of the file are compared with the results of the original tokenizer. If the results
-differ, no file is written, and the reason is recorded.
+The results of the compiled file are compared with the results of the original tokenizer. If the
+results differ, no file is written, and the manifest records the reason.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _tables(found: Mapping[str, Any], tokenizer: Tokenizer) -> TextTables:
 
 
 def _with_wholes(tables: TextTables) -> TextTables:
-    """Mark each token whose text is encoded to this token alone. The runtime finds such tokens
+    """Mark each token whose text is encoded to this token alone. The runtime finds marked tokens
     without merging.
     """
     compiled, token_flags = CompiledText(as_bytes(tables)), tables.token_flags.copy()

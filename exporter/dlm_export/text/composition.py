@@ -13,8 +13,8 @@ import numpy as np
 CODE_POINTS = 0x110000
 LAST_PLANE = 0x30000  # characters from this code point on have no compositions
 STARTS = 255
-"""Class of a character of combining class 0 (a starter) that may change together with its
-neighbour.
+"""The class of starters that may change together with a neighbour. A starter is a character of
+combining class 0.
 """
 
 
@@ -52,7 +52,8 @@ def composition() -> Composition:
     for point in range(0x80, LAST_PLANE):
         letter = chr(point)
         order, mapping = unicodedata.combining(letter), unicodedata.decomposition(letter)
-        # The library knows a mark if it moves the mark before U+0345, which has the highest class.
+        # The library knows a mark if the library moves the mark before U+0345. U+0345 has the
+        # highest class.
         if order and (order >= 240 or decomposed("\u0345" + letter)[0] != "\u0345"):
             classes[point] = order
         if not mapping or mapping.startswith("<"):

@@ -29,8 +29,8 @@ SPACE_LETTER, STARTS_WITH_SPACE, BYTE_FALLBACK, STRIPS_SPACE = 1, 2, 4, 8
 class Added:
     """A text that is always encoded as one token.
 
-    If ``is_raw`` is true, the search for this text takes place before normalisation, otherwise
-    after normalisation.
+    If ``is_raw`` is true, the runtime searches for this text before normalisation. Otherwise, the
+    runtime searches after normalisation.
     """
 
     text: bytes
@@ -152,7 +152,7 @@ def as_bytes(tables: TextTables) -> bytes:
 
 
 def _starts(parts: Sequence[Sequence[object] | np.ndarray]) -> np.ndarray:
-    """Return the offset of each part when the parts are concatenated, followed by their total
+    """Return the offset of each part when the parts are concatenated, followed by the parts' total
     length.
     """
     return np.cumsum([0, *map(len, parts)])

@@ -102,7 +102,7 @@ def _chat_ids(
 
 
 def _encoded(compiled: CompiledText, text: str, special_tokens: bool) -> list[int] | None:
-    """Return the token ids of a text, or ``None`` if the text is rejected."""
+    """Return the token ids of a text, or ``None`` if the library rejects the text."""
     try:
         return compiled.encode(text, special_tokens=special_tokens)
     except RequestError:

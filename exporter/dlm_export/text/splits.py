@@ -1,14 +1,14 @@
 """Compiles split patterns to automata over character classes.
 
 A tokenizer cuts text at the matches of a regular expression. The expression is matched by
-backtracking: the leftmost match is used, and among several matches at the same position, the match
-that is tried first.
+backtracking: the leftmost match is used. If several matches start at the same position, the match
+that is tried first is used.
 
-Here, the expression is first compiled to *places*. A place is one instruction, such as "consume a
-character of this set". A state of the automaton is a list of places, in the order in which
-backtracking would try them (R. Cox, "Regular Expression Matching in the Wild", 2010). If a place
-ends the expression, later places in the list are dropped. The automaton therefore finds the same
-matches.
+In this module, the expression is first compiled to *places*. A place is one instruction, such as
+"consume a character of this set". A state of the automaton is a list of places, in the order in
+which backtracking would try them (R. Cox, "Regular Expression Matching in the Wild", 2010). If a
+place ends the expression, later places in the list are dropped. The automaton therefore finds the
+same matches.
 
 A match may depend on the next character, as in ``\\s+(?!\\S)``. The automaton therefore reports a
 match only when it reads the next character. The tokenizers library is called to find which
@@ -33,7 +33,7 @@ _SHORT = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "e": "\x1b", "a
 _PROPERTY = re.compile(r"\\[pP]\{\^?[A-Za-z_ ]{1,32}\}|\\[sSdDwW]")
 _HEX = re.compile(r"\\u([0-9a-fA-F]{4})|\\x([0-9a-fA-F]{2})|\\x\{([0-9a-fA-F]{1,6})\}")
 _REPEAT = re.compile(r"\{(\d{0,3})(,?)(\d{0,3})\}")
-# Other characters that equal an ASCII letter if case is ignored, such as the Kelvin sign.
+# Non-ASCII characters that equal an ASCII letter if case is ignored, such as the Kelvin sign.
 _FOLDED = {"s": "\N{LATIN SMALL LETTER LONG S}", "k": "\N{KELVIN SIGN}"}
 
 
@@ -53,8 +53,8 @@ class Splits:
 
     ``classes``, uint8 ``[0x110000]``, contains the class of each code point. Each pattern has a
     table, int32 ``[states, classes + 1]``. The last column is for the end of the text. An entry is
-    0 if there is no next state, otherwise 2 * (next state + 1). If a match ends before this
-    character, the entry is larger by 1.
+    0 if there is no next state. Otherwise, the entry is 2 * (next state + 1). If a match ends
+    before the character, the entry is larger by 1.
     """
 
     classes: np.ndarray
@@ -126,8 +126,8 @@ def _classes(sets: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
     """Group characters into classes. Two characters are in the same class if they are in the same
     sets.
 
-    Returns the class of each code point, and a bit mask for each class that says which sets contain
-    the class.
+    Returns the class of each code point, and a bit mask for each class. The bit mask says which
+    sets contain the class.
     """
     signature = np.zeros(CODE_POINTS, np.uint64)
     for number, members in enumerate(sets):
@@ -166,8 +166,8 @@ def _determinised(places: Sequence[_Place], first: int, signatures: Sequence[int
 def _step(
     places: Sequence[_Place], state: tuple[int, ...], signature: int | None
 ) -> tuple[bool, tuple[int, ...]]:
-    """Take one step of the automaton. Returns whether a match ends before the character, and the
-    next state.
+    """Take one step of the automaton. Returns a bool and the next state. The bool is True if a
+    match ends before the character.
 
     ``signature`` is a bit mask of the sets that contain the character. ``None`` means the end of
     the text.
@@ -449,8 +449,7 @@ def _digits() -> np.ndarray:
 
     members = np.zeros(CODE_POINTS, bool)
     for start, text in _planes():
-        # The text starts with a letter. The pieces therefore alternate between other characters and
-        # digits.
+        # The text starts with a letter. The pieces are therefore non-digits and digits in turn.
         pieces = pre_tokenizers.Digits(individual_digits=False).pre_tokenize_str("a" + text)
         for _, (first, last) in pieces[1::2]:
             members[start + first - 1 : start + last - 1] = True
@@ -460,8 +459,8 @@ def _digits() -> np.ndarray:
 def _filled(members: np.ndarray) -> np.ndarray:
     """Complete a set of characters that was found by testing.
 
-    Surrogates are excluded. In some planes, only the first character was tested. The result of this
-    character is used for the whole plane.
+    Surrogates are excluded. In some planes, only the first character was tested. The result for
+    this character is used for the whole plane.
     """
     members[0xD800:0xE000] = False
     for plane in _ALIKE:

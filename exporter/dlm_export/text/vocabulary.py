@@ -1,10 +1,10 @@
 """Reads a tokenizer.json as tables.
 
 Two kinds of BPE are supported. The first is BPE over bytes, as in GPT-2. The second is BPE over
-characters. Characters that the vocabulary lacks are encoded as bytes (byte fallback). Everything
-else is rejected with an error that names the unsupported part. Some vocabularies (SentencePiece)
-contain U+2581 instead of spaces. The tables then contain spaces, because the tokenizer treats both
-characters alike.
+characters. In this second kind, characters that are not in the vocabulary are encoded as bytes
+(byte fallback). All other tokenizers are rejected with an error that names the unsupported part.
+Some vocabularies (SentencePiece) contain U+2581 instead of spaces. The tables of such a vocabulary
+contain spaces, because the tokenizer treats U+2581 and a space alike.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def _of_characters(
 def _parts(part: Part | None, members: str) -> list[Part]:
     """Return a normaliser, pre-tokenizer or decoder as a list.
 
-    A "Sequence" contains several members, which are returned in order. ``None`` gives an empty
-    list. Anything else gives a list with one element.
+    If the value is a "Sequence", its members are returned in order. ``None`` gives an empty list.
+    Any other value gives a list with one element.
     """
     if part is None:
         return []
@@ -233,7 +233,7 @@ def _merges(model: Part) -> np.ndarray:
     vocab, ranks = model["vocab"], dict[tuple[int, int], tuple[int, int]]()
     for rank, merge in enumerate(model["merges"]):
         left, right = merge.split(" ") if isinstance(merge, str) else merge
-        # If a pair of tokens is listed twice, its last rank is used.
+        # If a pair of tokens is listed twice, the pair's last rank is used.
         ranks[vocab[left], vocab[right]] = (rank, vocab[left + right])
     ordered = sorted((rank, left, right, made) for (left, right), (rank, made) in ranks.items())
     return np.array([row[1:] for row in ordered], np.int32).reshape(-1, 3)
@@ -261,7 +261,7 @@ def _around(processor: Part | None) -> dict[str, Any]:
     around: dict[str, Any] = {"prefix": [], "suffix": []}
     for part in _parts(processor, "processors"):
         if part["type"] == "ByteLevel":
-            continue  # this changes offsets, but no tokens
+            continue  # this setting changes offsets, but no tokens
         if part["type"] != "TemplateProcessing" or any(around.values()):
             raise NotCompiled(f"it puts tokens around text by {part['type']}")
         sequences = [piece for piece in part["single"] if "Sequence" in piece]

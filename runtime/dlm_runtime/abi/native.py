@@ -151,8 +151,8 @@ def policy_fields() -> list[Any]:
 
 
 def kernel_sets() -> dict[str, str | None]:
-    """Return the names of the kernel sets for this architecture, fastest first. The value of each
-    name is the reason why the kernel set cannot run on this processor.
+    """Return a dict of the kernel sets for this architecture, fastest first. The key is the kernel
+    set's name. The value is the reason why the kernel set cannot run on this processor.
 
     The value is None if the kernel set can run.
     """

@@ -1,7 +1,7 @@
 """Constraints on generated text: JSON Schemas, regular expressions, grammars, lists of texts, and
 records of JSON Lines, CSV and XML.
 
-``compiled`` calls the native library, which compiles a constraint for a vocabulary. This is the
-vocabulary of a bundle, or a vocabulary that ``vocabulary`` reads from a tokenizer. ``automaton``
-reads the arrays of a compiled constraint.
+``compiled`` calls the native library, which compiles a constraint for a vocabulary. The vocabulary
+belongs to a bundle, or is read from a tokenizer by ``vocabulary``. ``automaton`` reads the arrays
+of a compiled constraint.
 """

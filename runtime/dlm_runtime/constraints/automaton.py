@@ -29,7 +29,7 @@ class Automaton:
 
     State ``s`` has the edges ``edge_starts[s] : edge_starts[s + 1]``. Edge ``e`` leads to the state
     ``edge_states[e]`` with the tokens of the group ``edge_groups[e]``. The edges of a state are
-    ordered by the state to which they lead. The groups of these edges have no class in common.
+    ordered by the state to which they lead. A class is in the group of at most one of these edges.
     """
 
     token_class: np.ndarray

@@ -218,8 +218,8 @@ def keep_compiled(
     compile the constraint and store it there.
 
     ``vocabulary`` is JSON that identifies the vocabulary. If ``folder`` is None, nothing is stored.
-    ``compile_now`` compiles the constraint. The argument of this function is the hash that is
-    stored in the file.
+    The function ``compile_now`` compiles the constraint. Its argument is the hash that is stored in
+    the file.
     """
     if folder is None:
         return compile_now(bytes(_HASH_BYTES))

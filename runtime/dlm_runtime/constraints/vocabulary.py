@@ -1,6 +1,6 @@
 """Finds the bytes to which a tokenizer decodes each token.
 
-This is possible for byte-level vocabularies only. In such a vocabulary, each token is a string of
+Only byte-level vocabularies are supported. In a byte-level vocabulary, each token is a string of
 bytes, and a text consists of the bytes of its tokens, one token after another.
 """
 

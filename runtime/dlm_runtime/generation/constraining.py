@@ -57,7 +57,7 @@ class Constraints:
         self._handle = handle
         self._lock = threading.Lock()
         self._kept: dict[tuple[Any, ...], compiled.Constraint] = {}
-        # The vocabulary is read here only if the bundle has no compiled tokenizer.
+        # Python reads the vocabulary only if the bundle has no compiled tokenizer.
         self._vocabulary: Vocabulary | None = None
         self._lost = 0.0  # nats, over all constrained requests
         self._has_warned = False
@@ -109,12 +109,12 @@ class Constraints:
         limits: CompileLimits | None = None,
         cache_dir: str | Path | None = "",
     ) -> compiled.Constraint:
-        """Return the constraint for the arguments of ``Bundle.constraint``. If the constraint is
-        not stored, it is compiled.
+        """Return the constraint for the arguments of ``Bundle.constraint``. If no constraint is
+        stored for these arguments, the constraint is compiled.
 
-        ``asked`` maps the names of the arguments that define the allowed texts to their values.
-        Exactly one argument must be set. None and False mean that an argument is not set. Raises
-        RequestError and DlmError.
+        ``asked`` contains the arguments that define the allowed texts, by name. Exactly one
+        argument must be set. None and False mean that an argument is not set. Raises RequestError
+        and DlmError.
         """
         kind, value = _chosen(asked)
         if tokenizer is None:

@@ -94,10 +94,10 @@ class Answer:
     Args:
         probabilities: The probability of each option. The probabilities add up to 1. The options of
             a ``YesNo`` are "true" and "false". The options of a ``Score`` are "0", "1", and so on.
-        made_in: The pass that gave the probabilities, counted from 1. A later pass sees the answers
-            that earlier passes committed.
-        score: For a ``Score``, the expected level: the mean of the levels, weighted with their
-            probabilities. The value is None for other questions.
+        made_in: The index of the pass that gave the probabilities, counted from 1. A later pass
+            sees the answers that earlier passes committed.
+        score: For a ``Score``, the expected level: the mean of the levels, weighted with the
+            levels' probabilities. The value is None for other questions.
     """
 
     probabilities: dict[str, float]
@@ -153,7 +153,7 @@ class _Slot:
 
 
 class Deciding:
-    """A decision that is not yet complete. ``Bundle.deciding`` creates it.
+    """A decision that is not yet complete. ``Bundle.deciding`` creates this object.
 
     While ``is_open`` is True, run a request with ``arguments``, for example with
     ``Scheduler.submit``, and pass the result of the request to ``take``. When ``is_open`` is False,
@@ -234,8 +234,8 @@ class Deciding:
         return (slot.written[slot.labels.index(answer.best)],)
 
     def _room(self, parts: Sequence[str | tuple[str, ...]]) -> int:
-        """Return the number of tokens that suffices for any answer, and for the end token or the
-        rest after the answer.
+        """Return a number of tokens that is large enough for every answer and for the tokens after
+        the answer: the end token or the ``rest`` mask tokens.
         """
         plain = [part if isinstance(part, str) else part[0] for part in parts]
         texts, owners = ["".join(plain)], [-1]
@@ -290,24 +290,24 @@ class Decides:
         the masked answer. If the answer can be split into tokens in several ways, the products of
         all ways are added. The probability of an option is the total probability of all legal
         answers with this option, divided by the total probability of all legal answers. If
-        attention is block-causal, each block of the answer takes one pass, which sees the answers
-        in earlier blocks.
+        attention is block-causal, each block of the answer takes one pass. This pass sees the
+        answers in earlier blocks.
 
         Args:
             questions: A dict that maps the name of each question to a ``Choice``, ``YesNo`` or
                 ``Score``. If a question has instructions or descriptions, a list of all questions
                 follows the prompt, or the last message of the chat.
             prompt: The state, as a text.
-            tokens: The state, as token ids. The questions must then have no instructions and no
-                descriptions.
+            tokens: The state, as token ids. In this case, the questions must have no instructions
+                and no descriptions.
             chat: The state, as messages. Pass one of ``prompt``, ``tokens`` and ``chat``.
             passes: The number of times that the answer is predicted, 1 or more. After each
-                prediction, the questions with the most certain answers are answered, about the same
-                number of questions each time. Later predictions keep these answers. If 1, all
-                questions are answered together.
-            answer: The text of the answer. ``<mask:NAME>`` marks the slot of the question ``NAME``,
-                in which an option is written as it is. If None, the answer is a JSON object with
-                the names of the questions, in the layout that the denoiser was trained on.
+                prediction, the most certain answers are kept, for about the same number of
+                questions each time. Later predictions do not change the kept answers. If ``passes``
+                is 1, all questions are answered together.
+            answer: The text of the answer. ``<mask:NAME>`` marks the slot of the question ``NAME``.
+                An option is written into this slot unchanged. If None, the answer is a JSON object
+                with the names of the questions, in the layout that the denoiser was trained on.
             rest: Number of mask tokens after the answer. If above 0, any text may follow the
                 answer, and the answer must not end in a slot. If 0, an end token must follow.
             special_tokens: As in ``generate``.

@@ -1,4 +1,4 @@
-"""Tells coroutines when jobs have ended. One thread per scheduler serves all of its jobs."""
+"""Tells coroutines when jobs have ended. Each scheduler has one thread for all its jobs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ class Ends:
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC)
-        # Re-entrant: the garbage collector may close a coroutine anywhere, which calls forget().
+        # Re-entrant: the garbage collector may close a coroutine at any time, and closing calls
+        # forget().
         self._lock = threading.RLock()
         self._waiting: set[tuple[Job, Callable[[], None]]] = set()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def when_ended(self, job: Job, call: Callable[[], None]) -> None:
-        """Call a function once when a job has ended, on any thread.
+        """Call a function once when a job has ended. The call may be made on any thread.
 
         Args:
             job: A job of the scheduler.
-            call: The function. It must return immediately. A RuntimeError of the function is
-                ignored, because the function may wake an event loop that is closed.
+            call: The function. The function must return immediately. A RuntimeError of the function
+                is ignored, because the function may wake an event loop that is closed.
         """
         with self._lock:
             is_late = self._is_closed
@@ -54,7 +55,7 @@ class Ends:
             self._waiting.discard((job, call))
 
     def close(self) -> None:
-        """Call the remaining functions, and end the thread. The native scheduler must have been
+        """Call the remaining functions, and end the thread. The native scheduler must already be
         destroyed.
         """
         with self._lock:

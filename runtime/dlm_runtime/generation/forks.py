@@ -3,8 +3,8 @@
 A fork copies the memory of the process, but only one of its threads: the thread that calls fork. If
 another thread held a lock, this lock stays locked in the child process. The threads of an engine or
 a scheduler do not exist in the child. A native call in the child could therefore wait forever. For
-this reason, each object belongs to the process that created it. In other processes, its methods
-raise ForkError.
+this reason, each object belongs to the process that created it. In other processes, the object's
+methods raise ForkError.
 """
 
 from __future__ import annotations

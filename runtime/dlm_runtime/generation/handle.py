@@ -34,8 +34,8 @@ class Handle:
         default_policy: The policy of requests that name no preset. If None, the bundle's default
             preset is used.
         owned: An object that must live as long as the bundle, such as a callback.
-        causes: If a callback raises an exception, the callback stores this exception here as
-            ``error``. None if the bundle has no callback.
+        causes: If a callback raises an exception, the callback stores this exception in
+            ``causes.error``. None if the bundle has no callback.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Handle:
             self._free()
 
     def close_with(self, other: SupportsClose) -> None:
-        """Register an object to close when the bundle is freed. Requests may use ``other`` until
-        then.
+        """Register an object to close when the bundle is freed. Until the bundle is freed, requests
+        may use ``other``.
         """
         with self._lock:
             self._with.append(other)

@@ -58,9 +58,9 @@ class Infill:
         text: The whole text.
         holes: The text of each hole, up to its first end token.
         lengths: The number of tokens of each hole in the canvas.
-        log_prob: The mean ln p of the tokens in the holes, each in the pass that committed the
-            token. Results for different lengths are compared by this mean. The value is None if no
-            token was committed.
+        log_prob: The mean ln p of the tokens in the holes. The ln p of a token is from the pass
+            that committed the token. Results for different lengths are compared by this mean. The
+            value is None if no token was committed.
         generation: The result of the request.
     """
 
@@ -193,7 +193,8 @@ def _constrained(
     """Add a constraint to the request. The constraint covers the text from character ``first`` to
     the end.
 
-    Returns the new request, and the lengths of ``tried`` for which a valid text fits into the hole.
+    Returns the new request, and those lengths from ``tried`` for which a valid text fits into the
+    hole.
     """
     given = {name: request.pop(name) for name in _CONSTRAINT_ARGUMENTS if name in request}
     if not given:

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 KINDS = ("schema", "regex", "grammar", "enum", "json_object", "json_lines", "csv", "xml")
-"""The arguments of ``Bundle.constraint`` that describe the allowed texts, without ``tools``."""
+"""The arguments of ``Bundle.constraint`` that describe the allowed texts, except ``tools``."""
 MOST_TOP_LOG_PROBS = 20
 JSON_KINDS = ("schema", "json_object", "json_lines", "tools")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a request, without its prompt, tokens or chat. The default of each means "not
-    set".
+    """The options of a request, without its prompt, tokens or chat. The default value of each
+    option means "not set".
 
     Args:
         max_new_tokens: Number of mask tokens that are added after the prompt and then filled, 0 or
@@ -45,12 +45,12 @@ class Options:
         max_steps: The request ends after this many passes. 0 means no limit.
         deadline_ms: The time limit of the request in milliseconds. When this time is over, the
             request ends within one pass. 0 means no limit.
-        stop_strings: The text ends before the first of these strings. Blocks after the block that
-            contains this string are not filled.
+        stop_strings: The text ends before the first occurrence of one of these strings. Blocks
+            after the block that contains this occurrence are not filled.
         prefix: The start of the answer.
         top_log_probs: Number of alternatives to report for each token, 0 to 20. If this number is
-            larger than the denoiser's number of candidates, each pass must also return its logits,
-            which takes memory and time.
+            larger than the denoiser's number of candidates, each pass must also return its logits.
+            Returning logits takes memory and time.
         special_tokens: How the text of a special token, such as ``<|eos|>``, is encoded in the
             prompt, the messages, the tools and ``prefix``. If True, the text is encoded as the
             special token. By default, the text is encoded as ordinary text, so that a user cannot
@@ -58,8 +58,8 @@ class Options:
             affected.
         constraint: A constraint that ``Bundle.constraint`` compiled. With every policy and limit,
             the text satisfies the constraint, unless a stop string cuts the text.
-        schema, regex, grammar, enum, json_object, json_lines, csv, xml: A constraint. It is
-            compiled when it is first used. ``Bundle.constraint`` describes these arguments. The
+        schema, regex, grammar, enum, json_object, json_lines, csv, xml: A constraint, as an
+            argument of ``Bundle.constraint``. The constraint is compiled when it is first used. The
             constrained text includes ``prefix``. (For a compiled ``constraint``, pass the prefix to
             ``Bundle.constraint`` as ``before``.)
         json_layout: The white space of the JSON text for ``schema``, ``json_object``,
@@ -70,10 +70,10 @@ class Options:
             template receives these functions. Each function has the form ``{"type": "function",
             "function": {"name", "description", "parameters"}}``, where ``parameters`` is a JSON
             Schema.
-        tool_choice: "auto": the text may consist of calls, or of other text. "required": the text
-            is constrained to be a call. "none": the chat template does not receive the tools. The
-            name of a function, or ``{"type": "function", "function": {"name": "..."}}``: the text
-            is constrained to be a call of this function.
+        tool_choice: "auto": the text may consist of calls, or of ordinary text. "required": the
+            text is constrained to be a call. "none": the chat template does not receive the tools.
+            The name of a function, or ``{"type": "function", "function": {"name": "..."}}``: the
+            text is constrained to be a call of this function.
         parallel_tool_calls: If True, a text that is constrained to be a call may contain several
             calls. If None, several calls are allowed if the call format defines a text before the
             first call and a text after the last call, as the formats "list" and "lines" do.
@@ -85,8 +85,8 @@ class Options:
             ``preset`` and ``effort`` were applied.
 
     If a request ends because of ``max_steps``, ``deadline_ms`` or a cancellation, the result
-    contains the canvas at that time. ``Generation.finish`` gives the reason.
-    ``Generation.tool_calls`` is then empty, unless the whole text was already decided.
+    contains the canvas at the time when the request ended. ``Generation.finish`` gives the reason.
+    In this case, ``Generation.tool_calls`` is empty, unless the whole text was already decided.
 
     Raises:
         RequestError: An option has the wrong type. The message names the option.
@@ -203,8 +203,8 @@ OPTION_NAMES = tuple(each.name for each in fields(Options) if each.name != "poli
 
 
 class RequestOptions(TypedDict, total=False):
-    """The options of ``generate`` for type checkers. They are the fields of ``Options`` and
-    ``Policy``.
+    """The options of ``generate`` for type checkers. These options are the fields of ``Options``
+    and ``Policy``.
     """
 
     max_new_tokens: int | None
@@ -262,7 +262,9 @@ class RequestOptions(TypedDict, total=False):
 
 
 class InfillOptions(RequestOptions, total=False):
-    """The options of ``infill`` for type checkers. They are the options of ``generate_batch``."""
+    """The options of ``infill`` for type checkers. These options are the options of
+    ``generate_batch``.
+    """
 
     max_batch: int
     policies: Sequence[Mapping[str, Any]] | None
@@ -275,7 +277,7 @@ class Request:
     Args:
         handle: The handle of the bundle.
         tokenizer: The tokenizer of the bundle. None if the bundle only accepts token ids.
-        given: The prompt, the tokens and the chat. Exactly one of the three is not None.
+        given: The prompt, the tokens and the chat. Exactly one of these three values is not None.
         options: The options, already checked.
         policy: The complete policy, including the changes of the options.
         tools: The checked tools of the options.

@@ -17,8 +17,9 @@ class Generation:
             token, or the mask token if the denoiser has no end token.
         text: The generated text, up to the first end token or stop string. None if the bundle has
             no tokenizer.
-        nfe: The number of passes that computed this request.
-        timings: The seconds of each part of the call. ``Bundle.generate`` describes these parts.
+        nfe: The number of passes for this request. A shared pass counts for each of its requests.
+        timings: The seconds that each part of the call took. ``Bundle.generate`` describes the
+            parts.
         cache_bytes: The largest number of bytes of keys and values that the request had in memory.
         passes: The number of passes of each kind. "prefill" passes fill a cache before a block is
             decided, "denoise" passes decide tokens, and "store" passes store a finished block in
@@ -37,10 +38,10 @@ class Generation:
         undecided: True for each position that was not decided when the request ended.
         tool_calls: The calls in ``text``. Empty if the text does not consist of calls, if the
             request has no tools, or if a part of the text is undecided.
-        top_log_probs: For each token, its alternatives: the most likely tokens in the pass that
-            committed it, as pairs of a token and the ln p of this token, most likely first. A token
-            that no pass committed has no alternatives. Empty if the request did not ask for
-            alternatives.
+        top_log_probs: For each token, a list of the most likely tokens in the pass that committed
+            the token. Each entry is a pair: the id of a likely token, and its ln p. The most likely
+            token comes first. If no pass committed a token, its list is empty. If the request did
+            not ask for alternatives, ``top_log_probs`` itself is empty.
         constraint_log_prob_loss: How much less likely the constraint made the text, in nats, 0 or
             more. The loss of the text is the sum of the losses of its positions. The loss of a
             position is ln p of the denoiser's best token minus ln p of the committed token, in the

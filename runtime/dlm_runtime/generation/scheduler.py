@@ -4,7 +4,7 @@ This module uses the functions ``dlm_scheduler_*`` of the C ABI.
 The thread has a reference to a ``_Runner`` and not to the ``Scheduler``. If a scheduler has no
 other references, it can therefore be garbage-collected. Before the thread ends, it destroys the
 native scheduler. The thread must end before the interpreter exits. Otherwise, Python would raise an
-exception inside a native callback, which would abort the process.
+exception inside a native callback, and this exception would abort the process.
 """
 
 from __future__ import annotations
@@ -229,7 +229,8 @@ class Job:
         return self._awaited().__await__()
 
     async def _awaited(self) -> Generation:
-        # Imported here and below, because importing asyncio takes longer than the whole runtime.
+        # Imported inside functions, because importing asyncio takes longer than importing the whole
+        # runtime.
         import asyncio
 
         await self._ended(asyncio.Event())
@@ -336,7 +337,7 @@ class _Runner:
         self._library, self._bundle, self._handle = _native.library(), bundle, C.c_void_p()
         self._changed = (
             threading.Condition()
-        )  # re-entrant: the garbage collector may call stop() anywhere
+        )  # re-entrant: the garbage collector may call stop() at any time
         # Number of calls that use the handle. The thread waits for these calls before it destroys
         # the handle.
         self._users = 0

@@ -30,10 +30,10 @@ def _answers(
     The value is 0 until a signal handler raises an exception. This generator also cancels requests
     whose event is set.
 
-    A plain function would not be safe: a signal handler may run at its first instruction, before
-    the function enters its ``try``. The handler's exception would then leave the callback, and
-    ctypes would drop the exception. A generator resumes inside its ``try``, so it always catches
-    the exception.
+    A plain function would not be safe: a signal handler may run at the function's first
+    instruction, before the function enters its ``try``. The handler's exception would then leave
+    the callback, and ctypes would drop the exception. A generator resumes inside its ``try``, so it
+    always catches the exception.
     """
     try:
         while True:

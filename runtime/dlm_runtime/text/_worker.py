@@ -2,9 +2,9 @@
 ``process`` starts this program and never imports it.
 
 A request consists of two lengths (8 bytes each), a JSON object and raw bytes. The member ``do`` of
-the object names a method of ``Text``, and the other members are its arguments. The answer consists
-of a length and a JSON object. The object contains the member ``value`` with the result, or the
-member ``refused`` with the library's reason (null if memory ran out).
+the object names a method of ``Text``, and the other members are the method's arguments. The answer
+consists of a length and a JSON object. The object contains the member ``value`` with the result, or
+the member ``refused`` with the library's reason (null if memory ran out).
 
 The program ends when its input is closed, or when the program exceeds a limit. The limit on address
 space is passed on the command line. The limit on processor time is a timer, which is set again for
@@ -152,7 +152,7 @@ class Text:
         self, text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> list[int]:
         """Encode a chat that the template has rendered. Special tokens that the template writes are
-        recognised. The same texts in messages are ordinary text.
+        recognised. If a message contains the text of a special token, this text is ordinary text.
 
         To distinguish these two cases, the first letter of each special token in a message or tool
         is replaced by a private-use character, and the chat is rendered again. All special tokens
@@ -199,8 +199,8 @@ class Text:
     def _spelled(self, text: str) -> list[int]:
         """Return the positions in a text at which special tokens start.
 
-        If the last characters of the text may be the start of a special token, their position is
-        included.
+        If the last characters of the text may be the start of a special token, the position of
+        these characters is included.
         """
         made = self.tokenizer.encode(text, add_special_tokens=False)
         found = []
@@ -347,7 +347,7 @@ def main(limits: dict[str, Any]) -> None:
         "RAYON_NUM_THREADS": "1",
     }  # each thread reserves 64 MiB
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The inherited limit may be lower than ours. RLIM_INFINITY is -1.
+    # The inherited limit may be lower than this program's limit. RLIM_INFINITY is -1.
     inherited = resource.getrlimit(resource.RLIMIT_AS)[1]
     memory_bytes = (
         limits["memory_bytes"] if inherited < 0 else min(limits["memory_bytes"], inherited)

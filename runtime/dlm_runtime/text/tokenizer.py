@@ -37,7 +37,7 @@ class Tokenizer:
     ) -> None:
         """``special_tokens`` contains the texts of special tokens that a template may use. The keys
         are the names that the template uses. Raises BundleError if the tokenizer is invalid. The
-        error names the file ``where``.
+        message names the file ``where``.
         """
         self.template = template
         self.sha256 = hashlib.sha256(tokenizer).hexdigest()  # of its file
@@ -137,8 +137,8 @@ class Tokenizer:
 
         Messages and ``tools`` have the form that transformers uses. A message that makes calls may
         contain ``tool_calls`` instead of ``content``. Special tokens that the template writes are
-        recognised. The same texts in messages and tools are ordinary text unless ``special_tokens``
-        is True.
+        recognised. In messages and tools, the text of a special token is ordinary text unless
+        ``special_tokens`` is True.
         """
         if self.template is None:
             raise RequestError("this bundle has no chat template: give prompt or tokens")

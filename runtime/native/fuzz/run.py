@@ -3,8 +3,8 @@
 
 The targets are built in build/native-fuzz. New interesting inputs are stored in build/fuzz/TARGET.
 A failing input is stored in build/fuzz, and its path is printed. After you fix the defect, move
-this input to runtime/native/fuzz/found/TARGET. Needs clang. The exit status is 1 if a target
-failed.
+this input to runtime/native/fuzz/found/TARGET. This program needs clang. The exit status is 1 if a
+target failed.
 """
 
 from __future__ import annotations
