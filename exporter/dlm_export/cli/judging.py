@@ -75,8 +75,9 @@ STOPPED = {
 def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values: Any) -> None:
     """Compare BUNDLE with its checkpoint, or with a golden file.
 
-    The checkpoint runs in PyTorch. If BUNDLE is in full precision, logits and generated texts are
-    compared. If BUNDLE is quantised, its accuracy is measured on the samples of --data.
+    The checkpoint runs in PyTorch. If BUNDLE is in full precision, the command compares logits and
+    generated texts. If BUNDLE is quantised, the command uses the samples of --data to measure
+    BUNDLE's accuracy.
 
     With --golden, the command compares BUNDLE's logits with a golden file, which contains logits of
     the released code. The comparison with a golden file needs neither torch nor the checkpoint. If

@@ -26,8 +26,8 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 LAYOUTS = click.Choice(list(layout.LAYOUTS))
 CALL_FORMATS = click.Choice(list(tools.FORMATS))
 NAMES_WIDTH = 32
-"""Width of the column with option names in the help. If a name is longer, its help text starts on
-the next line.
+"""Width of the column with option names in the help. If an option's name is longer, the option's
+help text starts on the next line.
 """
 
 
@@ -43,7 +43,7 @@ class Option(cloup.Option):
 class _File(click.Path):
     """The type of options that name a file to read.
 
-    Pipes and devices are rejected, because reading them could take forever.
+    Pipes and devices are rejected, because reading a pipe or a device could take forever.
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

@@ -89,8 +89,8 @@ def plan(
 ) -> None:
     """Predict the time, memory and cost of SOURCE on devices.
 
-    The prediction needs neither the devices nor a bundle that was built for them. SOURCE is a
-    bundle, a checkpoint folder, or hf:ORG/NAME[@REVISION]. If SOURCE is on the hub, the command
+    The prediction needs neither the devices nor a bundle that was built for the devices. SOURCE is
+    a bundle, a checkpoint folder, or hf:ORG/NAME[@REVISION]. If SOURCE is on the hub, the command
     downloads the headers of the weight files, but not the weights. If SOURCE is a bundle, the
     command does not need torch. The times are lower limits, which the roofline model computes.
 
@@ -430,7 +430,8 @@ def _print_growth(growth: Growth, plan: Plan) -> None:
 
 
 def _print_calibration(calibration: Mapping[str, Any]) -> None:
-    """Print the ratios of measured times to their lower limits, and the errors of predicted times.
+    """Print the ratios of measured times to predicted lower limits, and the errors of predicted
+    times.
 
     To compute an error, each measured time is compared with a prediction that was fitted to all
     other measured times.

@@ -179,8 +179,7 @@ def build_options(values: dict[str, Any]) -> BuildOptions:
 def overrides(values: dict[str, Any]) -> Overrides:
     """Turn the options that override a checkpoint's values into ``Overrides``.
 
-    ``values`` need not contain all of these options, because some commands do not support all of
-    them.
+    A command may support only some of the options, so ``values`` need not contain every option.
     """
     from dlm_export.families.base import Overrides
 

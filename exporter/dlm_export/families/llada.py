@@ -14,8 +14,8 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     """Read the network from a released LLaDA config.json. Raises CheckpointError."""
     config = checkpoint.config
-    # LLaDA's configuration class contains all settings of OLMo. Reject values that differ from
-    # these values, because the released network would compute something different.
+    # LLaDA's configuration class contains all settings of OLMo. Reject all values except the values
+    # below, because with any other value, the network would compute something different.
     config.require("block_type", "llama", is_said=True)
     config.require("activation_type", "silu", is_said=True)
     config.require("layer_norm_type", "rms", is_said=True)

@@ -3,7 +3,7 @@
 The layers are the same as in Bailing-MoE. One matrix computes queries, keys and values. The first
 rows of this matrix are the query heads, followed by the key heads and the value heads. Queries and
 keys are normed, and then half of each head's features are rotated. The router first chooses the
-best groups of experts, and then the experts with the best scores in these groups. A score is a
+best groups of experts, and then the experts with the best scores in the chosen groups. A score is a
 sigmoid plus a bias. The routing weights do not include the bias. Config keys and tensor names are
 the same as in the released ``LLaDA2MoeModelLM``.
 """

@@ -1,7 +1,7 @@
 """Reads special tokens, rotary positions and options from the files of a checkpoint of any family.
 
-This module reads each setting in every form that was released. It rejects unknown forms and never
-guesses missing settings, because some settings change the network's results.
+This module reads each setting in every form that was released. The module rejects unknown forms and
+never guesses missing settings, because some settings change the network's results.
 """
 
 from __future__ import annotations

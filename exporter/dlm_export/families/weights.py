@@ -175,8 +175,8 @@ def _largest(dtype: np.dtype) -> float:
 def tensor(
     weights: Parameters, parameter: str, dtype: torch.dtype | None, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Read a parameter as a tensor of type ``dtype`` on the CPU. If ``rows`` is set, read only
-    these rows of the first axis.
+    """Read a parameter as a tensor of type ``dtype`` on the CPU. If ``rows`` is set, read only the
+    rows of the first axis that ``rows`` lists.
 
     If ``dtype`` is ``None``, the result has the stored type, or fp32 if the parameter must be
     computed. A result in the stored type is memory-mapped, and must not be modified. Raises

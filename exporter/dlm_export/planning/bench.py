@@ -2,8 +2,8 @@
 
 All measurements run in the native runtime, in one process, in this order:
 
-1. Generations of a single request. After these generations, the process's peak memory is recorded,
-   because it is the amount of memory that a service needs.
+1. Generations of a single request. After step 1, the process's peak memory is recorded, because a
+   service needs this amount of memory.
 2. Generations of several requests at once.
 3. Single passes of the requested sizes.
 4. The machine's rates, from which ``roofline`` computes the shortest possible time of each pass.
@@ -427,7 +427,7 @@ def side_by_side(
 ) -> list[dict[str, Any]]:
     """Measure how fast several bundles of one denoiser generate text.
 
-    The bundles take turns, so that other load on the machine affects all bundles equally. All
+    The bundles take turns, so that load from other processes affects all bundles equally. All
     bundles are open at the same time. All bundles run the default preset of the first bundle,
     unless ``options`` names a preset.
 

@@ -9,8 +9,8 @@ that every implementation has to do:
 - compute the multiply-adds of all matrix products.
 
 Activations are not counted, because they may stay in a processor's cache. Norms, rotations, softmax
-and the choice of tokens are not counted either. For these reasons, real times are always longer
-than ``limit_s``.
+and the choice of tokens are not counted either. Because the model ignores this work, real times are
+always longer than ``limit_s``.
 
 ``measure`` measures a CPU's rates with ONNX Runtime, because no bundle computes matrix products
 faster than ONNX Runtime. The measurement uses as many threads as the bundle.
@@ -250,8 +250,8 @@ def limit_s(work: Work, rates: Rates) -> float:
 
     The result is either the time to read all bytes or the time to do all multiply-adds, whichever
     is longer, because reading and arithmetic can overlap. The times of multiply-adds in different
-    formats are added, because they use the same units of the processor. Raises KeyError if the rate
-    of a format is unknown.
+    formats are added, because all multiply-adds use the same units of the processor. Raises
+    KeyError if the rate of a format is unknown.
     """
     reading = (work.weight_bytes + work.cache_bytes) / rates.read_bytes
     multiplying = sum(

@@ -1,7 +1,7 @@
 """Calibrates experts: counts the tokens that are routed to each expert, and collects the inputs of
 each expert.
 
-To limit memory, experts are processed one after the other. The inputs of a mixture are stored for
+To limit memory, this module processes one expert at a time. The inputs of a mixture are stored for
 all tokens, in memory or in a memory-mapped file. The inputs of a single expert are selected from
 the stored inputs. Memory holds only one expert's Gram matrix at a time. If too few tokens are
 routed to an expert, the expert's weights are rounded to nearest. An activation range applies to all

@@ -180,8 +180,8 @@ def scales(
         chosen = FORMATS[formats[layer]]
         assert chosen.weights is not None
         if alpha is not None:
-            # SmoothQuant's scales depend only on ranges, so they are the same for every format. Use
-            # INT8, because modelopt computes these scales only for INT8.
+            # SmoothQuant's scales depend only on ranges, so the scales are the same for every
+            # format. Use INT8, because modelopt computes SmoothQuant's scales only for INT8.
             settings.append(
                 {"quantizer_name": f"{layer}.weight_quantizer", "cfg": _WEIGHTS["int8"]}
             )

@@ -148,7 +148,7 @@ class Sampling(Body):
     repetition_penalty: Literal[1] | None = None
     logit_bias: dict[str, float] | None = None
     dlm: Own = Field(default_factory=Own)
-    # These fields are hints, which have no effect on this server.
+    # The following fields are hints, which have no effect on this server.
     user: str | None = None
     realtime: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -169,7 +169,8 @@ class ChatBody(Sampling):
     tools: Annotated[Items[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["auto", "required", "none"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    # These hints of Mercury's API have no effect, because this server generates no reasoning text.
+    # The following hints of Mercury's API have no effect, because this server generates no
+    # reasoning text.
     reasoning_summary: bool | None = None
     reasoning_summary_wait: bool | None = None
 

@@ -56,7 +56,7 @@ class EventStream(StreamingResponse):
 
 
 class Writer(ABC):
-    """Follows the jobs of a request, and writes events for the text of their answers.
+    """Follows the jobs of a request, and writes events for the text of the jobs' answers.
 
     Subclasses define the format of the events. ``answers`` contains the finished answers.
 

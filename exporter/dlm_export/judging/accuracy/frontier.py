@@ -166,9 +166,9 @@ class Followed:
     """The result of comparing the first denoiser's run with the second denoiser's choices.
 
     ``is_equal`` is true if the second denoiser would have committed the same tokens at every pass,
-    so that its own run would be equal. ``nfe`` is the number of passes that the second denoiser
-    would need for its own run. If ``is_equal`` is false, ``nfe`` is an estimate, based on the
-    number of positions that the second denoiser would commit in each pass.
+    so that the second denoiser's own run would be equal. ``nfe`` is the number of passes that the
+    second denoiser would need for its own run. If ``is_equal`` is false, ``nfe`` is an estimate,
+    based on the number of positions that the second denoiser would commit in each pass.
     """
 
     is_equal: bool

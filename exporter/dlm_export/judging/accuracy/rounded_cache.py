@@ -1,11 +1,12 @@
 """Measures how much accuracy a bundle loses if its cache stores rounded keys and values.
 
-All other accuracy measurements exclude the loss from a rounded cache, because they use full passes,
-which read no cache. This module first fills a cache with a full pass over a canvas. Then the module
-predicts the masked positions of the canvas block by block, with one pass per block. The kind of
-cache determines which keys and values the pass for a block reads from the cache. For ``dual``, the
-pass reads the keys and values of all positions outside the block. For ``prefix``, and for ``block``
-in block-causal networks, the pass reads the keys and values of all positions before the block.
+All other accuracy measurements use full passes, which read no cache, so the measurements exclude
+the loss from a rounded cache. This module first fills a cache with a full pass over a canvas. Then
+the module predicts the masked positions of the canvas block by block, with one pass per block. The
+kind of cache determines which keys and values the pass for a block reads from the cache. For
+``dual``, the pass reads the keys and values of all positions outside the block. For ``prefix``, and
+for ``block`` in block-causal networks, the pass reads the keys and values of all positions before
+the block.
 
 Torch predicts every canvas twice: once with a rounded cache, and once with an unrounded cache. The
 two predictions differ only because of the rounding. The parity check makes sure that the bundle

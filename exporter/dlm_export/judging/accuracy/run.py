@@ -1,4 +1,4 @@
-"""Measures the accuracy of a bundle against its source in torch, or against another bundle.
+"""Measures a bundle's accuracy against the bundle's source in torch, or against a second bundle.
 
 Only the functions that need torch import torch, because the comparison of two bundles must work
 without torch.
@@ -160,7 +160,7 @@ def compare_bundles(
 ) -> Judgement:
     """Compare the accuracy of two bundles of the same denoiser.
 
-    Raises JudgeError if the denoisers differ. Also raises other kinds of DlmError.
+    Raises JudgeError if the denoisers differ. Also raises further kinds of DlmError.
     """
     with (
         options.opening.open(reference) as first,
@@ -229,7 +229,7 @@ def _title(folder: Path, bundle: dlm_runtime.Bundle) -> str:
 
 
 def _known_layers(folder: Path) -> dict[str, Any]:
-    """Return the loss of each layer, if the bundle's build measured these losses.
+    """Return the loss of each layer, if the bundle's build measured the layers' losses.
 
     The result contains the fields ``layers`` and ``layers_method`` of a ``Judgement``.
     """

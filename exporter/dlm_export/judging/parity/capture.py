@@ -334,8 +334,8 @@ def _transformers() -> Any:
 
 
 class _Released:
-    """An instance of the chosen class, into which the checkpoint's weights have been loaded. It
-    computes in fp32.
+    """An instance of the chosen class, into which the checkpoint's weights have been loaded. The
+    instance computes in fp32.
     """
 
     def __init__(self, checkpoint: Checkpoint, choice: Choice, network: NetworkSpec) -> None:
@@ -354,9 +354,9 @@ class _Released:
         }
         try:
             if choice.kind == golden.RELEASED:
-                # Do not use the auto classes of transformers, because they cache the classes that
-                # they load. For a second checkpoint with a similar config, they would return the
-                # first checkpoint's class.
+                # Do not use the auto classes of transformers, because the auto classes cache the
+                # classes that they load. For a second checkpoint with a similar config, an auto
+                # class would return the first checkpoint's class.
                 entry = f"{choice.files[0].removesuffix('.py')}.{choice.name}"
                 factory = transformers.dynamic_module_utils.get_class_from_dynamic_module(
                     entry, str(checkpoint.path)

@@ -5,8 +5,8 @@ Two losses are measured: one over all masked positions, and one over the frontie
 the positions that are about to commit. All experts of a block count as one layer, because they have
 the same format.
 
-There are two methods, exact and estimated. The exact method quantises each layer in turn and runs
-the whole denoiser. The other method estimates the losses of all layers together. The estimate needs
+There are two methods: the exact method and the estimate. The exact method quantises each layer in
+turn and runs the whole denoiser. The estimate computes the losses of all layers together. It needs
 one forward and one backward pass, and memory for one block at a time.
 
 The estimate is a second-order approximation: the loss of a layer is half the mean of ``(g .
@@ -82,8 +82,8 @@ def is_frontier(expected: Tensor) -> Tensor:
     """Return which of R positions are about to commit, as bool ``[R]``.
 
     A position is about to commit if a token has at least the probability ``FRONTIER`` at this
-    position. The position where a token has the highest probability of all positions is always
-    about to commit.
+    position. The position whose most probable token has the highest probability is always about to
+    commit.
     """
     best = expected.exp().max(-1).values
     return (best >= FRONTIER) | (best == best.max())
@@ -160,7 +160,7 @@ def directions(probs: Tensor, draws: int, generator: torch.Generator) -> Iterato
 
     Each token j is randomly assigned to one gradient, and ``b_j`` is added to that gradient with a
     random sign. As a result, only the products of two distinct tokens in the same gradient are
-    random. The usual method samples labels from p. It would need hundreds of gradients if
+    random. The usual method samples labels from p. That method would need hundreds of gradients if
     probabilities in p are close to 0 or 1.
     """
     signs = torch.randint(0, 2, probs.shape, generator=generator) * 2 - 1

@@ -107,7 +107,7 @@ def draw(
         flags=re.DOTALL,
     )
     # Remove IDs such as figure_1 and axes_1, because all figures contain the same IDs, and no
-    # element refers to these IDs.
+    # element refers to the IDs.
     body = re.sub(r' id="[\w.]+_\d{1,4}"', "", body)
     # Versions of matplotlib before 3.10 write the property ``font``, which includes the font's
     # name.

@@ -1,4 +1,4 @@
-"""Chooses the default decoding loop of a bundle from the measurements of its effort levels.
+"""Chooses a bundle's default decoding loop from the measurements of the bundle's effort levels.
 
 A loop is acceptable if its quality is at least the quality of the loop that commits one token per
 pass. Both qualities are measured on the same samples. The acceptable loop that needs the fewest

@@ -7,13 +7,14 @@ text stays the same and there are fewer passes, although some passes compute two
 
 Every variant generates text for the same samples. The levels are chosen as follows:
 
-- ``high`` has the best quality of all variants, and stores blocks as the preset does.
-- ``medium`` has the fewest passes of all variants whose loss of quality is at most
+- ``high`` gives the best quality of all variants, and stores blocks as the preset does.
+- ``medium`` needs the fewest passes of all variants whose loss of quality is at most
   ``LOSSES["medium"]``.
-- ``low`` has the fewest passes of all variants whose loss of quality is at most ``LOSSES["low"]``.
-  If this variant needs more than half as many passes as ``high``, then ``low`` is instead the best
-  variant that needs at most half as many passes as ``high``, if there is such a variant.
-- ``instant`` has the fewest passes of all variants.
+- ``low`` needs the fewest passes of all variants whose loss of quality is at most
+  ``LOSSES["low"]``. If this variant needs more than half as many passes as ``high``, then ``low``
+  is instead the best variant that needs at most half as many passes as ``high``, if there is such a
+  variant.
+- ``instant`` needs the fewest passes of all variants.
 """
 
 from __future__ import annotations
