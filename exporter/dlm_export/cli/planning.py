@@ -160,7 +160,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 def _numbers(option: str, text: str, kind: type[_Number]) -> tuple[_Number, ...]:
-    """Parse a list of numbers separated by commas. Each number must be at least 1."""
+    """Parse a list of numbers separated by commas. Raises UsageError if a number is less than 1."""
     try:
         found = tuple(kind(part) for part in split(text))
     except ValueError:

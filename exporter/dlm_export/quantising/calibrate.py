@@ -439,8 +439,8 @@ def simulate(
     Args:
         modules: The modules of the denoiser. The keys are paths in the denoiser.
         done: The result of ``calibrate`` or ``take_stored``.
-        layers: Layers to change. If ``None``, all layers are changed. The embedding table is then
-            changed too, if it is quantised.
+        layers: Layers to change. If ``None``, all layers are changed, and also the embedding table,
+            if the table is quantised.
 
     Returns:
         A function that undoes the change.

@@ -68,7 +68,7 @@ class Form:
 
     Args:
         whole: Creates the body of a response that is not a stream.
-        writer: Creates the writer of a stream. If None, the path never streams.
+        writer: Creates the writer of a stream. If None, responses on the path are never streams.
     """
 
     whole: Callable[[Ask, Model, Sequence[Answer]], dict[str, Any]]
@@ -98,8 +98,8 @@ class Server:
         self._limits, self._has_log = limits or Limits(), has_log
         self._metrics = Metrics(models)
         self._compiling = asyncio.Semaphore(self._limits.compile_threads)
-        self._arriving = 0  # total size of the arriving bodies
-        self._description = json.dumps(document()).encode()  # this takes tens of milliseconds
+        self._arriving = 0  # total size of all arriving bodies in bytes
+        self._description = json.dumps(document()).encode()  # takes tens of milliseconds
         self.is_ready = True
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/v1/chat/completions": self._chat,

@@ -61,7 +61,7 @@ class Evidence:
         free: Predictor | None = None,
         free_runs: int | None = None,
     ) -> None:
-        """Check that the denoisers can be compared on these samples. Raises JudgeError.
+        """Check that the denoisers can be compared on the samples of ``pool``. Raises JudgeError.
 
         ``decode`` converts generated IDs to text, up to the first end token. ``decode`` returns
         ``None`` if there is no tokenizer. ``noise_floor`` is the reference, computed in the

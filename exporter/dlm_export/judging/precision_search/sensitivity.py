@@ -6,8 +6,8 @@ the positions that are about to commit. All experts of a block count as one laye
 the same format.
 
 There are two methods: the exact method and the estimate. The exact method quantises each layer in
-turn and runs the whole denoiser. The estimate computes the losses of all layers together. It needs
-one forward and one backward pass, and memory for one block at a time.
+turn and runs the whole denoiser. The estimate computes the losses of all layers together. The
+estimate needs one forward and one backward pass, and memory for one block at a time.
 
 The estimate is a second-order approximation: the loss of a layer is half the mean of ``(g .
 e)**2``. ``e`` is the change of the layer's output that quantisation causes for the unquantised
