@@ -1,12 +1,12 @@
-"""Implements the program ``dlm-export``. Other packages do the work of its commands.
+"""Implements the program ``dlm-export``. Other packages do the work of the program's commands.
 
 - ``app`` defines the program, reports errors and sets exit codes.
 - ``options`` declares the options that several commands share.
-- ``values`` turns the values of these options into option dataclasses.
+- ``values`` turns the values of shared options into option dataclasses.
 - ``printing`` prints tables and progress.
 - ``watch`` draws a canvas in the terminal.
 - ``optimum`` makes the command ``build`` available in optimum-cli.
-- The other modules define the commands.
+- Each remaining module defines commands.
 """
 
 from dlm_export.cli.app import command, main

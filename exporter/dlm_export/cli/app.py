@@ -2,7 +2,7 @@
 
 Results go to stdout. Progress and warnings go to stderr. ``dlm_runtime.errors.ExitCode`` lists the
 exit codes. On a signal such as Ctrl-C, the program cleans up, and then kills itself with the same
-signal. A shell loop that runs the program then stops too.
+signal, so that a shell loop that runs the program stops too.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def _failure(error: DlmError) -> click.ClickException:
 
 
 class _Group(cloup.Group):
-    """Runs a command. Prints an error of this package as one line, and exits with the error's exit
-    code.
+    """Run a command. If an error of this package is raised, print the error as one line, and exit
+    with the error's exit code.
 
-    Other exceptions are bugs, so they print a traceback.
+    All other exceptions are bugs, so Python prints their tracebacks.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -101,7 +101,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Print a warning of this package as one line, without the line of source code."""
+    """Print a warning of this package as one line, without the source code line that Python adds."""
     if issubclass(category, DlmWarning):
         warn(str(message))
     else:

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from dlm_export.planning.tuning import Tuning
     from dlm_export.tensorrt.engine import Built
 
-LISTED = 8  # a message lists at most this many layers by name
+LISTED = 8  # maximum number of layers that a message lists by name
 
 
 def _common(precision: str, **settings: Any) -> Any:
@@ -92,8 +92,9 @@ def _common(precision: str, **settings: Any) -> Any:
 def build(checkpoint: Path | HubName, output: Path, **values: Any) -> None:
     """Build a bundle from CHECKPOINT, and compare the bundle with PyTorch.
 
-    CHECKPOINT is a folder, or hf:ORG/NAME[@REVISION] on the Hugging Face hub. If the bundle differs
-    from PyTorch or exceeds a budget, the bundle is not written, and the exit code is 3.
+    CHECKPOINT is a folder, or hf:ORG/NAME[@REVISION] on the Hugging Face hub. If the bundle's
+    results differ from PyTorch's or exceed a budget, the command writes no bundle and exits with
+    code 3.
 
     Example: dlm-export build examples/demo-denoiser --target cpu --precision int8 -o
     build/demo-int8
@@ -123,8 +124,8 @@ def quantize(source: Path, output: Path, **values: Any) -> None:
     group(
         "Common options",
         text("--target", "Devices, separated by commas (see `dlm-export targets`).", required=True),
-        flag("--force", help="Replace the engine if the bundle has one."),
-        flag("--remove", help="Remove the engine from the bundle."),
+        flag("--force", help="Replace the engine if BUNDLE contains one."),
+        flag("--remove", help="Remove the engine from BUNDLE."),
         json_option,
     ),
     group("TensorRT", *ENGINE_OPTIONS),
@@ -135,7 +136,7 @@ def engine(
     """Build a TensorRT engine, and add the engine to BUNDLE.
 
     BUNDLE must have been built for GPUs. Engines for RTX GPUs can be built on any machine. Engines
-    for other GPUs must be built on the device. This command needs neither torch nor onnx.
+    for all other GPUs must be built on the device itself. The command needs neither torch nor onnx.
 
     Example: dlm-export engine build/demo-nvfp4 --target thor
     """
@@ -192,7 +193,7 @@ def _build(source: Located, output: Path, values: dict[str, Any]) -> None:
 
 
 def _targets_of(source: Path) -> list[str]:
-    """Return the names of a bundle's targets. If SOURCE is a checkpoint, return "cpu"."""
+    """Return the names of a bundle's targets. If ``source`` is a checkpoint, return "cpu"."""
     from dlm_export.bundle.manifest import read_manifest
 
     if not (source / "manifest.json").is_file():
@@ -202,7 +203,9 @@ def _targets_of(source: Path) -> list[str]:
 
 
 def print_build(report: BuildReport) -> None:
-    """Print the report of a build: stages, files, checks, and engines that must be built later."""
+    """Print a build's report: its stages, files and checks, and the engines that must be built
+    later.
+    """
     from dlm_export.targets import find
 
     print_table(
@@ -252,7 +255,7 @@ def print_build(report: BuildReport) -> None:
 
 
 def _shown_parity(parity: Parity) -> str:
-    """Describe a parity check: what was compared, and the largest difference."""
+    """Describe what a parity check compared, and the largest difference that the check found."""
     from dlm_calibration.recipes import FORMATS
     from dlm_export.judging.parity.verdict import LOGITS, ROUTER
 
@@ -283,9 +286,7 @@ def _shown_parity(parity: Parity) -> str:
 
 
 def print_engine(built: Built, size: int) -> None:
-    """Print the size, TensorRT version and profiles of an engine, and the number formats of its
-    layers.
-    """
+    """Print an engine's size, TensorRT version and profiles, and the number formats of its layers."""
     from dlm_export.targets import sm_text
 
     entry, audit = built.entry, built.audit
@@ -311,7 +312,7 @@ def print_engine(built: Built, size: int) -> None:
 
 
 def print_tuning(tuning: Tuning) -> None:
-    """Print how long all layers of a pass take in each number format."""
+    """Print the total time that all layers take per pass, for each number format."""
     told = ", ".join(
         f"{name} {seconds * 1e3:.3g} ms"
         for name, seconds in sorted(tuning.totals().items(), key=lambda i: i[1])
@@ -322,7 +323,7 @@ def print_tuning(tuning: Tuning) -> None:
 
 
 def print_cache(cache: Mapping[str, Any]) -> None:
-    """Print how much accuracy is lost if only the cached keys and values are rounded."""
+    """Print how much accuracy the bundle loses if only the cached keys and values are rounded."""
     click.echo(f"Loss from the {cache['cache_dtype']} cache alone, on {cache['samples']} samples:")
     rows = [
         [
@@ -338,7 +339,7 @@ def print_cache(cache: Mapping[str, Any]) -> None:
 
 
 def print_curve(curve: Sequence[CurvePoint]) -> None:
-    """Print the combinations of formats that ``--precision auto`` considered."""
+    """Print combinations of number formats that ``--precision auto`` considered."""
     step = max(1, len(curve) // 12)
     points = [
         point
@@ -365,7 +366,7 @@ def print_curve(curve: Sequence[CurvePoint]) -> None:
 
 
 def print_threshold(refit: Refit) -> None:
-    """Print whether the build changed the preset's threshold, and the figures that support the
+    """Print whether the build changed the preset's threshold, and the measurements that led to this
     decision.
     """
     low, high = refit.interval

@@ -43,7 +43,10 @@ def kind_group(*more: Any) -> Any:
         text("--regex", "Write text that matches this regex, in Rust's syntax.", "TEXT"),
         file("--grammar", "Write text that matches this grammar, in llama.cpp's GBNF."),
         option(
-            "--enum", multiple=True, metavar="TEXT", help="Write one of these texts; repeatable."
+            "--enum",
+            multiple=True,
+            metavar="TEXT",
+            help="Write this text; if repeated, one of the given texts.",
         ),
         flag("--json-object", help="Write any JSON object."),
         file("--json-lines", "Write JSON Lines; each line matches this JSON Schema."),
@@ -64,12 +67,12 @@ def kind_group(*more: Any) -> Any:
 def take_constraint(
     values: dict[str, Any], is_infill: bool = False, has_tools: bool = False
 ) -> dict[str, Any]:
-    """Remove the constraint options from a command's values, and return these options as request
-    options.
+    """Remove the constraint options from a command's values, and return the removed options as
+    request options.
 
     The result is empty if the user gave no constraint. If ``is_infill`` is true, the result may
-    contain ``constrain_from``, an argument of ``Bundle.infill``. If ``has_tools`` is true, options
-    such as ``--max-depth`` are allowed even without a constraint.
+    contain ``constrain_from``, an argument of ``Bundle.infill``. If ``has_tools`` is true, the user
+    may give options such as ``--max-depth`` without a constraint.
     """
     first = values.pop("constrain_from")
     given = _take_kind(values, has_tools)
@@ -120,7 +123,7 @@ def compile_constraint(
     """Compile a constraint for BUNDLE into a file for C programs.
 
     Give exactly one constraint, such as --schema, --regex, --grammar or --tools. The file is valid
-    for the vocabulary of BUNDLE. C programs load the file with dlm_automaton_compile.
+    for BUNDLE's vocabulary only. C programs load the file with dlm_automaton_compile.
 
     Example: dlm-export compile build/demo --schema call.schema.json -o call.automaton
     """

@@ -45,7 +45,9 @@ conversation_options = (
 
 
 def tools_group(default: str) -> Any:
-    """Declare the options that describe tools. The help shows ``default`` for ``--tool-choice``."""
+    """Declare the options that describe tools. The help shows ``default`` as the default value of
+    ``--tool-choice``.
+    """
     choices = "required, or a function's name"
     return group(
         "Tools",
@@ -54,7 +56,7 @@ def tools_group(default: str) -> Any:
             "--tool-choice",
             f"{'auto, none, ' * (default == 'auto')}{choices}.  [default: {default}]",
         ),
-        flag("--parallel-tool-calls", help="Allow several calls in one answer."),
+        flag("--parallel-tool-calls", help="Allow several function calls in one answer."),
         choice(
             "--call-format",
             CALL_FORMATS,
@@ -84,7 +86,7 @@ def take_conversation(values: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def take_tools(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove the tool options from a command's values, and return these options as request
+    """Remove the tool options from a command's values, and return the removed options as request
     options.
     """
     found = {name: value for name in _TOOL_OPTIONS if (value := values.pop(name)) is not None}
@@ -99,7 +101,8 @@ def warn_of_length(bundle: Bundle, new_tokens: int | None) -> None:
     """Warn if the user requests more tokens per answer than the denoiser was trained on.
 
     A denoiser with full attention sees the whole canvas from the first pass on. If the canvas is
-    longer than the canvases in training, the denoiser often ends its text too early.
+    longer than the canvases that the denoiser was trained on, the denoiser often ends its text too
+    early.
     """
     usual = bundle.manifest["loop"].get("max_new_tokens")
     if (
@@ -147,8 +150,8 @@ def chat(
     If stdin or stdout is not a terminal, each line of stdin is a message, and the answers go to
     stdout. If a message fails, the error is written to stderr, and the exit code is 2.
 
-    Some chat templates, such as the demo's, accept one message only. Earlier messages are then
-    ignored.
+    Some chat templates, such as the demo's, accept only one message. With such a template, earlier
+    messages are ignored.
 
     \b
     Example: dlm-export chat build/demo
@@ -208,10 +211,10 @@ class Conversation:
         return True
 
     def ask(self, text: str, show: Callable[[dict[str, Any], int], Generation]) -> Generation:
-        """Answer a message, and add the message and the answer to the conversation.
+        """Answer the message ``text``, and add the message and the answer to the conversation.
 
-        ``show`` generates the answer. The arguments of ``show`` are the request and the position of
-        the answer's first token. Raises RequestError if the conversation fills the canvas.
+        The callback ``show`` generates the answer. Its arguments are the request and the position
+        of the answer's first token. Raises RequestError if the conversation fills the canvas.
         """
         said, given = self._next(text)
         room = self.bundle.max_canvas_length - given
@@ -234,7 +237,8 @@ class Conversation:
         return answer
 
     def _next(self, text: str) -> tuple[list[dict[str, Any]], int]:
-        """Return the messages for the next request, and the number of tokens in these messages.
+        """Return the messages for the next request, and the total number of tokens in these
+        messages.
 
         The next request contains all messages so far and the new message. If the chat template
         rejects earlier messages, the request contains only the new message.
@@ -299,7 +303,7 @@ def _in_lines(talk: Conversation) -> DlmError | None:
 
 
 def _in_terminal(talk: Conversation) -> None:
-    """Let the user type messages at a prompt, and show the canvas of each answer."""
+    """Read the messages that the user types at a prompt, and show the canvas of each answer."""
     from rich.console import Console
 
     console = Console()

@@ -41,21 +41,21 @@ from dlm_runtime.generation.deciding import Question
             "choices",
             multiple=True,
             metavar="NAME=OPTIONS",
-            help="Question with options, separated by commas; repeatable.",
+            help="Question and its options, separated by commas; repeatable.",
         ),
         option(
             "--yes-no",
             "yes_no",
             multiple=True,
             metavar="NAME",
-            help="Question with the options true and false; repeatable.",
+            help="Question whose options are true and false; repeatable.",
         ),
         option(
             "--score",
             "scores",
             multiple=True,
             metavar="NAME=LEVELS",
-            help="Question with levels from low to high, separated by commas; repeatable.",
+            help="Question and its levels from low to high, separated by commas; repeatable.",
         ),
     ),
     group(
@@ -68,7 +68,10 @@ from dlm_runtime.generation.deciding import Question
         number(
             "--rest", "Mask tokens after the answer; if above 0, text may follow.", 0, default=0
         ),
-        flag("--special-tokens", help="Recognise special tokens in text; trusted text only."),
+        flag(
+            "--special-tokens",
+            help="Recognise special tokens in the given texts; use only with trusted text.",
+        ),
         json_option,
     ),
     opening_group,
@@ -86,7 +89,7 @@ def decide(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Answer questions about a state with BUNDLE, and print a probability for each option.
+    """Use BUNDLE to answer questions about a state, and print each option's probability.
 
     \b
     Example: dlm-export decide build/demo --chat "turn on the kitchen lights" --rest 32 \\

@@ -14,20 +14,20 @@ from dlm_export.cli.printing import print_json, print_table
 @command()
 @group(
     "Options",
-    flag("--cflags", help="Flags for the C or C++ compiler."),
-    flag("--libs", help="Flags for the linker."),
-    flag("--static", help="With --libs: link the static library."),
-    flag("--prefix", help="Folder of include/ and lib/."),
-    flag("--pkg-config-dir", help="Folder for PKG_CONFIG_PATH."),
-    flag("--cmake-dir", help="Folder for dlm_runtime_DIR."),
-    flag("--engine", help="The installed ONNX Runtime library, for DLM_ONNXRUNTIME."),
+    flag("--cflags", help="Print flags for the C or C++ compiler."),
+    flag("--libs", help="Print flags for the linker."),
+    flag("--static", help="With --libs, print flags that link the static library."),
+    flag("--prefix", help="Print the folder that contains include/ and lib/."),
+    flag("--pkg-config-dir", help="Print the folder for PKG_CONFIG_PATH."),
+    flag("--cmake-dir", help="Print the folder for dlm_runtime_DIR."),
+    flag("--engine", help="Print the path of the ONNX Runtime library, for DLM_ONNXRUNTIME."),
     json_option,
 )
 def embed(static: bool, as_json: bool, **wanted: bool) -> None:
     """Print compiler flags and paths for C programs that use the runtime.
 
-    The command works like pkg-config. All requested values are printed on one line. If no option is
-    given, a table shows all values.
+    The command works like pkg-config: it prints all requested values on one line. If you give no
+    option, the command prints a table of all values.
 
     Example: cc app.c $(dlm-export embed --cflags --libs) -o app
     """

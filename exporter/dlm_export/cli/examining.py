@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 )
 @click.pass_context
 def doctor(context: click.Context, bundle: Path | None, target: str | None, as_json: bool) -> None:
-    """Check this machine, and say what is missing. The machine is not changed.
+    """Check this machine, and print what is missing. The command does not change the machine.
 
-    If BUNDLE is given, check whether BUNDLE can run here. If --target is given, check whether
-    bundles for the target can run here. The exit code is 1 if one of these checks fails, or if
-    dlm-export itself cannot run.
+    If you give BUNDLE, check whether BUNDLE can run on this machine. If you give --target, check
+    whether bundles for the target can run on this machine. If such a check fails, or if dlm-export
+    itself cannot run, the exit code is 1.
 
     Example: dlm-export doctor build/demo --target cpu
     """
@@ -47,8 +47,8 @@ def doctor(context: click.Context, bundle: Path | None, target: str | None, as_j
 
 
 def print_report(report: Report) -> None:
-    """Print a table of all findings, and then the remedies. Remedies for required parts come
-    first.
+    """Print a table of all findings, and then print how to fix the problems. Fixes for required
+    parts come first.
     """
     rows = [[each.state, each.part, each.name, each.said] for each in report.findings]
     print_table("", ["state", "of", "what", "found"], rows)

@@ -37,12 +37,13 @@ from dlm_export.cli.values import opening
 def effort(
     bundle: Path, data: Path | None, samples: int, preset: str | None, as_json: bool, **values: Any
 ) -> None:
-    """Fit effort levels and the default loop of BUNDLE to data, and write both into BUNDLE.
+    """Fit BUNDLE's effort levels and default loop to data.
 
-    The levels are instant, low, medium and high. The levels are variants of one preset that commit
-    tokens earlier or later. The default loop is a variant that loses no quality compared with
-    committing one token per pass. Among these variants, the command chooses the variant with the
-    fewest passes.
+    The command stores the levels and the loop in BUNDLE. The levels are called instant, low, medium
+    and high. Each level is a variant of one preset that commits tokens earlier or later. To choose
+    the default loop, the command considers all variants whose quality is as good as with one
+    committed token per pass. The default loop is the considered variant that needs the fewest
+    passes.
 
     Example: dlm-export effort build/demo --data examples/demo-denoiser/calibration.jsonl
     """

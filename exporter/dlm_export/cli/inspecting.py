@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 def inspect(checkpoint: Path | HubName, as_json: bool, **values: Any) -> None:
     """Describe a checkpoint or a bundle.
 
-    For a checkpoint, the command prints its family, network and memory. For a bundle, the command
-    prints its files, engines and presets. CHECKPOINT is the folder of a checkpoint or bundle, or
-    hf:ORG/NAME[@REVISION]. From the hub, the headers of the weight files are downloaded, but not
-    the weights.
+    CHECKPOINT is the folder of a checkpoint or bundle, or hf:ORG/NAME[@REVISION]. For a checkpoint,
+    the command prints the family, the network and the memory. For a bundle, the command prints the
+    files, engines and presets. If the checkpoint is on the hub, the command downloads the headers
+    of the weight files, but not the weights.
 
     Example: dlm-export inspect examples/demo-denoiser
     """
@@ -67,7 +67,7 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
 
     opened = Checkpoint(found.path)
     network = families.read_network(opened, changed)
-    # This call raises an error if a tensor is missing, is unexpected, or has a wrong shape.
+    # The call raises an error if a tensor is missing, is unexpected, or has a wrong shape.
     tensors = families.check_tensors(opened, network)
     text = tokenizer.read(opened, network)
     kinds = {
@@ -146,7 +146,7 @@ def _inspect_checkpoint(found: Located, name: str, changed: Overrides, as_json: 
 
 
 def _kept(c: NetworkSpec) -> int:
-    """Return the maximum number of tokens in the cache, on the longest canvas.
+    """Return the maximum number of tokens that are cached for the longest canvas.
 
     Block-causal networks cache all blocks except the last block. Other networks cache all tokens.
     """
@@ -155,10 +155,11 @@ def _kept(c: NetworkSpec) -> int:
 
 
 def _memory(c: NetworkSpec, element_bytes: int, table_bytes: int) -> dict[str, int]:
-    """Compute the memory of weights and cache in bytes.
+    """Compute the memory that the weights and the cache need, in bytes.
 
-    ``table_bytes`` is the number of bytes per element of the embedding table. ``table_bytes`` may
-    differ from ``element_bytes``, because fp32 bundles store the table in the checkpoint's type.
+    ``table_bytes`` is the number of bytes per element of the embedding table. ``element_bytes`` is
+    the number of bytes per element of all other tensors. The two numbers may differ, because fp32
+    bundles store the embedding table in the checkpoint's type.
     """
     from dlm_export.planning.roofline import kinds_of, weights_bytes
 
@@ -172,7 +173,9 @@ def _memory(c: NetworkSpec, element_bytes: int, table_bytes: int) -> dict[str, i
 
 
 def print_network(network: NetworkSpec) -> None:
-    """Print the description of a network. Consecutive equal layers share one row of the table."""
+    """Print the description of a network. If consecutive layers are equal, the table shows them in
+    one row.
+    """
     fields = (
         "architecture",
         "vocab_size",
@@ -279,7 +282,7 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _default_words(manifest: Mapping[str, Any]) -> str:
-    """Describe the default loop, and the reason why the build chose this loop."""
+    """Describe the default loop, and why the loop was chosen."""
     name = manifest["loop"]["default_preset"]
     record = manifest.get("default_loop")
     if record is None:
@@ -290,7 +293,7 @@ def _default_words(manifest: Mapping[str, Any]) -> str:
 
 
 def _embedding_words(manifest: Mapping[str, Any]) -> str:
-    """Describe the type of the embedding table, and whether the head shares the table."""
+    """Describe the embedding table's type, and whether the network's head uses the same table."""
     from dlm_export.network.spec import HEAD
 
     precision, tied = manifest["precision"], manifest["network"]["tied_head"]
@@ -304,8 +307,8 @@ def _embedding_words(manifest: Mapping[str, Any]) -> str:
 def _audited(audit: Mapping[str, Any] | None) -> list[str]:
     """Return three table cells that describe an engine.
 
-    The cells show the formats of the engine's layers, the number of layers that got an unrequested
-    format, and the memory that the engine needs on the device.
+    The cells show the number formats of the engine's layers, the number of layers whose format is
+    not the requested format, and the memory that the engine needs on the device.
     """
     if audit is None:
         return ["-"] * 3

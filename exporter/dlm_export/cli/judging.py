@@ -59,7 +59,7 @@ STOPPED = {
         ),
         file("--golden", "Golden file to compare with instead (see `dlm-export capture`)."),
         folder("--report", "Write accuracy.json and report.html here, if quantised."),
-        flag("--force", default=None, help="Replace the report if it exists."),
+        flag("--force", default=None, help="Replace the report if it already exists."),
         json_option,
     ),
     group(
@@ -75,12 +75,13 @@ STOPPED = {
 def verify(bundle: Path, checkpoint: Path | None, golden: Path | None, **values: Any) -> None:
     """Compare BUNDLE with its checkpoint, or with a golden file.
 
-    The checkpoint runs in PyTorch. If BUNDLE is in full precision, logits and generated texts are
-    compared. If BUNDLE is quantised, its accuracy is measured on the samples of --data.
+    The checkpoint runs in PyTorch. If BUNDLE is in full precision, the command compares logits and
+    generated texts. If BUNDLE is quantised, the command uses the samples of --data to measure
+    BUNDLE's accuracy.
 
-    With --golden, the logits of BUNDLE are compared with a golden file, which contains logits of
-    the released code. This comparison needs neither torch nor the checkpoint. The exit code is 3 if
-    a tolerance or a budget is exceeded.
+    With --golden, the command compares BUNDLE's logits with a golden file, which contains logits of
+    the released code. The comparison with a golden file needs neither torch nor the checkpoint. If
+    a tolerance or a budget is exceeded, the exit code is 3.
 
     Example: dlm-export verify build/demo-int8 --checkpoint examples/demo-denoiser --max-ce-increase
     0.01
@@ -240,9 +241,9 @@ def report(
 ) -> None:
     """Write a page that compares bundles of one checkpoint.
 
-    The page shows the size, accuracy and speed of BUNDLES. The accuracy of a bundle is not measured
-    again, because the build of the bundle has recorded the figures. All bundles must have been
-    judged on the same data.
+    The page shows the size, accuracy and speed of BUNDLES. The command does not measure accuracy,
+    because each bundle's build has recorded the accuracy in the bundle. All builds must have judged
+    their bundles on the same data.
 
     Example: dlm-export report build/demo build/demo-int8 build/demo-int4 --speed -o
     build/compare.html
@@ -272,7 +273,7 @@ def report(
 
 
 def print_parity(parity: Parity) -> None:
-    """Print the differences of logits and generated texts, and whether the differences are
+    """Print how much the logits and generated texts differ, and whether the differences are
     tolerated.
     """
     rows = [
@@ -313,8 +314,8 @@ def print_parity(parity: Parity) -> None:
 def print_judgement(judgement: Judgement) -> None:
     """Print how much accuracy quantisation costs.
 
-    A table shows the figures for each mask ratio. After the table, one line shows each other
-    figure.
+    A table shows the figures for each mask ratio. After the table, each remaining figure is printed
+    on its own line.
     """
     columns = [
         "mask ratio",

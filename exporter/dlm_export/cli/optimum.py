@@ -1,12 +1,12 @@
 """Makes ``dlm-export build`` available as ``optimum-cli export dlm CHECKPOINT OUTPUT``.
 
 optimum (https://github.com/huggingface/optimum) imports all files of the namespace package
-``optimum.commands.register``, and adds the commands that these files list. dlm-export adds the file
-``register_dlm_export.py`` to this package. The new command accepts the options of ``dlm-export
-build``.
+``optimum.commands.register``, and adds the commands that the files list. dlm-export adds the file
+``register_dlm_export.py`` to the namespace package. The new command accepts the options of
+``dlm-export build``.
 
-optimum imports this module each time that optimum starts. So this module imports large packages
-only when the new command runs.
+optimum imports this module each time that optimum starts. To keep the start of optimum fast, this
+module imports large packages only when the new command runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from dlm_export.cli.app import main
 from dlm_export.cli.building import build
 
-_PREFIX = "dlm_"  # prefix of our names, which makes our names differ from optimum's names
+_PREFIX = "dlm_"  # prefix of our option names, so that they differ from optimum's names
 
 
 class DlmExportCommand(BaseOptimumCLICommand):  # type: ignore[misc]

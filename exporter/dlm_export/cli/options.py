@@ -1,7 +1,7 @@
 """Declares the options that several commands share, in the groups that the help shows.
 
-The package cloup provides the groups. Each option has one line of help. click checks that values
-are within their range. The help states a range only if users cannot guess the range.
+The package cloup provides the groups. Each option's help fits on one line. click checks that the
+option values are within their ranges. The help states a range only if users cannot guess the range.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 LAYOUTS = click.Choice(list(layout.LAYOUTS))
 CALL_FORMATS = click.Choice(list(tools.FORMATS))
 NAMES_WIDTH = 32
-"""Width of the column with option names in the help. If a name is longer, its help text starts on
-the next line.
+"""Width of the column with option names in the help. If an option's name is longer, the option's
+help text starts on the next line.
 """
 
 
 class Option(cloup.Option):
-    """An option whose help shows the default value, but not the range that click would add."""
+    """An option whose help shows the default value, but not the range of values."""
 
     def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
         extra = super().get_help_extra(ctx)
@@ -43,7 +43,7 @@ class Option(cloup.Option):
 class _File(click.Path):
     """The type of options that name a file to read.
 
-    Pipes and devices are rejected, because reading them could take forever.
+    Pipes and devices are rejected, because reading a pipe or a device could take forever.
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -67,7 +67,8 @@ class _Source(click.Path):
         return super().convert(value, param, ctx)
 
 
-# click checks that inputs exist, so that a wrong path is reported before the command starts.
+# click checks that input files and folders exist, so that click reports a wrong path before the
+# command starts.
 CHECKPOINT = click.Path(exists=True, file_okay=False, path_type=Path)
 SOURCE = _Source(exists=True, file_okay=False, path_type=Path)
 FILE = _File(exists=True, dir_okay=False, path_type=Path)
@@ -86,43 +87,43 @@ def option(*names: str, **settings: Any) -> Any:
 
 
 def flag(*names: str, help: str, **settings: Any) -> Any:
-    """Declare an option that takes no value."""
+    """Declare an option that has no value."""
     return option(*names, is_flag=True, help=help, **settings)
 
 
 def number(name: str, help: str, least: int = 1, most: int | None = None, **settings: Any) -> Any:
-    """Declare an option that takes a whole number."""
+    """Declare an option whose value is a whole number."""
     return option(name, type=click.IntRange(least, most), metavar="N", help=help, **settings)
 
 
 def real(name: str, help: str, most: float | None = None, **settings: Any) -> Any:
-    """Declare an option that takes a number that is not negative."""
+    """Declare an option whose value is a number that is not negative."""
     return option(name, type=click.FloatRange(0, most), metavar="X", help=help, **settings)
 
 
 def text(name: str, help: str, metavar: str = "NAME", **settings: Any) -> Any:
-    """Declare an option that takes a text."""
+    """Declare an option whose value is a text."""
     return option(name, metavar=metavar, help=help, **settings)
 
 
 def choice(name: str, kind: click.Choice[str] | list[str], help: str, **settings: Any) -> Any:
-    """Declare an option that takes one of several names. The help lists the names."""
+    """Declare an option whose value is one of several names. ``help`` lists the names."""
     made = click.Choice(kind) if isinstance(kind, list) else kind
     return option(name, type=made, metavar="NAME", help=help, **settings)
 
 
 def file(name: str, help: str, kind: click.Path = FILE, **settings: Any) -> Any:
-    """Declare an option that takes a file."""
+    """Declare an option whose value is the path of a file."""
     return option(name, type=kind, metavar="FILE", help=help, **settings)
 
 
 def folder(name: str, help: str, kind: click.Path = FOLDER, **settings: Any) -> Any:
-    """Declare an option that takes a folder."""
+    """Declare an option whose value is the path of a folder."""
     return option(name, type=kind, metavar="DIR", help=help, **settings)
 
 
 def group(title: str, *options: Any) -> Callable[[_Command], _Command]:
-    """Show options under a common heading in the help of a command."""
+    """Show the options under the heading ``title`` in a command's help."""
     made: Callable[[_Command], _Command] = cloup.option_group(title, *options)
     return made
 
@@ -207,7 +208,7 @@ opening_group = group(
     ),
     *_RUN_OPTIONS,
 )
-"""Options for opening a bundle. ``values.opening`` converts their values."""
+"""Options for opening a bundle. ``values.opening`` converts the values of these options."""
 cpu_opening_group = group(
     "Engine",
     choice(
@@ -218,8 +219,8 @@ cpu_opening_group = group(
     ),
     *_RUN_OPTIONS,
 )
-"""Like ``opening_group``, but for commands that compare bundles. The default engine runs on the
-CPU.
+"""Like ``opening_group``, but for commands that compare bundles. The default engine is onnxruntime,
+which runs bundles on the CPU.
 """
 
 # ---- Judging ----
@@ -340,7 +341,9 @@ tensorrt_group = group(
 
 
 def options(*groups: Any) -> Callable[[_Command], _Command]:
-    """Apply several decorators to a command. The help shows the options in the given order."""
+    """Apply several decorators to a command. The command's help shows the options in the given
+    order.
+    """
 
     def decorate(command: _Command) -> _Command:
         for decorator in reversed(groups):

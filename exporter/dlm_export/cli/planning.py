@@ -89,10 +89,10 @@ def plan(
 ) -> None:
     """Predict the time, memory and cost of SOURCE on devices.
 
-    The prediction needs neither the devices nor a bundle that was built for these devices. SOURCE
-    is a bundle, a checkpoint folder, or hf:ORG/NAME[@REVISION]. From the hub, the headers of weight
-    files are downloaded, but not the weights. Times are lower limits by the roofline model. If
-    SOURCE is a bundle, torch is not needed.
+    The prediction needs neither the devices nor a bundle that was built for the devices. SOURCE is
+    a bundle, a checkpoint folder, or hf:ORG/NAME[@REVISION]. If SOURCE is on the hub, the command
+    downloads the headers of the weight files, but not the weights. If SOURCE is a bundle, the
+    command does not need torch. The times are lower limits, which the roofline model computes.
 
     Example: dlm-export plan build/demo --targets h100,thor --price-per-hour h100=2.5
     """
@@ -160,7 +160,7 @@ _Number = TypeVar("_Number", int, float)
 
 
 def _numbers(option: str, text: str, kind: type[_Number]) -> tuple[_Number, ...]:
-    """Parse a list of numbers separated by commas. Each number must be at least 1."""
+    """Parse a list of numbers separated by commas. Raises UsageError if a number is less than 1."""
     try:
         found = tuple(kind(part) for part in split(text))
     except ValueError:
@@ -173,7 +173,7 @@ def _numbers(option: str, text: str, kind: type[_Number]) -> tuple[_Number, ...]
 def _prices(text: str | None, targets: list[str]) -> dict[str, float]:
     """Parse ``--price-per-hour``, and return the price per hour of each target.
 
-    The text is one number for all targets, or a list such as ``h100=2.5,thor=0.1``.
+    The option's value is one number for all targets, or a list such as ``h100=2.5,thor=0.1``.
     """
     prices: dict[str, float] = {}
     for part in split(text or ""):
@@ -195,7 +195,7 @@ def _prices(text: str | None, targets: list[str]) -> dict[str, float]:
 def targets(as_json: bool) -> None:
     """List the devices for which bundles can be built.
 
-    Also list the kernels for CPUs, and show which kernels run on this machine.
+    The command also lists the kernels for CPUs, and shows which kernels run on this machine.
 
     Example: dlm-export targets --json
     """
@@ -229,9 +229,10 @@ def print_targets(
     here: Mapping[str, tuple[bool, str]],
     machine: Mapping[str, Any],
 ) -> None:
-    """Print three things in 80 columns: all targets, how to build their engines, and this machine.
+    """Print in 80 columns: all targets, how to build their engines, and a description of this
+    machine.
 
-    ``here`` maps the name of each target to the result of ``machine.engine_here``.
+    ``here`` maps each target's name to the result of ``machine.engine_here``.
     """
     from dlm_export.targets import GPU_ALIASES, sm_text
     from dlm_runtime.precision import NUMBER_FORMATS
@@ -281,7 +282,9 @@ def print_targets(
 
 
 def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
-    """Print the kernels for CPUs in 80 columns. If a kernel does not run here, print the reason."""
+    """Print the kernels for CPUs in 80 columns. If a kernel cannot run on this machine, print the
+    reason.
+    """
     rows = [
         [
             known["name"],
@@ -303,8 +306,8 @@ def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
 def print_plan(plan: Plan) -> None:
     """Print a plan in 100 columns.
 
-    There is one table per network and target. After these tables, the function prints the growth,
-    the precisions that were left out, and the summary of measurements.
+    There is one table per network and target. After the tables, the function prints how times grow,
+    which precisions the tables omit, and a summary of the measurements.
     """
     request = plan.request
     click.echo(
@@ -396,10 +399,10 @@ def _print_predictions(
 
 
 def _print_growth(growth: Growth, plan: Plan) -> None:
-    """Print how the time per token grows, with one row per target.
+    """Print a table that shows how the time per token grows, with one row per target.
 
-    If a price is known for the target, the row shows the cost per million tokens instead of the
-    time.
+    If a target's price is known, the target's row shows the cost per million tokens instead of the
+    time per token.
     """
     rows = [
         [
@@ -427,9 +430,11 @@ def _print_growth(growth: Growth, plan: Plan) -> None:
 
 
 def _print_calibration(calibration: Mapping[str, Any]) -> None:
-    """Print the ratios of measured times to lower limits, and the errors of predictions.
+    """Print the ratios of measured times to predicted lower limits, and the errors of predicted
+    times.
 
-    Each measured time is compared with a prediction from the other measured times.
+    To compute an error, each measured time is compared with a prediction that was fitted to all
+    other measured times.
     """
     low, high = calibration["ratios"]
     what = f"{calibration['file']}: {calibration['passes']} passes in {calibration['precision']}"
@@ -470,7 +475,9 @@ def _three(value: float | None) -> str:
 
 
 def _by_value(named: Mapping[str, str]) -> dict[str, list[str]]:
-    """Map each value of ``named`` to all names with this value."""
+    """Return a dict that maps each value of ``named`` to all names that ``named`` maps to this
+    value.
+    """
     out: dict[str, list[str]] = {}
     for name, value in named.items():
         out.setdefault(value, []).append(name)

@@ -18,11 +18,11 @@ from dlm_export.bundle.default_loop import FEWEST_SAMPLES
 if TYPE_CHECKING:
     from dlm_runtime import Generation
 
-# The maximum lengths of a word (such as a path) and of a line (such as an error of TensorRT), in
-# characters. Longer words and lines are shortened.
+# The maximum length of a word (such as a path), and the maximum length of a line (such as an error
+# message of TensorRT), in characters. Longer words and lines are shortened.
 WORD_LIMIT, LINE_LIMIT = 400, 5000
 
-LINE_EVERY_S = 10.0  # seconds between two lines of progress, used if stderr is not a terminal
+LINE_EVERY_S = 10.0  # seconds between two progress lines, if stderr is not a terminal
 
 
 def one_line(text: object) -> str:
@@ -51,8 +51,8 @@ def for_terminal(text: str) -> str:
 def how_it_went(done: Generation, *beside: str) -> str:
     """Summarise a generation in one line.
 
-    The line shows the number of passes, the time, and the texts in ``beside``. If the generation
-    ended early, the line also says why.
+    The line shows the number of passes, the total time, and the texts in ``beside``. If the
+    generation ended early, the line also shows the reason.
     """
     passes = f"{done.nfe} pass{'es' if done.nfe != 1 else ''}"
     left = sum(done.undecided)
@@ -61,7 +61,9 @@ def how_it_went(done: Generation, *beside: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print JSON with one key or element per line. A list of plain values takes one line."""
+    """Print JSON with one key or element per line. A list without nested lists or objects is
+    printed on one line.
+    """
     click.echo(_as_json(value))
 
 
@@ -103,7 +105,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         # Wrap each cell in Text, so that rich does not interpret the cell as markup.
         table.add_row(*(Text(one_line(cell)) for cell in row))
-    # If the output is piped, do not wrap the output at the default width of a terminal.
+    # If the output is piped, use a large width instead of the default width of a terminal.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
@@ -118,13 +120,13 @@ def block_left_out(layer: str) -> str:
 
 
 def print_caches(what: str, sizes: Mapping[str, int]) -> None:
-    """Print the memory for the keys and values of one token, for each type of the cache."""
+    """Print how many bytes the keys and values of one token need, for each data type of the cache."""
     told = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
     click.echo(f"{what} a token on a CPU, by --cache-dtype: {told}")
 
 
 def print_kernels(kernels: Mapping[str, Any]) -> None:
-    """Print which native kernels a CPU graph calls, and the reasons why other layers use slower
+    """Print which native kernels a CPU graph calls, and why the remaining layers use slower
     operators.
     """
     calls = ", ".join(f"{count} {name}" for name, count in kernels["calls"].items())
@@ -141,13 +143,13 @@ def warn(text: str) -> None:
 def told_progress(stage: str, done: int, total: int, seconds: float) -> str:
     """Describe the progress of a stage in one line.
 
-    The line shows the finished share, the rate, the estimated remaining time, and the memory of the
-    process. If ``total`` is 2**20 or more, the units are bytes.
+    The line shows the finished share, the rate, the estimated remaining time, and how much memory
+    the process uses. If ``total`` is 2**20 or more, ``done`` and ``total`` are numbers of bytes.
     """
     from dlm_export.memory import resident_bytes
 
     is_bytes = total >= 1 << 20
-    told = [stage]  # if the stage consists of one unit, only the name of the stage is shown
+    told = [stage]  # for a stage of one unit, the share and the rate are omitted
     if total > 1:
         told[0] += f" {done / total:.0%}"
         told.append(
@@ -167,12 +169,12 @@ def told_progress(stage: str, done: int, total: int, seconds: float) -> str:
 class Bars:
     """Shows the progress of a command on stderr.
 
-    On a terminal, a bar shows each stage. Otherwise, a line is printed every ``LINE_EVERY_S``
-    seconds.
+    If stderr is a terminal, a bar shows the progress of each stage. Otherwise, a line is printed
+    every ``LINE_EVERY_S`` seconds.
     """
 
     def __init__(self) -> None:
-        # The current stage: its name, its number of units, and its start time.
+        # The name, the number of units and the start time of the current stage.
         self._now: tuple[str, int, float] | None = None
         self._done = 0
         self._ended = threading.Event()
@@ -231,7 +233,7 @@ def _rich_bars() -> Any:
 
 
 def print_effort(effort: Mapping[str, Any]) -> None:
-    """Print the effort levels of a bundle. For each level, print the measured quality and
+    """Print a bundle's effort levels. For each level, print the measured quality and number of
     passes.
     """
     title = f"Effort, loops of {effort['preset']}, by generations of {effort['samples']} samples"

@@ -75,7 +75,10 @@ from dlm_export.signals import cancelling
             default="",
             show_default=False,
         ),
-        flag("--special-tokens", help="Recognise special tokens in text; trusted text only."),
+        flag(
+            "--special-tokens",
+            help="Recognise special tokens in the given texts; use only with trusted text.",
+        ),
     ),
     kind_group(constrain_from_option),
     tools_group("auto"),
@@ -127,7 +130,8 @@ def run(
     as_json: bool,
     **fields: Any,
 ) -> None:
-    """Generate text with BUNDLE. Ctrl-C stops after the current pass and prints the text so far.
+    """Generate text with BUNDLE. If you press Ctrl-C, the command stops after the current pass and
+    prints the text so far.
 
     \b
     Example: dlm-export run build/demo --prompt "remind me to call the garage at seven"
@@ -222,9 +226,9 @@ def run(
             "--peer-token-ms",
             type=click.FloatRange(0, min_open=True),
             metavar="X",
-            help="Milliseconds per token of an autoregressive model to compare with.",
+            help="Milliseconds per token of the autoregressive model to compare with.",
         ),
-        flag("--cost", help="Fit the cost of a pass, a token and a row, for schedulers."),
+        flag("--cost", help="Fit the cost of each pass, token and row, which schedulers use."),
     ),
     opening_group,
 )
@@ -238,9 +242,9 @@ def bench(
 ) -> None:
     """Measure the speed and memory of BUNDLE on this machine.
 
-    The command measures single passes and whole generations from random prompts. With --data, it
-    also measures generations from the prompts in a file, one at a time. These generations end at
-    their end tokens.
+    The command measures single passes and whole generations from random prompts. With --data, the
+    command also measures generations from the prompts in a file, one at a time. Each generation
+    from a file's prompt stops at its end token.
 
     Example: dlm-export bench build/demo --data examples/demo-denoiser/calibration.jsonl
     """
@@ -261,9 +265,7 @@ def bench(
 
 
 def _loop_of(made: Mapping[str, Any]) -> str:
-    """Describe the decoding loop of a measured generation: the preset, and the changes to the
-    preset.
-    """
+    """Describe a measured generation's decoding loop: the preset, and the changes to the preset."""
     return ", ".join(
         [
             f"preset {made['preset']}",

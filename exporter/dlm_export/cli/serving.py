@@ -28,7 +28,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 
 
 def _named(bundles: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]:
-    """Map the name of each model to its bundle's folder. Raises click.UsageError."""
+    """Return a dict that maps each model's name to the folder of the model's bundle. Raises
+    click.UsageError.
+    """
     found = [(path.resolve().name, path) for path in bundles]
     for given in names:
         name, is_pair, folder = given.partition("=")
@@ -100,7 +102,7 @@ def _named(bundles: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]
 def serve(bundles: tuple[Path, ...], names: tuple[str, ...], **values: Any) -> None:
     """Serve bundles over HTTP, with OpenAI's API and Mercury's additions.
 
-    Each bundle becomes a model with the name of the bundle's folder. On SIGTERM, the server
+    Each bundle becomes a model, which is named after the bundle's folder. On SIGTERM, the server
     finishes running requests and exits. On SIGHUP, the server opens all bundles again.
 
     Example: dlm-export serve build/demo --port 8000

@@ -1,6 +1,7 @@
 """Turns the values of shared options into option dataclasses, and rejects wrong combinations.
 
-Some commands run without torch. So large packages such as torch are imported only inside functions.
+Large packages such as torch are imported only inside functions, because some commands must run
+without torch.
 """
 
 from __future__ import annotations
@@ -30,17 +31,15 @@ _Options = TypeVar("_Options")
 
 
 def taken(kind: type[_Options], values: dict[str, Any]) -> _Options:
-    """Create a dataclass. Its fields are taken from ``values``, and other ``values`` are
-    ignored.
+    """Create an instance of the dataclass ``kind`` from ``values``. Ignore values that are not
+    fields of the dataclass.
     """
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: values[name] for name in names if name in values})
 
 
 def opening(values: dict[str, Any]) -> Opening:
-    """Remove the options for opening a bundle from ``values``, and return these options as an
-    ``Opening``.
-    """
+    """Remove the options for opening a bundle from ``values``, and return them as an ``Opening``."""
     from dlm_export.opening import Opening
 
     return Opening(
@@ -61,14 +60,14 @@ _ENGINE_ONLY = (
 
 
 def split(text: str) -> list[str]:
-    """Split a text at its commas. Empty parts are dropped."""
+    """Split a text at its commas, and drop empty parts."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def refuse(values: dict[str, Any], names: tuple[str, ...], why: str) -> None:
-    """Raise UsageError if the user gave one of the options ``names``.
+    """Raise UsageError if the user gave an option that ``names`` contains.
 
-    The error message is the name of the option, followed by ``why``.
+    The error message consists of the option's name and ``why``.
     """
     for name in names:
         if values.get(name) is not None:
@@ -97,7 +96,7 @@ def read_text_file(path: Path) -> str:
 
 
 def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
-    """Parse the values of ``--set``, which change fields of a policy.
+    """Parse the values of the option ``--set``, which changes fields of a policy.
 
     Raises UsageError or RequestError.
     """
@@ -112,7 +111,7 @@ def policy_changes(changes: Sequence[str]) -> dict[str, Any]:
             fields[name] = json.loads(value)
         except ValueError:
             fields[name] = value
-    # This call raises an error if the policy does not have a field with one of these names.
+    # The call raises an error if a name in ``fields`` is not the name of a policy's field.
     Policy().with_fields(fields)
     return fields
 
@@ -178,9 +177,9 @@ def build_options(values: dict[str, Any]) -> BuildOptions:
 
 
 def overrides(values: dict[str, Any]) -> Overrides:
-    """Turn the options that override values of a checkpoint into ``Overrides``.
+    """Turn the options that override a checkpoint's values into ``Overrides``.
 
-    A command may support only some of these options.
+    A command may support only some of the options, so ``values`` need not contain every option.
     """
     from dlm_export.families.base import Overrides
 
@@ -202,8 +201,8 @@ def budgets(values: dict[str, Any]) -> Budgets:
 def effort(values: dict[str, Any], seconds: float = 0.0) -> Effort:
     """Turn ``--judge``, ``--judged`` and ``--free-runs`` into an ``Effort``.
 
-    ``seconds`` is the time limit of the effort "default". Raises UsageError if an option would have
-    no effect.
+    ``seconds`` is the time limit of the effort "default". Raises UsageError if an option has no
+    effect together with the value of ``--judge``.
     """
     from dlm_export.judging.accuracy.rounds import Effort
 
@@ -216,7 +215,7 @@ def effort(values: dict[str, Any], seconds: float = 0.0) -> Effort:
 
 
 def _recipe_changes(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a recipe that the user's options change."""
+    """Return the recipe fields that the user's options set, and their new values."""
     fields = ("observer", "solver", "smoothing", "rotate_down", "embedding")
     return {name: values[name] for name in fields if values[name] is not None}
 

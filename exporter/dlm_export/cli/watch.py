@@ -1,4 +1,6 @@
-"""Draws a canvas in the terminal after each pass: committed tokens, guesses and masks."""
+"""Draws a canvas in the terminal after each pass. The drawing shows committed tokens, guesses and
+masks.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ LEGEND = (
     ("░ masked", MASKED),
     ("∎ end", COMMITTED),
 )
-# An invisible style, which marks the active part of the drawing. Wrapping moves text to other
-# lines, and this style moves together with the text.
+# An invisible style, which marks the active part of the drawing. If wrapping moves text to the next
+# line, the style moves together with the text.
 ACTIVE = Style(meta={"active": True})
 
 
@@ -47,7 +49,7 @@ def denoise(
 ) -> Generation:
     """Run a request, and draw its canvas after each pass.
 
-    If ``shown_from`` is set, the drawing starts at that position of the canvas, and the drawing is
+    If ``shown_from`` is set, the drawing starts at the canvas position ``shown_from``, and is
     erased when the generation is finished.
     """
     result = None
@@ -66,8 +68,8 @@ def denoise(
 class View:
     """A drawing of a canvas.
 
-    If the drawing does not fit on the screen, the part around the ``ACTIVE`` text is shown. If
-    ``is_whole`` is true, the whole drawing is shown.
+    If ``is_whole`` is true, the whole drawing is shown. Otherwise, if the drawing does not fit on
+    the screen, only the part around the ``ACTIVE`` text is shown.
     """
 
     canvas: Text
@@ -97,7 +99,7 @@ class View:
 
 def _is_active(line: Text) -> bool:
     # If a line is wrapped before the active text, the line may end with a space in the active
-    # style. Such a space alone does not make the line active.
+    # style. A line that contains only such a space in the active style is not active.
     return any(
         span.style == ACTIVE and line.plain[span.start : span.end].strip() for span in line.spans
     )
@@ -106,8 +108,8 @@ def _is_active(line: Text) -> bool:
 def view(bundle: Bundle, event: Event, before: list[int] | None, shown_from: int = 0) -> View:
     """Draw the canvas of ``event``, starting at position ``shown_from``.
 
-    ``before`` is the canvas of the previous event, and determines which tokens are new. The current
-    block is marked as active from its first undecided position on.
+    ``before`` is the canvas of the previous event, and determines which tokens are new. The
+    ``ACTIVE`` style marks the current block from the block's first undecided position on.
     """
     canvas, starts = Text(), []
     for position, token in enumerate(event.canvas):
@@ -140,7 +142,7 @@ def _text(bundle: Bundle, token: int) -> str:
         return "∎"
     if bundle.tokenizer is None:
         return f"{token} "
-    # Do not print the control characters in tokens, because a terminal would execute these
+    # Do not print control characters of tokens, because a terminal would execute the control
     # characters.
     return "".join(
         c if c.isprintable() else "⏎" if c == "\n" else "�"

@@ -1,8 +1,8 @@
-"""Reads a released checkpoint: its network as a ``NetworkSpec``, and its tensors as the denoiser's
+"""Reads a released checkpoint: the network as a ``NetworkSpec``, and the tensors as the denoiser's
 parameters.
 
 Each family of checkpoints is defined by one file with a ``Family`` record, and one line in
-``FAMILIES``. The record says how to read config.json, and which released tensors make up each
+``FAMILIES``. The record defines how to read config.json, and which released tensors make up each
 parameter (``base.Origin``). ``reading`` and ``trunks`` contain code that several families use.
 ``tensors`` checks the names, types and shapes in the headers of the tensor files. ``weights`` reads
 the tensors.
@@ -34,7 +34,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def find(checkpoint: Checkpoint) -> Family:
-    """Find the family of a checkpoint by the name in ``architectures[0]``. Raises CheckpointError."""
+    """Find a checkpoint's family by the name in ``architectures[0]``. Raises CheckpointError."""
     architectures = checkpoint.config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     for family in FAMILIES.values():
@@ -49,7 +49,7 @@ def find(checkpoint: Checkpoint) -> Family:
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """Read the description of a checkpoint's denoiser. Raises CheckpointError."""
+    """Read the description of a checkpoint's network. Raises CheckpointError."""
     block = overrides.attention_block
     if block is not None and block < 1:
         raise CheckpointError(
@@ -71,8 +71,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def check_tensors(checkpoint: Checkpoint, network: NetworkSpec) -> Tensors:
-    """Check that the checkpoint contains the tensors that the network needs. Only the headers of
-    files are read.
+    """Check that the checkpoint contains the tensors that the network needs. The function reads
+    only the headers of files.
 
     Raises CheckpointError.
     """
@@ -80,7 +80,7 @@ def check_tensors(checkpoint: Checkpoint, network: NetworkSpec) -> Tensors:
 
 
 def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
-    """Open the checkpoint's tensors as the network's parameters, and check these tensors. Raises
+    """Open the checkpoint's tensors as the network's parameters, and check the tensors. Raises
     CheckpointError.
     """
     from dlm_export.families.weights import Weights
@@ -89,7 +89,9 @@ def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
 
 
 def __getattr__(name: str) -> Any:
-    """Import names from ``weights`` when they are first used, because that module needs torch."""
+    """Import a name from ``weights`` when the name is first used, because the module ``weights``
+    needs torch.
+    """
     if name not in ("Weights", "layered", "load"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("dlm_export.families.weights"), name)

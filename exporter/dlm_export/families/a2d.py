@@ -2,9 +2,9 @@
 models.
 
 See https://github.com/ZHZisZZ/dllm. Tensor names are the same as in the original model, and there
-is no shift. Some checkpoints were trained on whole canvases (``mdlm``), and others in blocks
-(``bd3lm``). The files of a checkpoint do not say how the checkpoint was trained. Attention is full
-unless ``--attention-block`` sets a block length.
+is no shift. Some checkpoints were trained on whole canvases (``mdlm``), and some checkpoints were
+trained in blocks (``bd3lm``). A checkpoint's files do not record how the checkpoint was trained, so
+attention is full unless ``--attention-block`` sets a block length.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _family(trunk: str, *, qkv_bias: bool = False, qk_norm: bool = False) -> Fam
     name = f"a2d-{trunk.lower()}"
 
     def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-        """Read the network of a released A2D config.json. Raises CheckpointError."""
+        """Read the network from a released A2D config.json. Raises CheckpointError."""
         if not qkv_bias:
             checkpoint.config.require("attention_bias", False)
         block = overrides.attention_block

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Parameters(Protocol):
-    """Reads the parameters of a denoiser, one at a time or in parts, from any thread."""
+    """Reads a denoiser's parameters, one at a time or in parts. Any thread may call the methods."""
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
-        """Read one parameter of ``Denoiser``, or the part of this parameter that ``at`` selects.
+        """Read one parameter of ``Denoiser``, or the part of the parameter that ``at`` selects.
 
         A whole parameter is C-contiguous. A part may have any memory order. Raises CheckpointError.
         """
@@ -35,22 +35,25 @@ class Parameters(Protocol):
         """
 
     def stored_type(self, parameter: str) -> np.dtype:
-        """Return a type that represents all elements of a parameter exactly.
+        """Return a data type that represents all elements of a parameter exactly.
 
-        This is fp16 or bf16 if the parameter is stored in this type, otherwise fp32.
+        If the parameter is stored in fp16 or bf16, the result is the stored type. Otherwise, the
+        result is fp32.
         """
 
 
 def later(
     parameters: Parameters, network: NetworkSpec, parameter: str, dtype: np.dtype = FP32
 ) -> Lazy:
-    """Return a parameter as an array. The values are read and checked when the array is indexed."""
+    """Return a parameter as an array. Indexing the array reads and checks the values."""
     return Lazy(network.parameters()[parameter], lambda at: parameters.read(parameter, dtype, at))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A released tensor, or only the entries ``rows`` ``[first, last)`` of its first axis."""
+    """A released tensor. If ``rows`` is set, only the entries ``[first, last)`` of the tensor's
+    first axis.
+    """
 
     tensor: str
     rows: tuple[int, int] | None = None
@@ -60,10 +63,11 @@ class Piece:
 class Origin:
     """The released tensors that make up one parameter of the denoiser.
 
-    Several pieces are concatenated along their first axis. If ``is_stacked`` is true, each piece is
-    instead one entry of a new first axis, for example one expert. ``transpose`` means that the
-    released matrices are ``[out, in]``. Several parameters may use the same tensor. Each parameter
-    then uses some rows of a fused matrix, or all of a tied matrix.
+    If ``is_stacked`` is false, the pieces are concatenated along their first axis. If
+    ``is_stacked`` is true, each piece is one entry of a new first axis, for example one expert. If
+    ``transpose`` is true, the released matrices are ``[out, in]``. Several parameters may use the
+    same tensor. In this case, each parameter uses some rows of a fused matrix, or all rows of a
+    tied matrix.
     """
 
     pieces: tuple[Piece, ...]
@@ -72,17 +76,17 @@ class Origin:
 
     @staticmethod
     def of(tensor: str, transpose: bool = False) -> Origin:
-        """Return the origin of a parameter that is one whole tensor."""
+        """Return the origin of a parameter that consists of one whole tensor."""
         return Origin((Piece(tensor),), transpose)
 
     @property
     def whole(self) -> str | None:
-        """The name of the tensor if the parameter is one whole tensor, otherwise ``None``."""
+        """The tensor's name if the parameter consists of one whole tensor, otherwise ``None``."""
         (first, *rest) = self.pieces
         return first.tensor if not rest and first.rows is None and not self.is_stacked else None
 
     def shapes(self, parameter: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the shapes that the pieces of a parameter of this shape must have."""
+        """Return the shapes that the pieces must have if the parameter's shape is ``parameter``."""
         released = (*parameter[:-2], parameter[-1], parameter[-2]) if self.transpose else parameter
         if self.is_stacked:
             assert released[0] == len(self.pieces), (released, self)
@@ -96,7 +100,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Overrides:
-    """Settings of the user, which replace settings of the checkpoint. ``None`` means that the
+    """The user's settings, which replace settings of the checkpoint. If a field is ``None``, the
     checkpoint's setting is used.
     """
 
@@ -109,16 +113,16 @@ class Overrides:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of released checkpoint: its architectures, how to read its config, and the names of
-    its tensors.
+    """A kind of released checkpoint: the architectures, how to read config.json, and the tensors'
+    names.
     """
 
     name: str
     architectures: tuple[str, ...]
     description: str
     default_preset: str
-    """The preset of the adaptive loop that was published for the family. A bundle uses this preset
-    until a different preset is fitted.
+    """The preset of the adaptive loop that was published for the family. A bundle uses
+    ``default_preset`` until a different default loop is fitted.
     """
     read: Callable[[Checkpoint, Overrides], NetworkSpec]
     origins: Callable[[NetworkSpec, Checkpoint], dict[str, Origin]]
@@ -127,8 +131,8 @@ class Family:
     runs this class with the network's attention mask.
     """
     block_preset: str | None = None
-    """The default preset of checkpoints with block-causal attention. If ``None``, these checkpoints
-    use ``default_preset``.
+    """The default preset for checkpoints with block-causal attention. If ``None``, checkpoints with
+    block-causal attention use ``default_preset``.
     """
 
     def preset_for(self, network: NetworkSpec) -> str:
@@ -144,14 +148,15 @@ class Family:
 class Layout:
     """A pattern of tensor names.
 
-    ``layer`` is the prefix of a layer's names, in which ``{i}`` is replaced by the layer's index.
-    ``names`` maps a module's path inside a layer to the released name without ``.weight`` or
-    ``.bias``. If a released name does not end in ``.weight`` or ``.bias``, ``names`` maps the
-    parameter's path to the whole released name. Released matrices are ``[out, in]``, and the
-    denoiser's matrices are ``[in, out]``.
+    ``layer`` is the prefix of the tensor names in a layer. In ``layer``, ``{i}`` is replaced by the
+    layer's index. ``names`` maps a module's path inside a layer to the released name without
+    ``.weight`` or ``.bias``. If a released name does not end in ``.weight`` or ``.bias``, ``names``
+    maps the parameter's path to the whole released name. Released matrices are ``[out, in]``, and
+    the denoiser's matrices are ``[in, out]``.
 
-    A name with ``{e}`` is the matrix of expert e. Some releases store one tensor ``[E, out, in]``
-    for all experts instead. The name of this tensor contains neither ``.{e}`` nor ``.weight``.
+    A name that contains ``{e}`` names the matrix of expert e. Some releases store one tensor ``[E,
+    out, in]`` for all experts instead. The name of a tensor for all experts contains neither
+    ``.{e}`` nor ``.weight``.
     """
 
     embed: str
@@ -163,8 +168,8 @@ class Layout:
     def origins(self, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
         """Return the origin of each parameter.
 
-        Raises CheckpointError if a layer has both kinds of tensors: one tensor per expert, and one
-        tensor for all experts.
+        Raises CheckpointError if a layer contains both kinds of tensors: one tensor per expert, and
+        one tensor for all experts.
         """
         matrices = {
             linear.weight: linear for linear in network.linear_layers() if not linear.is_tied
@@ -203,8 +208,8 @@ class Layout:
         return origins
 
     def released(self, parameter: str) -> str:
-        """Return the name of a parameter's tensor. The name may contain ``{e}``, which stands for
-        the index of an expert.
+        """Return the name of a parameter's tensor. The name may contain ``{e}``, which represents
+        an expert's index.
         """
         module, _, kind = parameter.rpartition(".")
         outside = {"embed": self.embed, "final_norm": self.final_norm, "head": self.head}

@@ -11,13 +11,13 @@ from dlm_export.families.base import Family, Overrides
 from dlm_export.families.trunks import TRUNK, trunk_network
 from dlm_export.network.spec import NetworkSpec
 
-# Dream and DiffuCoder were trained on canvases of 2048 tokens. Their config.json still contains the
+# Dream and DiffuCoder were trained on canvases of 2048 tokens, but their config.json contains the
 # larger max_position_embeddings of Qwen2.5.
 TRAINED_LENGTH = 2048
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """Read the network of a released Dream config.json. Raises CheckpointError."""
+    """Read the network from a released Dream config.json. Raises CheckpointError."""
     return trunk_network(
         checkpoint,
         overrides,

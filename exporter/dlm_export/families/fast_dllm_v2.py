@@ -1,8 +1,8 @@
 """The family Fast-dLLM v2 (arXiv:2509.26328): block-causal attention, shift 1 inside a block.
 
 Layers and tensor names are the same as in Qwen2.5. As in Qwen2.5, the logits of a row predict the
-next token. The mask token is one of the tokenizer's added tokens, but no file says which added
-token it is.
+next token. The mask token is an added token of the tokenizer, but no file records which added token
+is the mask token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MASK = "|<MASK>|"
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """Read the network of a released Fast-dLLM v2 config.json. Raises CheckpointError."""
+    """Read the network from a released Fast-dLLM v2 config.json. Raises CheckpointError."""
     block = block_length(checkpoint, "bd_size", overrides)
     together = PRESETS[FAMILY.default_preset].sub_block_length
     if block % together:

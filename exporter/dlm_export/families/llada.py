@@ -1,6 +1,6 @@
 """The family LLaDA: LLaDA 8B and 1.5 (arXiv:2502.09992, arXiv:2505.19223), with full attention.
 
-The layers are the same as in Llama. Tensor names are the same as in OLMo.
+The layers are the same as in Llama. The tensor names are the same as in OLMo.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """Read the network of a released LLaDA config.json. Raises CheckpointError."""
+    """Read the network from a released LLaDA config.json. Raises CheckpointError."""
     config = checkpoint.config
-    # LLaDA's configuration class contains all settings of OLMo. With any other values, the network
-    # would compute something different.
+    # LLaDA's configuration class contains all settings of OLMo. Reject all values except the values
+    # below, because with any other value, the network would compute something different.
     config.require("block_type", "llama", is_said=True)
     config.require("activation_type", "silu", is_said=True)
     config.require("layer_norm_type", "rms", is_said=True)
@@ -29,7 +29,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     config.require("layer_norm_with_affine", True)
     config.require("input_emb_norm", False)
     config.require("scale_logits", False)
-    # These settings belong to features that are rejected above.
+    # The following settings belong to features that are rejected above.
     for without_effect in ("alibi_bias_max", "attention_layer_norm_with_affine"):
         config.get(without_effect)
     hidden_size = config.integer("d_model")
@@ -43,7 +43,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         )
     vocab_size = config.integer("embedding_size", default=config.integer("vocab_size"))
     tokens = special_tokens(checkpoint, vocab_size, overrides)
-    norm_eps = config.number("rms_norm_eps", 1e-5)  # LLaDAConfig's default
+    norm_eps = config.number("rms_norm_eps", 1e-5)  # the default of LLaDAConfig
     mlp_size = config.integer(
         "mlp_hidden_size", default=config.integer("mlp_ratio", default=4) * hidden_size
     )

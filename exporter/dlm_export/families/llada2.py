@@ -2,9 +2,10 @@
 
 The layers are the same as in Bailing-MoE. One matrix computes queries, keys and values. The first
 rows of this matrix are the query heads, followed by the key heads and the value heads. Queries and
-keys are normed, and then half of each head's features are rotated. Experts are chosen from the best
-groups by their scores. A score is a sigmoid plus a bias. Routing weights do not include the bias.
-Config keys and tensor names are the same as in the released ``LLaDA2MoeModelLM``.
+keys are normed, and then half of each head's features are rotated. The router first chooses the
+best groups of experts, and then the experts with the best scores in the chosen groups. A score is a
+sigmoid plus a bias. The routing weights do not include the bias. Config keys and tensor names are
+the same as in the released ``LLaDA2MoeModelLM``.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from dlm_export.network.spec import (
     RouterSpec,
 )
 
-# All releases were trained with this length, but their config.json does not contain this length.
+# All releases were trained with this block length, but their config.json does not contain the block
+# length.
 BLOCK_LENGTH = 32
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """Read the network of a released LLaDA2 config.json. Raises CheckpointError."""
+    """Read the network from a released LLaDA2 config.json. Raises CheckpointError."""
     config = checkpoint.config
     config.require("hidden_act", "silu")
     config.require("use_qkv_bias", False)
@@ -71,8 +73,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def _has(checkpoint: Checkpoint, tensor: str) -> bool:
-    """Return True if any layer has a tensor of this name. Tensors are checked because config.json
-    does not contain this information.
+    """Return True if any layer contains a tensor named ``tensor``. The function checks tensors
+    because config.json does not record which tensors the layers contain.
     """
     return any(
         name.startswith("model.layers.") and name.endswith(f".{tensor}")
@@ -81,7 +83,8 @@ def _has(checkpoint: Checkpoint, tensor: str) -> bool:
 
 
 def _experts(config: Config, *, has_bias: bool) -> ExpertsSpec:
-    config.get("moe_router_enable_expert_bias")  # decided by whether the tensor exists
+    # The value is ignored, because the tensors show whether there is a bias.
+    config.get("moe_router_enable_expert_bias")
     count, active = expert_counts(config)
     groups = config.integer("n_group", default=1, high=count)
     kept = config.integer("topk_group", default=groups, high=groups)

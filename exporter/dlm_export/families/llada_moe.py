@@ -2,9 +2,9 @@
 token.
 
 The layers are the same as in OLMoE, with norms of queries and keys. The routing weights of a
-token's experts are their scores, which are not normalised. If a checkpoint contains a bias, the
-bias is added to the scores that choose experts and to the routing weights. Config keys and tensor
-names are the same as in the released ``LLaDAMoEModelLM``.
+token's experts are the experts' scores, which are not normalised. If a checkpoint contains a bias,
+the bias is added both to the scores that choose experts and to the routing weights. Config keys and
+tensor names are the same as in the released ``LLaDAMoEModelLM``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dlm_export.network.spec import (
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """Read the network of a released LLaDA-MoE config.json. Raises CheckpointError."""
+    """Read the network from a released LLaDA-MoE config.json. Raises CheckpointError."""
     config = checkpoint.config
     config.require("hidden_act", "silu")
     config.require("attention_bias", False)
@@ -36,7 +36,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     config.require("moe_router_score_function", "softmax")
     for unread in ("router_num_group", "router_topk_group", "routed_scaling_factor"):
         config.require(unread, 1, 1.0)
-    config.get("router_aux_loss_coef")  # used in training only
+    config.get("router_aux_loss_coef")  # has an effect only in training
     hidden_size = config.integer("hidden_size")
     heads = config.integer("num_attention_heads", high=4096)
     kv_heads = config.integer("num_key_value_heads", default=heads, high=4096)
@@ -55,8 +55,8 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def _mlps(config: Config) -> list[MlpSpec | ExpertsSpec]:
-    """Return the MLP of each layer. If ``moe_layer_freq`` is 0 for a layer, the layer has no
-    experts.
+    """Return the description of each layer's MLP. If ``moe_layer_freq`` is 0 for a layer, the layer
+    has no experts.
     """
     count, active = expert_counts(config)
     bias = "weights" if config.flag("moe_router_enable_expert_bias") else None

@@ -1,7 +1,7 @@
-"""Reads special tokens, rotary positions and options from the files of checkpoints of all families.
+"""Reads special tokens, rotary positions and options from the files of a checkpoint of any family.
 
-Some of these settings change the results of the network. Each setting is read in every form that
-was released. Unknown forms are rejected, and missing settings are never guessed.
+This module reads each setting in every form that was released. The module rejects unknown forms and
+never guesses missing settings, because some settings change the network's results.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dlm_export.network.spec import Rope
 def read_rope(config: Config) -> Rope:
     """Read the rotary positions, in the form of transformers 4 or 5.
 
-    Version 4 has separate keys: ``rope_theta``, ``rope_scaling`` (with ``type`` or ``rope_type``)
-    and ``partial_rotary_factor``. Version 5 stores all these settings in the object
-    ``rope_parameters``. This object may contain one object for each type of layer
+    Version 4 uses separate keys: ``rope_theta``, ``rope_scaling`` (with ``type`` or ``rope_type``)
+    and ``partial_rotary_factor``. Version 5 stores all of these settings in the object
+    ``rope_parameters``, which may contain one object for each type of layer
     (https://huggingface.co/docs/transformers/internal/rope_utils). Raises CheckpointError for
     values that are missing or unknown.
     """
@@ -31,7 +31,7 @@ def read_rope(config: Config) -> Rope:
             said[key] = value
     for key in ("rope_scaling", "rope_parameters"):
         values = config.get(key)
-        if values is None or values is False:  # RND1 was released with rope_scaling false
+        if values is None or values is False:  # in RND1's release, rope_scaling is false
             continue
         if not isinstance(values, dict):
             raise CheckpointError(
@@ -83,7 +83,7 @@ def read_rope(config: Config) -> Rope:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids of special tokens, as read from config.json, generation_config.json and
+    """The IDs of special tokens, as read from config.json, generation_config.json and
     tokenizer_config.json.
     """
 
@@ -95,10 +95,10 @@ class SpecialTokens:
 def special_tokens(
     checkpoint: Checkpoint, vocab_size: int, overrides: Overrides, mask_text: str | None = None
 ) -> SpecialTokens:
-    """Find the ids of the special tokens. The mask token is never guessed.
+    """Find the IDs of the special tokens. The function never guesses the mask token.
 
-    ``mask_text`` is the text of the mask token, for releases that do not say which token is the
-    mask token. Raises CheckpointError.
+    ``mask_text`` is the mask token's text, for releases whose files do not record which token is
+    the mask token. Raises CheckpointError.
     """
     config = checkpoint.config
     mask = overrides.mask_token_id
@@ -141,10 +141,12 @@ def special_tokens(
 
 
 def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:
-    """Return the default length of an answer in tokens: max_new_tokens in generation_config.json.
+    """Return the default length of an answer in tokens, which is max_new_tokens in
+    generation_config.json.
 
-    Returns ``None`` if max_new_tokens is missing, or if a canvas of ``longest`` tokens would have
-    no space for a prompt. Raises CheckpointError if max_new_tokens is not a valid number.
+    Returns ``None`` if max_new_tokens is missing, or if an answer of this length would leave no
+    room for a prompt on a canvas of ``longest`` tokens. Raises CheckpointError if max_new_tokens is
+    not a valid number.
     """
     found = checkpoint.optional_json("generation_config.json").get("max_new_tokens")
     if found is None:
@@ -158,10 +160,11 @@ def new_tokens(checkpoint: Checkpoint, longest: int) -> int | None:
 
 
 def text_option(checkpoint: Checkpoint, key: str, known: Collection[str]) -> str | None:
-    """Return a name that generation_config.json stores under ``key``, such as the layout of JSON
-    text.
+    """Return the name that generation_config.json stores under ``key``, such as the name of a JSON
+    layout.
 
-    Returns ``None`` if the key is missing. Raises CheckpointError if the name is not in ``known``.
+    If the key is missing, returns ``None``. Raises CheckpointError if ``known`` does not contain
+    the name.
     """
     found = checkpoint.optional_json("generation_config.json").get(key)
     if found is None:
@@ -174,10 +177,10 @@ def text_option(checkpoint: Checkpoint, key: str, known: Collection[str]) -> str
 
 
 def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
-    """Return the block length of block-causal attention: the user's value, or else the value of
-    ``key`` in config.json.
+    """Return the block length of block-causal attention, which is the user's value, or else the
+    value of ``key`` in config.json.
 
-    Raises CheckpointError if both are missing, or if the length is less than 1.
+    Raises CheckpointError if both values are missing, or if the block length is less than 1.
     """
     config = checkpoint.config
     found = config.get(key)
@@ -192,13 +195,13 @@ def block_length(checkpoint: Checkpoint, key: str, overrides: Overrides) -> int:
 
 
 def _named_id(checkpoint: Checkpoint, name: str) -> int | None:
-    """Return the id of the special token that tokenizer_config.json stores under ``name``."""
+    """Return the ID of the special token that tokenizer_config.json stores under ``name``."""
     token = checkpoint.optional_json("tokenizer_config.json").get(name)
     return _id_of(checkpoint, token.get("content") if isinstance(token, dict) else token)
 
 
 def _id_of(checkpoint: Checkpoint, text: object) -> int | None:
-    """Return the id of an added token with this text, from tokenizer_config.json or
+    """Return the ID of the added token whose text is ``text``, from tokenizer_config.json or
     added_tokens.json.
     """
     if not isinstance(text, str):
@@ -206,8 +209,8 @@ def _id_of(checkpoint: Checkpoint, text: object) -> int | None:
     added = checkpoint.optional_json("tokenizer_config.json").get("added_tokens_decoder")
     for number, entry in added.items() if isinstance(added, dict) else []:
         if isinstance(entry, dict) and entry.get("content") == text:
-            # A token id has fewer than ten digits. Longer numbers are skipped, because int() raises
-            # an error for thousands of digits.
+            # Skip numbers with ten digits or more, because a token ID has fewer digits, and int()
+            # raises an error for thousands of digits.
             return int(number) if number.isdecimal() and len(number) < 10 else None
     found = checkpoint.optional_json("added_tokens.json").get(text)
     return found if isinstance(found, int) else None

@@ -1,5 +1,5 @@
-"""The family RND1, 30B-A3B: full attention, shift 1. RND1 was initialised from Qwen3-MoE, and has
-the same layers and tensor names.
+"""The family RND1, 30B-A3B: full attention, shift 1. RND1 was initialised from Qwen3-MoE, so its
+layers and tensor names are the same as in Qwen3-MoE.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dlm_export.network.spec import NetworkSpec
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """Read the network of a released RND1 config.json. Raises CheckpointError."""
+    """Read the network from a released RND1 config.json. Raises CheckpointError."""
     return mixture_network(checkpoint, overrides, "rnd1", shift=1)
 
 

@@ -1,7 +1,7 @@
 """The family SDAR (arXiv:2510.06303): block-causal attention in blocks of 4 to 64 tokens, no shift.
 
-Layers and tensor names are the same as in Qwen3 or Qwen3-MoE. In some releases, config.json does
-not contain the block length. For these releases, the user must pass ``--attention-block``.
+Layers and tensor names are the same as in Qwen3 or Qwen3-MoE. If a release's config.json does not
+contain the block length, the user must pass ``--attention-block``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dlm_export.network.spec import NetworkSpec
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """Read the network of a released SDAR config.json. Raises CheckpointError."""
+    """Read the network from a released SDAR config.json. Raises CheckpointError."""
     checkpoint.config.require("attention_bias", False)
     checkpoint.config.get("fuse_cross_entropy")  # used in training only
     block = block_length(checkpoint, "block_size", overrides)
@@ -24,7 +24,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
 
 
 def read_mixture(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """Read the network of a released SDAR-MoE config.json. Raises CheckpointError."""
+    """Read the network from a released SDAR-MoE config.json. Raises CheckpointError."""
     checkpoint.config.get("fuse_cross_entropy")  # used in training only
     return mixture_network(
         checkpoint,

@@ -1,5 +1,5 @@
-"""Compares the tensors of a checkpoint with the tensors that a denoiser needs. Does not import
-torch.
+"""Compares a checkpoint's tensors with the tensors that a denoiser needs. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dlm_export.families.base import Origin
 from dlm_export.network.spec import NetworkSpec
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_LISTED = 8  # largest number of names shown for each kind of error
+_LISTED = 8  # maximum number of names that a message shows for each kind of error
 
 
 class Tensors:
-    """The tensors of a checkpoint, under the names of the denoiser's parameters. Tensor names,
-    types and shapes are checked.
+    """A checkpoint's tensors, under the names of the denoiser's parameters. Tensor names, types and
+    shapes have been checked.
 
-    ``quantised`` contains the algorithm of modelopt for each parameter whose matrix is stored
-    quantised. ``notes`` contains messages about tensors that are unused or unexpected.
+    ``quantised`` maps each parameter whose matrix is stored quantised to the name of modelopt's
+    algorithm. ``notes`` contains messages about tensors that are unused or unexpected.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class Tensors:
     ) -> None:
         """``origins`` contains the origin of each of the network's parameters.
 
-        Raises CheckpointError. The error names all tensors that are missing or unknown, or whose
-        type or shape is wrong.
+        Raises CheckpointError, which names all tensors that are missing or unknown, or whose type
+        or shape is wrong.
         """
         self.checkpoint = checkpoint
         self.shapes = network.parameters()
@@ -68,10 +68,12 @@ class Tensors:
 
     def _expected(self) -> dict[str, Expected]:
         """Return the types and shapes of the tensors that the denoiser needs. The keys are the
-        released names of the tensors.
+        tensors' released names.
         """
         expected: dict[str, Expected] = {}
-        read: dict[str, list[tuple[int, int]]] = {}  # rows of tensors that several parameters share
+        read: dict[
+            str, list[tuple[int, int]]
+        ] = {}  # the used rows of tensors that several parameters share
         for parameter, origin in self.origins.items():
             if parameter in self.quantised:
                 assert origin.whole is not None
@@ -80,7 +82,8 @@ class Tensors:
                     origin.whole, self.quantised[parameter], inputs, outputs
                 )
                 continue
-            if origin.is_stacked:  # there may be thousands of experts, all with the same shape
+            # There may be thousands of experts, whose shapes are all the same.
+            if origin.is_stacked:
                 (shape, *_) = origin.shapes(self.shapes[parameter])
                 expected |= dict.fromkeys(
                     (piece.tensor for piece in origin.pieces),
@@ -147,7 +150,7 @@ class Tensors:
         self._note(cache)
 
     def _undivided(self) -> list[str]:
-        """NVFP4 matrices whose number of inputs is not a multiple of the group size."""
+        """The NVFP4 matrices whose number of inputs is not a multiple of the group size."""
         return [
             f"{self.origins[parameter].whole} has {self.shapes[parameter][0]} inputs"
             for parameter, algorithm in self.quantised.items()

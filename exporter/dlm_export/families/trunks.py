@@ -1,6 +1,6 @@
-"""The tensor names and config keys of Llama, Qwen2 and Qwen3.
+"""Defines the tensor names and config keys of Llama, Qwen2 and Qwen3.
 
-Most diffusion models that are derived from these models use the same names and keys.
+Most diffusion models that are derived from Llama, Qwen2 or Qwen3 use the same names and keys.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TRUNK = Layout(
     final_norm="model.norm",
     head="lm_head",
 )
-"""Tensor names of transformers' Llama, Qwen2 and Qwen3."""
+"""The tensor names of transformers' Llama, Qwen2 and Qwen3."""
 
 EXPERT_NAMES = {
     "mlp.router": "mlp.gate",
@@ -47,10 +47,10 @@ EXPERT_NAMES = {
     "mlp.experts.up": "mlp.experts.{e}.up_proj",
     "mlp.experts.down": "mlp.experts.{e}.down_proj",
 }
-"""Names that several releases use for a router and its experts."""
+"""The names that several releases use for a router and the router's experts."""
 
 MIXTURE = replace(TRUNK, names=TRUNK.names | EXPERT_NAMES)
-"""Tensor names of transformers' Qwen3-MoE."""
+"""The tensor names of transformers' Qwen3-MoE."""
 
 
 def trunk_network(
@@ -68,11 +68,11 @@ def trunk_network(
     """Read a config.json that uses the keys of transformers' Llama, Qwen2 or Qwen3.
 
     If ``block_length`` is ``None``, attention is full. ``longest`` is the length of the canvases in
-    training, if this length is less than the number of positions in config.json. ``special_tokens``
-    explains ``mask_text``. Raises CheckpointError.
+    training, if that length is less than the number of positions in config.json. The docstring of
+    ``special_tokens`` explains ``mask_text``. Raises CheckpointError.
     """
     config = checkpoint.config
-    norm_eps = config.number("rms_norm_eps", 1e-6)  # the default of all three classes
+    norm_eps = config.number("rms_norm_eps", 1e-6)  # the default of all three transformers classes
     layer = LayerSpec(
         _attention(config, qkv_bias=qkv_bias, qk_norm=qk_norm, block_length=block_length),
         MlpSpec(config.integer("intermediate_size")),
@@ -102,10 +102,11 @@ def network_of(
     longest: int | None = None,
     mask_text: str | None = None,
 ) -> NetworkSpec:
-    """Make the description of the whole network from ``layers``, and from config keys that most
+    """Create the description of the whole network from ``layers``, and from config keys that most
     releases use.
 
-    ``trunk_network`` explains ``longest`` and ``mask_text``. Raises CheckpointError.
+    The docstring of ``trunk_network`` explains ``longest`` and ``mask_text``. Raises
+    CheckpointError.
     """
     config = checkpoint.config
     vocab_size = config.integer("vocab_size")
@@ -168,7 +169,7 @@ def mixture_network(
 
 
 def expert_counts(config: Config) -> tuple[int, int]:
-    """Return the number of experts, and the number of active experts per token. Raises
+    """Return two numbers: the number of experts, and the number of active experts per token. Raises
     CheckpointError.
     """
     count = config.integer("num_experts", low=2, high=1 << 16)

@@ -1,6 +1,4 @@
-"""Reads the tensors of a checkpoint as the denoiser's parameters, one at a time or into torch
-modules.
-"""
+"""Reads a checkpoint's tensors as the denoiser's parameters, one at a time or into torch modules."""
 
 from __future__ import annotations
 
@@ -24,17 +22,16 @@ from dlm_export.network.denoiser import Denoiser, cosines_and_sines
 from dlm_export.network.layered import Layered
 from dlm_export.network.spec import NetworkSpec
 
-# After a tensor with more elements than this was read, freed memory is returned to the system.
+# After reading a tensor with more elements than this, the module returns freed memory to the
+# system.
 LARGE_TENSOR = 1 << 20
-# Bit masks for bf16. If the bits of a magnitude are greater than the bits of infinity, the number
-# is NaN.
+# Bit masks for bf16. If the bits of a magnitude are greater than the bits of infinity, the bf16
+# number is NaN.
 _BF16_MAGNITUDE, _BF16_INFINITY = np.uint16(0x7FFF), np.uint16(0x7F80)
 
 
 class Weights(Tensors):
-    """Reads the tensors of a checkpoint by parameter name, one at a time. Each tensor is checked
-    once.
-    """
+    """Reads a checkpoint's tensors by parameter name, one at a time. Each tensor is checked once."""
 
     def __init__(
         self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]
@@ -42,14 +39,14 @@ class Weights(Tensors):
         """See ``Tensors``."""
         super().__init__(checkpoint, network, origins)
         self._opened: tuple[str, torch.Tensor] | None = None
-        self._viewed: set[str] = set()  # parameters already checked for NaN and infinity
+        self._viewed: set[str] = set()  # the parameters that have been checked for NaN and infinity
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
         """Read one parameter as an array of ``dtype``. A quantised matrix is dequantised.
 
-        A whole parameter is C-contiguous. The parameter is assembled from parts, so only one large
-        array is in memory. Raises CheckpointError if an element is NaN, infinite, or outside the
-        range of ``dtype``.
+        A whole parameter is C-contiguous. The parameter is assembled from parts, so that only one
+        large array is in memory. Raises CheckpointError if an element is NaN, infinite, or outside
+        the range of ``dtype``.
         """
         if at:
             return self._part(parameter, dtype, at)
@@ -68,7 +65,7 @@ class Weights(Tensors):
             if self.origins[parameter].is_stacked
             else self._tensor(parameter)[at]
         )
-        # Use the file's bits directly, without converting to fp32 and back.
+        # Use the file's bits directly, without converting them to fp32 and back.
         if dtype == BFLOAT16 and tensor.dtype == torch.bfloat16:
             bits = _bits(tensor)
             if (bits & _BF16_MAGNITUDE).max(initial=0) >= _BF16_INFINITY:
@@ -93,7 +90,7 @@ class Weights(Tensors):
         return tensor
 
     def _refuse(self, parameter: str, dtype: np.dtype) -> NoReturn:
-        """Raise a CheckpointError that says which elements ``dtype`` cannot represent."""
+        """Raise a CheckpointError that describes the elements that ``dtype`` cannot represent."""
         pieces = self.origins[parameter].pieces
         for piece in pieces:
             bad = int((~self._piece(piece).isfinite()).sum())
@@ -111,9 +108,9 @@ class Weights(Tensors):
     def stored(self, parameter: str) -> StoredQuantised | None:
         """Return the stored codes and scales of a quantised matrix ``[in, out]``.
 
-        Returns ``None`` if the matrix is not quantised.
+        If the matrix is not quantised, returns ``None``.
 
-        Raises CheckpointError if scales or codes are not valid numbers.
+        Raises CheckpointError if a scale or a code is not a valid number.
         """
         algorithm = self.quantised.get(parameter)
         if algorithm is None:
@@ -123,11 +120,11 @@ class Weights(Tensors):
         return prequantised.read(self.checkpoint, tensor, algorithm)
 
     def _tensor(self, parameter: str) -> torch.Tensor:
-        """Return a parameter in its stored type, or dequantised. The parameter is memory-mapped if
-        it is one whole tensor.
+        """Return a parameter. A quantised parameter is dequantised. Any other parameter keeps its
+        stored type, and is memory-mapped if it consists of one whole tensor.
 
-        The tensor that was read last stays open, because the caller may read further parts of this
-        tensor.
+        The tensor that was read last stays open, because the caller may read further parts of the
+        same tensor.
         """
         opened = self._opened
         if opened is not None and opened[0] == parameter:
@@ -143,7 +140,7 @@ class Weights(Tensors):
         return tensor
 
     def _stack(self, parameter: str, at: Index) -> torch.Tensor:
-        """Return the part ``at`` of a stacked parameter. Only the tensors of this part are opened."""
+        """Return the part ``at`` of a stacked parameter. Only the tensors in the part are opened."""
         origin = self.origins[parameter]
         pieces = [self._piece(piece) for piece in origin.pieces[at[0]]]
         return torch.stack([(piece.mT if origin.transpose else piece)[at[1:]] for piece in pieces])
@@ -159,7 +156,7 @@ def _bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _as_fp32(tensor: torch.Tensor) -> np.ndarray:
-    """Convert to fp32 in the tensor's memory order.
+    """Convert a tensor to fp32, and keep the tensor's memory order.
 
     This function uses numpy, because torch would start more threads in each calling thread.
     """
@@ -178,24 +175,26 @@ def _largest(dtype: np.dtype) -> float:
 def tensor(
     weights: Parameters, parameter: str, dtype: torch.dtype | None, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Read a parameter, or the ``rows`` of its first axis, as a tensor of type ``dtype`` on the
-    CPU.
+    """Read a parameter as a tensor of type ``dtype`` on the CPU. If ``rows`` is set, read only the
+    rows of the first axis that ``rows`` lists.
 
-    If ``dtype`` is ``None``, the stored type is used, or fp32 if the parameter must be computed. A
-    tensor of the stored type is memory-mapped, and must not be modified. Raises CheckpointError.
+    If ``dtype`` is ``None``, the result has the stored type, or fp32 if the parameter must be
+    computed. A result in the stored type is memory-mapped, and must not be modified. Raises
+    CheckpointError.
     """
     found = weights.view(parameter)
     if found is not None and rows is not None:
         found = found[rows]
         return found if dtype is None else found.to(dtype)
-    if rows is not None and len(rows) == 1:  # one expert: only its part of the stack is read
+    # For one expert, read only the expert's part of the stack.
+    if rows is not None and len(rows) == 1:
         row = int(rows[0])
         part = torch.from_numpy(
             np.ascontiguousarray(weights.read(parameter, FP32, (slice(row, row + 1),)))
         )
         return part if dtype is None else part.to(dtype)
     if found is not None and dtype == torch.float32:
-        found = found.to(dtype)  # keeps its memory order
+        found = found.to(dtype)  # keeps the memory order of the tensor
     elif found is None or dtype not in (None, found.dtype):
         if dtype == torch.bfloat16:
             found = torch.from_numpy(weights.read(parameter, BFLOAT16).view(np.int16)).view(
@@ -207,7 +206,7 @@ def tensor(
 
 
 def load(weights: Parameters, network: NetworkSpec, dtype: torch.dtype = torch.float32) -> Denoiser:
-    """Load the parameters into a torch ``Denoiser`` of type ``dtype`` on the CPU, in evaluation
+    """Load the parameters into a torch ``Denoiser`` of type ``dtype``, on the CPU and in evaluation
     mode.
     """
     with torch.device("meta"):
@@ -231,5 +230,5 @@ def layered(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Layered:
-    """Return a denoiser that reads its parameters layer by layer (see ``Layered``)."""
+    """Return a denoiser whose parameters are read layer by layer (see ``Layered``)."""
     return Layered(functools.partial(tensor, weights), network, dtype, device)

@@ -1,6 +1,6 @@
-"""Compares a bundle with its source: are its results correct, and how accurate are they?
+"""Compares a bundle with its source: are the bundle's results correct, and how accurate are they?
 
-Each package in this list imports only packages that come earlier in the list:
+The list shows the packages. A package imports only packages that come earlier in the list:
 
 - ``report`` writes HTML pages with the results.
 - ``sides`` gives all compared denoisers the same interface.

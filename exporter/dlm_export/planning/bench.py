@@ -2,14 +2,14 @@
 
 All measurements run in the native runtime, in one process, in this order:
 
-1. Generations of a single request. After these generations, the peak memory of the process is
-   recorded, because a service needs this amount of memory.
+1. Generations of a single request. After step 1, the process's peak memory is recorded, because a
+   service needs this amount of memory.
 2. Generations of several requests at once.
-3. Single passes of given sizes.
-4. The rates of the machine, from which ``roofline`` computes the shortest possible time of each
-   pass. These rates are measured last, so that their arrays do not increase the peak memory.
+3. Single passes of the requested sizes.
+4. The machine's rates, from which ``roofline`` computes the shortest possible time of each pass.
+   The rates are measured last, so that the measurement's arrays do not increase the peak memory.
 
-Measuring the rates of the machine needs onnx. All other measurements need only the base install.
+Measuring the machine's rates needs onnx. All other measurements need only the base install.
 """
 
 from __future__ import annotations
@@ -44,15 +44,18 @@ from dlm_runtime.manifest import check_manifest
 
 CANVAS = 256  # default canvas length in tokens
 BLOCKS = (4, 8, 32)  # default numbers of tokens in a pass, at the end of the default canvas
-# Default canvas length and default numbers of tokens in a pass, if the cost of passes is fitted.
+# The default canvas length and the default numbers of tokens in a pass, if the cost of passes is
+# fitted.
 TELLING_CANVAS, TELLING_TOKENS = 1024, (8, 32, 128, 512)
 WARM_UP = 3  # untimed passes of each size; engines capture a CUDA graph in the third pass
-GENERATION_SHARE = 5  # run one generation per five rounds, because a generation takes long
+GENERATION_SHARE = 5  # one generation is run per five rounds, because a generation takes long
 
 
 @dataclass(frozen=True)
 class PassSize:
-    """The size of a pass: computed tokens, cached tokens, and computed rows of logits."""
+    """The size of a pass: the numbers of computed tokens, cached tokens, and computed rows of
+    logits.
+    """
 
     tokens: int
     cached: int
@@ -61,11 +64,11 @@ class PassSize:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Options that say what to measure. ``None`` means the default.
+    """Options that select what is measured. For an option that is ``None``, the default applies.
 
-    By default, the canvas has 256 tokens. The benchmark measures passes over its last 4, 8 and 32
-    tokens, and a pass over the whole canvas. By default, a generation has 128 prompt tokens and 128
-    new tokens.
+    By default, the canvas length is 256 tokens. The benchmark measures passes over the last 4, 8
+    and 32 tokens of the canvas, and a pass over the whole canvas. By default, a generation starts
+    with 128 prompt tokens and adds 128 new tokens.
     """
 
     opening: Opening = field(default_factory=Opening)
@@ -73,17 +76,19 @@ class BenchOptions:
     prompt_tokens: int | None = None
     new_tokens: int | None = None
     preset: str | None = None
-    # Changes to fields of the preset. The field ``stop`` cannot be changed.
+    # Changes to the preset's fields. The field ``stop`` cannot be changed.
     policy: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 15
-    # Each number is a count of requests that run together. The count 1 is always measured too.
+    # Each element is a number of requests that run together. A single request is always measured
+    # too.
     batches: tuple[int, ...] = (1,)
-    cost: bool = False  # if true, fit the cost of passes, and use other default ``passes``
-    # A file of prompts in the format of calibration data. Each prompt is measured as one request.
+    cost: bool = False  # if true, fit the cost of passes, and use the passes for fitting as default
+    # A file that contains prompts in the format of calibration data. Each prompt is measured as one
+    # request.
     data: Path | None = None
-    samples: int = 64  # use at most this many prompts of ``data``
-    # The time per token of an autoregressive model on this machine. The bundle is compared with
-    # this model.
+    samples: int = 64  # maximum number of prompts to use from ``data``
+    # The time per token of an autoregressive model on this machine, with which the bundle is
+    # compared.
     peer_token_ms: float | None = None
 
 
@@ -120,26 +125,29 @@ def parse_batches(text: str) -> tuple[int, ...]:
 
 
 def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure a bundle. Returns the content of ``bench --json``:
+    """Measure a bundle. Returns the values that ``bench --json`` prints:
 
-    - ``passes``: for each size of a pass, the median time ``ms`` and its quartiles. ``limit_ms`` is
-      the shortest possible time by the roofline model, and ``ratio`` is ``ms / limit_ms``.
-      ``break_even_tokens`` is the number of tokens that the autoregressive model makes in ``ms``.
-    - ``generation``: one generation of a single request. The request ran several times, and this
-      entry describes the run of median duration. The times in ``parts`` add up to ``seconds``.
-    - ``batches``: generations of several requests of equal length at once. ``speedup`` is the
-      tokens/s of these requests, divided by the tokens/s of a single request.
+    - ``passes``: for each size of a pass, the median time ``ms`` and the quartiles of the time.
+      ``limit_ms`` is the shortest possible time by the roofline model, and ``ratio`` is ``ms /
+      limit_ms``. ``break_even_tokens`` is the number of tokens that the autoregressive model
+      generates in the time ``ms``.
+    - ``generation``: the generation of a single request. The request runs several times, and
+      ``generation`` describes the run of median duration. The times in ``parts`` add up to
+      ``seconds``.
+    - ``batches``: generations of several requests of equal length at once. ``speedup`` is the total
+      tokens/s of the requests, divided by the tokens/s of a single request.
     - ``cost``: the fields of a ``PassCost``, and the errors of the fit.
-    - ``requests``: results for the prompts of ``data``. The prompts run one at a time, and each
-      generation ends at its end token. Each latency is the time of a whole request.
+    - ``requests``: the results for the prompts of ``data``. The prompts run one at a time, and each
+      generation ends at its end token. A latency is the time that a whole request takes.
     - ``peer``: the result of ``compare_with_peer``.
 
-    Memory sizes are in bytes. If ``options`` does not request a measurement, its entry is ``None``.
+    Memory sizes are in bytes. If ``options`` does not request a measurement, the measurement's
+    entry is ``None``.
 
     Args:
         path: The bundle's folder.
-        options: Options that say what to measure.
-        progress: An object that is notified when a stage starts or advances.
+        options: Options that select what is measured.
+        progress: An object that is notified when a stage starts and when a stage advances.
 
     Raises:
         CalibrationError: ``data`` cannot be read.
@@ -160,8 +168,8 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
             _telling_passes(bundle) if options.cost else _fitting_passes(bundle)
         )
         made = list(product(sizes, batches))
-        # Request 0 passes of each size. If a size is impossible, this call raises an error before
-        # the long measurement starts.
+        # Request 0 passes of each size, so that an impossible size raises an error before the long
+        # measurement starts.
         for size, batch in made:
             bundle.time_passes(size.tokens, size.cached, size.rows, 0, batch)
         if options.cost:
@@ -228,7 +236,7 @@ def _fitting_passes(bundle: Bundle) -> tuple[PassSize, ...]:
 
 
 def _telling_passes(bundle: Bundle) -> tuple[PassSize, ...]:
-    """Choose sizes of passes from which the cost of a pass can be fitted.
+    """Choose pass sizes for fitting the cost of a pass.
 
     The sizes differ in the number of tokens, the number of cached tokens, and the number of rows of
     logits.
@@ -250,7 +258,7 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def _seconds(results: Sequence[Generation]) -> float:
-    """Return the total time of requests that ran together. Each result records a share of that
+    """Return the total time of requests that ran together. Each result records a share of the total
     time.
     """
     return sum(result.timings["total"] for result in results)
@@ -261,7 +269,7 @@ class _Generation:
     prompt_tokens: int
     new_tokens: int
     preset: str
-    changes: Mapping[str, Any]  # changes to fields of the preset
+    changes: Mapping[str, Any]  # changes to the preset's fields
     results: Sequence[Generation]  # one result per request, from the run of median duration
 
     @property
@@ -286,7 +294,7 @@ class _Generation:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the values for ``bench --json``. The generation must have a single request."""
+        """Return the values for ``bench --json``. The generation must consist of a single request."""
         (result,) = self.results
         timings = result.timings
         parts = {
@@ -372,9 +380,9 @@ def _time_requests(
     prompts: Sequence[Sequence[int]],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Run each prompt as a request, one at a time. Returns latencies in ms, and the rates.
+    """Run each prompt as a request, one at a time. Returns the latencies in ms, and the rates.
 
-    The first prompt also runs once before, for warm-up. That run is not counted.
+    Before the measurement, the first prompt runs once for warm-up. The warm-up run is not counted.
     """
     new = bundle.max_new_tokens if options.new_tokens is None else options.new_tokens
     progress.start("requests", 1 + len(prompts))
@@ -419,7 +427,7 @@ def side_by_side(
 ) -> list[dict[str, Any]]:
     """Measure how fast several bundles of one denoiser generate text.
 
-    The bundles take turns, so that other load on the machine affects all bundles equally. All
+    The bundles take turns, so that load from other processes affects all bundles equally. All
     bundles are open at the same time. All bundles run the default preset of the first bundle,
     unless ``options`` names a preset.
 
@@ -458,7 +466,7 @@ def side_by_side(
 
 
 def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) -> dict[str, Any]:
-    """Compare the peak memory of the process with the total size of weights and cache.
+    """Compare the process's peak memory with the total size of weights and cache.
 
     On a GPU, the ratio is ``None``, because the weights and the cache are in the GPU's memory.
     """
@@ -478,17 +486,17 @@ def _memory(manifest: dict[str, Any], generation: _Generation, is_on_cpu: bool) 
 
 
 def peak_rss_bytes() -> int:
-    """Return the peak of the process's resident memory in bytes, including memory-mapped files."""
+    """Return the process's peak resident memory in bytes, including memory-mapped files."""
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.is_file() else []:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    # This value is less exact, because it may include the memory of the parent process.
+    # ``ru_maxrss`` is less exact, because it may include the parent process's memory.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _machine(threads: int, is_on_cpu: bool) -> tuple[roofline.Machine | None, str | None]:
-    """Measure the rates of the machine. If this is impossible, return the reason instead."""
+    """Measure the machine's rates. If the measurement is impossible, return the reason instead."""
     if not is_on_cpu:
         return (
             None,
@@ -508,7 +516,8 @@ def _machine(threads: int, is_on_cpu: bool) -> tuple[roofline.Machine | None, st
 def _work(manifest: dict[str, Any], size: PassSize, batch: int = 1) -> roofline.Work:
     """Count the work of a pass on a CPU.
 
-    If a CPU cannot compute in a format, layers of this format are counted in full precision.
+    If a CPU cannot compute in a number format, the layers in that format are counted in full
+    precision.
     """
     layers = manifest["precision"].get("layers", {})
     real = {layer: name for layer, name in layers.items() if not FORMATS[name].is_simulated_on_cpu}

@@ -1,8 +1,8 @@
-"""Fits a linear model of the time of a pass to the measurements of ``bench``.
+"""Fits a linear model to the pass times that ``bench`` measured.
 
 The scheduler uses the model to decide when to admit a request. The model has four coefficients,
-which are not negative. The coefficients minimise the relative error of the measured passes, and
-have no other meaning. The remaining errors are reported too.
+which are not negative. The coefficients minimise the relative errors for the measured passes, and
+have no physical meaning. The remaining errors are reported too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dlm_runtime import PassCost, RequestError
 
 
 def loads(passes: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """Return the four inputs of the model for each of N measured passes, fp64 ``[N, 4]``.
+    """Return the model's four inputs for each of N measured passes, fp64 ``[N, 4]``.
 
     The inputs are the constant 1, the number of tokens, the number of rows of logits, and the
     number of attention scores. Each attention score belongs to a pair of tokens, where the first
@@ -44,15 +44,16 @@ def check_telling(passes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def fit_cost(passes: Sequence[Mapping[str, Any]]) -> tuple[PassCost, list[float]]:
-    """Find the coefficients with the smallest relative error.
+    """Find the coefficients that give the smallest relative errors.
 
-    Also returns the relative error of each pass: its predicted time divided by its measured time
-    (``ms``), minus 1.
+    Also returns the relative error of each pass, which is the predicted time divided by the
+    measured time (``ms``), minus 1.
     """
     wanted = loads(passes) / np.array([one["ms"] for one in passes])[:, None]
     best, least = np.zeros(len(fields(PassCost))), np.inf
-    # The coefficients must not be negative. So fit every subset of the coefficients, with all
-    # others set to 0. Then choose the best fit without a negative coefficient.
+    # The coefficients must not be negative. For this reason, fit every subset of the coefficients,
+    # with all coefficients outside the subset set to 0. Then choose the best fit without a negative
+    # coefficient.
     for count in range(1, len(best) + 1):
         for chosen in map(list, combinations(range(len(best)), count)):
             found = np.linalg.lstsq(wanted[:, chosen], np.ones(len(passes)), rcond=None)[0]

@@ -20,7 +20,7 @@ GROWTH_CANVASES = tuple(1 << power for power in range(8, 16))
 
 @dataclass(frozen=True)
 class Point:
-    """The time and cost per token, and the precision in which they were computed."""
+    """The time and cost per token in the precision ``precision``."""
 
     precision: str
     ms_per_token: float
@@ -52,11 +52,12 @@ def growth_of(
     """Compute how the time per token grows with the canvas length, batch size and parameter count.
 
     The growth with the canvas length and the batch size is computed for the denoiser ``shape``. The
-    growth with the parameter count is computed for denoisers with the proportions of LLaDA. Only
-    the first element of ``block_lengths`` and the first element of ``tokens_per_pass`` are used.
+    growth with the parameter count is computed for denoisers with the proportions of LLaDA. The
+    function uses only the first element of ``block_lengths`` and the first element of
+    ``tokens_per_pass``.
 
-    Each point describes the fastest precision that fits into memory. If measurements correct the
-    times of some precisions, all other precisions are ignored. The times of the other precisions
+    Each ``Point`` describes the fastest precision that fits into memory. If measurements correct
+    the times of some precisions, all uncorrected precisions are ignored, because uncorrected times
     are theoretical limits, which would always be shorter.
     """
     request = replace(request, tokens_per_pass=request.tokens_per_pass[:1])

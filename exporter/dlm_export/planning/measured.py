@@ -1,4 +1,4 @@
-"""Reads the results of ``dlm-export bench``, and uses these results to correct predictions."""
+"""Reads the results of ``dlm-export bench``, and uses the results to correct predictions."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class MeasuredPass:
 
 
 def interpolated_ratio(passes: Sequence[MeasuredPass], asked: PassSize) -> float:
-    """Return the ratio of the real time of a pass to its shortest possible time.
+    """Return the ratio of a pass's real time to the pass's shortest possible time.
 
-    If no pass of this size was measured, the ratio is interpolated from the measured passes. The
-    logarithms of their ratios are averaged with weights that decrease with the squared distance
-    (Shepard 1968). For T tokens, S cached tokens and R rows of logits, the distance is measured
-    between the logarithms of T, S + T and R + 1. The result always lies between two measured
-    ratios.
+    If no pass of the same size was measured, the ratio is interpolated from the ratios of the
+    measured passes. The logarithms of the measured ratios are averaged with weights that decrease
+    with the squared distance (Shepard 1968). For T tokens, S cached tokens and R rows of logits,
+    the distance is measured between the logarithms of T, S + T and R + 1. The result is never
+    smaller than the smallest measured ratio, and never larger than the largest measured ratio.
     """
 
     def place(made: PassSize) -> tuple[float, ...]:
@@ -64,7 +64,7 @@ def interpolated_ratio(passes: Sequence[MeasuredPass], asked: PassSize) -> float
 
 @dataclass(frozen=True)
 class MeasuredGeneration:
-    """The measurement of a whole request. ``changes`` contains the changed fields of the preset."""
+    """The measurement of a whole request. ``changes`` contains the preset's changed fields."""
 
     preset: str
     changes: dict[str, Any]
@@ -78,7 +78,7 @@ class MeasuredGeneration:
 class Measured:
     """The results of ``dlm-export bench`` for one bundle.
 
-    ``parameters`` is the parameter count of the denoiser.
+    ``parameters`` is the denoiser's parameter count.
     """
 
     file: str
@@ -90,9 +90,10 @@ class Measured:
     generation: MeasuredGeneration
 
     def leave_one_out(self) -> list[float]:
-        """Predict the time of each pass from all other passes, and return the relative errors.
+        """Predict each pass's time from all other passes, and return the predictions' relative
+        errors.
 
-        Returns an empty list if only one pass was measured.
+        If only one pass was measured, returns an empty list.
         """
         return [
             interpolated_ratio([other for other in self.passes if other is not each], each.made)
@@ -131,7 +132,7 @@ def read_measured(path: Path) -> Measured:
         return found
 
     def positive(*keys: str | int) -> float:
-        # A time or a rate of zero would later cause a division by zero.
+        # Reject zero, because a time or a rate of zero would later cause a division by zero.
         return max(get(float, *keys), sys.float_info.min)
 
     machine = Machine(*(positive("roofline", each.name) for each in fields(Machine)))

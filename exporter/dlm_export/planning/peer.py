@@ -1,9 +1,9 @@
 """Compares the speed of a bundle with the speed of an autoregressive model on the same device.
 
-An autoregressive model makes one token per pass. A pass of a denoiser takes longer, but the pass
-commits several tokens. The denoiser is faster if it commits more tokens in a pass than the
-autoregressive model makes in the same time. The time of the denoiser includes reading the prompt.
-The time of the autoregressive model does not include reading the prompt.
+An autoregressive model generates one token per pass. A denoiser's pass takes longer, but commits
+several tokens. The denoiser is faster if it commits more tokens in a pass than the autoregressive
+model generates in the same time. The denoiser's time includes reading the prompt. The
+autoregressive model's time does not include reading the prompt.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ def compare_with_peer(
 ) -> dict[str, Any]:
     """Compare a bundle with an autoregressive model that takes ``token_ms`` per token.
 
-    ``generation`` and ``requests`` are results of ``bench``. If there are ``requests``, the time of
-    a pass and the number of tokens per pass are taken from ``requests``.
+    ``generation`` and ``requests`` are results of ``bench``. If ``requests`` is not ``None``, the
+    function takes the time of a pass and the number of tokens per pass from ``requests``.
 
-    Otherwise, the time of a pass is taken from ``generation``. The prompts of ``generation`` are
-    random, so the generation does not show how many tokens a pass commits. ``tokens_per_pass`` and
-    ``speedup`` are then ``None``.
+    Otherwise, the function takes the time of a pass from ``generation``, and ``tokens_per_pass``
+    and ``speedup`` are ``None``. The prompts of ``generation`` are random, so ``generation`` does
+    not show how many tokens a pass commits.
     """
     measured = generation if requests is None else requests
     break_even = measured["ms_per_pass"] / token_ms

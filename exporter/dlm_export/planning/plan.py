@@ -1,6 +1,6 @@
 """Predicts the speed, memory and cost of denoisers on many targets and in many precisions.
 
-The denoisers need not be built for these targets. For bundles, torch is not needed.
+A denoiser need not be built for the targets that the plan covers. For bundles, torch is not needed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class PlanError(DlmError):
 class Plan:
     """A complete plan.
 
-    - ``cache_bytes_per_token``: for each denoiser, maps the cache types of CPUs to the bytes that
-      the keys and values of one token take.
-    - ``left_out``: for each target, maps each precision that the target cannot run to the reason.
-    - ``growth``: how the time per token of the first denoiser grows.
-    - ``calibration``: the result of ``calibrate``, or ``None`` without measurements.
+    - ``cache_bytes_per_token``: for each denoiser, maps each cache type of CPUs to the number of
+      bytes that the keys and values of one token take.
+    - ``left_out``: for each target, maps each precision that the target cannot run to the reason
+      why.
+    - ``growth``: describes how the first denoiser's time per token grows.
+    - ``calibration``: the result of ``calibrate``, or ``None`` if there are no measurements.
     """
 
     request: Request
@@ -60,12 +61,11 @@ class Plan:
 def calibrate(
     measured: Measured, shapes: Sequence[Shape], predictions: Sequence[Prediction]
 ) -> dict[str, Any]:
-    """Summarise measurements, and compute how well these measurements predict other times.
+    """Summarise measurements, and compute how well the measurements predict times.
 
-    For each pass, the function predicts the time from all other passes. ``leave_one_out_errors``
-    contains the relative errors of these predictions. If one of ``shapes`` is the measured
-    denoiser, ``generation`` contains the measured and the predicted tokens/s of the measured
-    request.
+    The function predicts each pass's time from all other passes. ``leave_one_out_errors`` contains
+    the relative errors of the predictions. If ``shapes`` contains the measured denoiser,
+    ``generation`` contains the measured and the predicted tokens/s of the measured request.
     """
     ratios = [each.ratio for each in measured.passes]
     asked = measured.generation
@@ -130,8 +130,8 @@ def _predict_generation(measured: Measured, shape: Shape) -> float | None:
         )
         for made, count in passes.items()
     ]
-    # In the real generation, some blocks take more passes than others. So predict the average time
-    # of a pass, and multiply the average by the real number of passes.
+    # Predict the average time of a pass, and multiply the average by the real number of passes,
+    # because some blocks of the real generation took more passes than others.
     mean_ms = math.fsum(count * (ms or 0.0) for ms, count in times) / passes.total()
     return 1e3 * asked.new_tokens / (mean_ms * asked.nfe)
 
@@ -162,9 +162,10 @@ def make_plan(
 ) -> Plan:
     """Predict every denoiser on every target, with all block lengths and in several precisions.
 
-    ``names`` contains the names of the precisions. ``None`` means all precisions that a target
-    supports. Raises PlanError if the canvas is longer than a denoiser allows, or if no target
-    supports a precision. Raises RecipeError if a precision names a recipe that does not exist.
+    ``names`` contains the names of the precisions. If ``names`` is ``None``, all precisions that a
+    target supports are predicted. Raises PlanError if the canvas is longer than a denoiser allows,
+    or if no target supports a precision. Raises RecipeError if a precision names a recipe that does
+    not exist.
     """
     for shape in shapes:
         if shape.max_canvas_length is not None and request.canvas > shape.max_canvas_length:

@@ -1,4 +1,4 @@
-"""Plots the time or cost per token against canvas length, batch size and parameter count."""
+"""Plots the time or cost per token against canvas length, batch size or parameter count."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ PLOT_SUFFIXES = (".png", ".svg")
 
 
 def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, title: str) -> None:
-    """Plot ``growth`` to a PNG or SVG file. Each variable of ``growth`` gets one panel.
+    """Plot ``growth`` to a PNG or SVG file. The plot contains one panel per element of ``growth``.
 
-    Each element of ``growth`` is a ``Growth`` as a dictionary. ``quantity`` is the plotted field of
-    each point. Each target gets one line. Missing points are skipped, and so are targets without
-    any point.
+    Each element of ``growth`` is a ``Growth`` as a dictionary. ``quantity`` is the field of
+    ``Point`` to plot. A panel contains one line per target. Missing values are skipped, and a
+    target without any value gets no line.
     """
     import matplotlib.style
     from matplotlib import colormaps
     from matplotlib.figure import Figure as Canvas
 
-    # A plot has no style sheet. So replace the placeholder colours with shades of grey.
+    # Replace the placeholder colours with shades of grey, because a plot has no style sheet.
     greys = {INK: "#222222", MUTED: "#666666", RULE: "#dddddd"}
     style = {
         key: greys.get(value, value) if isinstance(value, str) else value
@@ -69,9 +69,10 @@ def save_growth(path: Path, growth: Sequence[Mapping[str, Any]], quantity: str, 
 
 
 def claimed_plot(path: Path, *, force: bool) -> AbstractContextManager[Path]:
-    """Prepare to write a plot to ``path``. See ``outputs.claimed`` for the details.
+    """Prepare to write a plot to ``path``. The docstring of ``outputs.claimed`` explains the
+    details.
 
-    Raises PlanError if ``path`` does not end with one of ``PLOT_SUFFIXES``.
+    Raises PlanError if ``path`` does not end with a suffix in ``PLOT_SUFFIXES``.
     """
     if path.suffix not in PLOT_SUFFIXES:
         raise PlanError(f"--plot {path}: the name must end in {' or '.join(PLOT_SUFFIXES)}")
@@ -79,11 +80,11 @@ def claimed_plot(path: Path, *, force: bool) -> AbstractContextManager[Path]:
 
 
 def save_plot(path: Path, plan: Plan) -> None:
-    """Plot the growth of a plan to a path that ``claimed_plot`` returned.
+    """Plot a plan's growth to a path that ``claimed_plot`` returned.
 
-    If every target has a price, the plot shows the cost per million tokens. Otherwise, it shows
-    milliseconds per token. Raises PlanError if there is no point to plot. Raises OSError if the
-    file cannot be written.
+    If the price of every target is known, the plot shows the cost per million tokens. Otherwise,
+    the plot shows milliseconds per token. Raises PlanError if there is no value to plot. Raises
+    OSError if the file cannot be written.
     """
     growth = [asdict(each) for each in plan.growth if each.values]
     if not any(any(points) for each in growth for points in each["lines"].values()):

@@ -2,13 +2,13 @@
 
 All times are lower limits by the roofline model (Williams, Waterman and Patterson, CACM 52(4),
 2009). The first limit is the time to read all weights and the cache at the memory bandwidth. The
-second limit is the time of all multiply-adds at the rates of their number formats. The larger limit
-is used. Real times are longer.
+second limit is the time to do all multiply-adds at the rates of their number formats. The predicted
+time is the larger limit. Real times are longer.
 
-``roofline`` counts the bytes and the multiply-adds. ``targets`` lists the bandwidth and the rates
-of devices. If a figure is not published, the times that need this figure are unknown. For the CPU,
-``dlm-export bench`` measures the figures. ``dlm-export bench`` also measures how much longer real
-passes take than the limit.
+``roofline`` counts the bytes and the multiply-adds. ``targets`` lists the memory bandwidth and the
+rates of devices. If a device's figure is not published, all times that need the figure are unknown.
+For the CPU, ``dlm-export bench`` measures the figures. ``dlm-export bench`` also measures how much
+longer real passes take than the limit.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ def generation_passes(
     ``tokens_per_pass`` must be at least 1. Logits are computed only for the masked positions of a
     block. There are three cases:
 
-    - With the dual cache, the first pass of each block computes the whole canvas, and this pass
-      also commits. Further passes compute only the block, and the other positions are cached.
+    - With the dual cache, the first pass of each block computes the whole canvas, and also commits
+      tokens. All further passes compute only the block, and all positions outside the block are
+      cached.
     - Without a cache, every pass computes the whole canvas.
     - In a block-causal network (``visible_block``) with a cache, one pass stores the blocks that
-      the prompt fills. Passes over a block read the earlier blocks from the cache. After each block
-      except the last, one more pass stores that block.
+      the prompt fills. Passes over a block read all earlier blocks from the cache. After each block
+      except the last, one more pass stores the finished block.
     """
     canvas = prompt_tokens + new_tokens
     origin = (
@@ -84,7 +85,7 @@ def generation_passes(
 
 @dataclass(frozen=True)
 class Request:
-    """The request to plan for. ``prices`` maps each target to a price per hour, in any currency."""
+    """The request to plan for. ``prices`` maps target names to prices per hour, in any currency."""
 
     prompt_tokens: int = 128
     new_tokens: int = 128
@@ -102,12 +103,12 @@ class Request:
 class PassTime:
     """The predicted time of a pass in ms.
 
-    - ``bytes_ms``: the time to read all bytes.
-    - ``arithmetic_ms``: the time of all multiply-adds.
-    - ``ratio``: the real time divided by the larger of these two times. Without measurements, the
-      ratio is 1.
+    - ``bytes_ms``: the time to read all bytes from memory.
+    - ``arithmetic_ms``: the time to do all multiply-adds.
+    - ``ratio``: the real time divided by the larger one of ``bytes_ms`` and ``arithmetic_ms``. If
+      there are no measurements, the ratio is 1.
 
-    A time is ``None`` if the bandwidth or a rate of the target is unknown.
+    If a time depends on an unknown bandwidth or rate of the target, the time is ``None``.
     """
 
     made: PassSize
@@ -142,7 +143,7 @@ class PassTime:
 class Speed:
     """The predicted speed of a generation whose passes commit ``tokens_per_pass`` tokens each.
 
-    ``cost_per_million_tokens`` is ``None`` if the price of the target is not given.
+    If the user gave no price for the target, ``cost_per_million_tokens`` is ``None``.
     """
 
     tokens_per_pass: float
@@ -156,14 +157,14 @@ class Speed:
 class Prediction:
     """The prediction for one denoiser on one target, in one precision and with one block length.
 
-    - ``file_bytes``: size of the weights on disk.
-    - ``fits``: true if the target has enough memory, or ``None`` if the size of its memory is
+    - ``file_bytes``: size of the weights on disk in bytes.
+    - ``fits``: true if the target has enough memory. ``None`` if the target's memory size is
       unknown.
-    - ``missing``: names of the target's unknown figures. If a figure is unknown, the times are
+    - ``missing``: names of the target's unknown figures. If a figure is unknown, all times are
       unknown too.
     - ``full_pass``: a pass over the whole canvas.
-    - ``block_pass``: a pass over one block that computes the logits of all its positions.
-    - ``speeds``: empty if times are unknown, or if ``fits`` is false.
+    - ``block_pass``: a pass over one block that computes the logits of all positions in the block.
+    - ``speeds``: the predicted speeds. Empty if times are unknown, or if ``fits`` is false.
     """
 
     denoiser: str
@@ -190,10 +191,11 @@ NUMBERS = {FULL: "fp16", **{name: name for name in NUMBER_FORMATS}}
 
 
 def rates_of(target: Target, measured: Measured | None = None) -> Rates:
-    """Return the memory bandwidth of a target, and its rates of multiply-adds, per second.
+    """Return a target's memory bandwidth in bytes per second, and its rates in multiply-adds per
+    second.
 
     Unknown rates are missing in the result. An unknown bandwidth is NaN. If the target is the CPU,
-    the measured rates are returned.
+    the function returns the measured rates.
 
     On GPUs, tensor cores do all multiplications. All unquantised parts, including attention, run at
     the rate of fp16. NVIDIA publishes the same rate for bf16. Vendors count a multiply-add as two
@@ -210,7 +212,7 @@ def rates_of(target: Target, measured: Measured | None = None) -> Rates:
 
 
 def missing_figures(target: Target, rates: Rates, work: Work) -> tuple[str, ...]:
-    """List the target's unknown figures that are needed to predict the time of ``work``."""
+    """List the target's unknown figures that would be needed to predict the time for ``work``."""
     lacking = [
         NUMBERS[arithmetic] for arithmetic in work.by_arithmetic() if arithmetic not in rates.macs
     ]
@@ -236,7 +238,7 @@ def _table_bytes(shape: Shape, precision: Precision) -> int:
 
 
 def stored_bytes(shape: Shape, precision: Precision) -> int:
-    """Return the size of all weights in bytes. A table that head and embedding share counts
+    """Return the size of all weights in bytes. A table that the head and the embedding share counts
     once.
     """
     return weights_bytes(
@@ -263,7 +265,7 @@ def _work(shape: Shape, precision: Precision, made: PassSize, batch: int) -> Wor
 
 
 def pass_time(work: Work, rates: Rates, made: PassSize, ratio: float = 1.0) -> PassTime:
-    """Predict the time of a pass from its ``work`` and from the rates of a target."""
+    """Predict the time of a pass from the pass's ``work`` and from the target's rates."""
     kinds = work.by_arithmetic()
     free = dict.fromkeys(kinds, math.inf)
     bytes_ms = (
@@ -282,14 +284,15 @@ def memory_bytes(
 ) -> int:
     """Estimate how many bytes of memory a denoiser needs on a target.
 
-    The result is the size of the weights, plus the size of a cache and of the intermediate results
-    of a pass for each canvas. The function ``estimate`` contains the formula, which assumes
-    elements of 2 bytes. With elements of 4 bytes, the cache and the intermediate results are twice
-    as large. If the target is a GPU, the size of the CUDA context and the kernels is added.
+    The result is the sum of the weights' size and, for each canvas, the sizes of the cache and of a
+    pass's intermediate results. The formula in the function ``estimate`` assumes elements of 2
+    bytes. With elements of 4 bytes, the cache and the intermediate results are twice as large. If
+    the target is a GPU, the size of the CUDA context and of the kernels is added.
     """
     weights = stored_bytes(shape, precision)
     found = estimate(shape.network, weights, Limits(canvas, block_length))
-    # The size of logits does not depend on ``element_bytes``, because logits are always in fp32.
+    # The size of the logits does not depend on ``element_bytes``, because logits are always in
+    # fp32.
     logits = estimate(shape.network, weights, Limits(0, block_length)).passes
     rows = batch * (precision.element_bytes // 2 * (found.cache + found.passes - logits) + logits)
     total: int = weights + rows
@@ -306,8 +309,8 @@ def predict(
 ) -> Prediction:
     """Predict the speed, memory and cost of one denoiser on one target.
 
-    ``measured`` is used for the CPU only. The measured rates apply to all precisions. The measured
-    ratios of real times to limits apply only to the measured precision.
+    ``measured`` is used only if the target is the CPU. The measured rates apply to all precisions.
+    The measured ratios of real times to limits apply only to the measured precision.
     """
     measured = measured if target.sm is None else None
     rates = rates_of(target, measured)

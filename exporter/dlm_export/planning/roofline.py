@@ -1,7 +1,7 @@
-"""Counts the work of a pass, and computes the shortest time in which a machine can do it.
+"""Counts the work of a pass, and computes the shortest time in which a machine can do the work.
 
-This is the roofline model (doi:10.1145/1498765.1498785). The model counts the work that every
-implementation has to do:
+The module implements the roofline model (doi:10.1145/1498765.1498785). The model counts the work
+that every implementation has to do:
 
 - read every weight once,
 - read the cached keys and values of every token once, and write the keys and values of every new
@@ -9,10 +9,11 @@ implementation has to do:
 - compute the multiply-adds of all matrix products.
 
 Activations are not counted, because they may stay in a processor's cache. Norms, rotations, softmax
-and the choice of tokens are not counted either. So real times are always longer than ``limit_s``.
+and the choice of tokens are not counted either. Because the model ignores this work, real times are
+always longer than ``limit_s``.
 
-``measure`` measures the rates of a CPU with ONNX Runtime. No bundle computes matrix products faster
-than ONNX Runtime. The measurement uses as many threads as the bundle.
+``measure`` measures a CPU's rates with ONNX Runtime, because no bundle computes matrix products
+faster than ONNX Runtime. The measurement uses as many threads as the bundle.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from dlm_calibration.recipes import FORMATS, HIGH, LayerFormat
 from dlm_export.graph import CACHE_DTYPES
 from dlm_export.network.spec import CACHE_ROWS, HEAD, NetworkSpec
 
-FULL = "full"  # arithmetic of all unquantised parts: fp32, fp16 or bf16
+FULL = "full"  # the arithmetic of all unquantised parts, which is fp32, fp16 or bf16
 
 
 @dataclass(frozen=True)
 class Work:
     """The work of one pass.
 
-    - ``weight_bytes``: bytes of the weights to read.
-    - ``cache_bytes``: bytes of the keys and values to read and to write.
-    - ``macs``: counts of multiply-adds. A key such as ``head.int8`` has two parts. The first part
-      is ``layers``, ``attention`` or ``head``. The second part is the format of the operands:
-      ``full``, ``int8``, ``fp8`` or ``nvfp4``.
+    - ``weight_bytes``: number of bytes of weights to read.
+    - ``cache_bytes``: number of bytes of keys and values to read and to write.
+    - ``macs``: counts of multiply-adds. A key such as ``head.int8`` consists of two parts. The
+      first part is ``layers``, ``attention`` or ``head``. The second part is the number format of
+      the operands: ``full``, ``int8``, ``fp8`` or ``nvfp4``.
     """
 
     weight_bytes: int
@@ -47,7 +48,7 @@ class Work:
     macs: Mapping[str, int]
 
     def by_arithmetic(self) -> dict[str, int]:
-        """Map each format of operands to its count of multiply-adds."""
+        """Return a dict that maps each operand format to its count of multiply-adds."""
         out: Counter[str] = Counter()
         for kind, count in self.macs.items():
             out[kind.rpartition(".")[2]] += count
@@ -56,9 +57,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of a machine per second: bytes read from memory, and multiply-adds.
+    """A machine's rates: the number of bytes read from memory per second, and multiply-adds per
+    second.
 
-    ``macs`` contains a rate for each format of operands. Vendors count a multiply-add as two
+    ``macs`` contains a rate for each operand format. Vendors count a multiply-add as two
     operations.
     """
 
@@ -80,21 +82,21 @@ def work_of(
 ) -> Work:
     """Count the work of a pass over ``batch`` canvases.
 
-    Scales are counted as fp32. A pass does not read all experts. So the average number of experts
-    that the tokens reach is counted, assuming that all experts are equally likely.
+    Scales are counted as fp32. A pass does not read all experts, so the function counts the average
+    number of experts that the tokens reach, assuming that all experts are equally likely.
 
     Args:
-        network: The denoiser's description.
-        layers: Maps each quantised layer to its format, a key of ``FORMATS``. Other layers are in
-            full precision.
-        tokens: Tokens that the pass computes, per canvas.
-        cached: Tokens whose keys and values are in the cache, per canvas.
-        rows: Rows of logits that the pass computes, per canvas.
+        network: The description of the denoiser's network.
+        layers: Maps each quantised layer to its format, a key of ``FORMATS``. All other layers are
+            in full precision.
+        tokens: Number of tokens that the pass computes, per canvas.
+        cached: Number of tokens whose keys and values are in the cache, per canvas.
+        rows: Number of rows of logits that the pass computes, per canvas.
         batch: Number of canvases.
-        element_bytes: Bytes of each element that is not quantised, 4 or 2. This number is also the
-            default for the embedding table and the cache.
-        table_bytes: Bytes of each element of the embedding table.
-        cache_dtype: Type of the cache, as the manifest names it.
+        element_bytes: Number of bytes of each unquantised element, 4 or 2. ``element_bytes`` is
+            also the default for the embedding table and the cache.
+        table_bytes: Number of bytes of each element of the embedding table.
+        cache_dtype: The cache's type, as in the manifest.
     """
     kinds = kinds_of(network, layers, element_bytes, table_bytes)
     return count_work(
@@ -111,7 +113,9 @@ def work_of(
 
 
 def cache_bytes_by_type(network: NetworkSpec) -> dict[str, int]:
-    """Map each cache type to the number of bytes that the keys and values of one token take."""
+    """Return a dict that maps each cache type to the number of bytes that the keys and values of
+    one token take.
+    """
     return {
         name: network.cache_bytes(*CACHE_ROWS[CACHE_DTYPES[name]])
         for name in ("fp32", "fp16", "int8")
@@ -123,7 +127,7 @@ class MatrixKind:
     """A group of ``number`` matrices with the same cost.
 
     Each matrix consists of ``experts`` equal parts, one for each expert. A layer without experts
-    counts as one expert. The part of an expert takes ``expert_bytes`` bytes, and has
+    counts as one expert. The part of an expert takes ``expert_bytes`` bytes, and consists of
     ``expert_macs`` elements. ``share`` is the share of all tokens that each part is multiplied
     with.
     """
@@ -143,10 +147,10 @@ def kinds_of(
     element_bytes: int,
     table_bytes: int | None = None,
 ) -> tuple[MatrixKind, ...]:
-    """Group the matrices of a network by their cost in the formats of ``layers``.
+    """Group a network's matrices by their cost in the formats of ``layers``.
 
-    If the head shares an unquantised embedding table, each element of the table has ``table_bytes``
-    bytes.
+    If the head shares an unquantised embedding table, each element of the table takes
+    ``table_bytes`` bytes.
     """
     table_bytes = table_bytes or element_bytes
     found: Counter[tuple[str, str, int, float, int, int]] = Counter()
@@ -178,7 +182,9 @@ def count_work(
     table_bytes: int | None = None,
     cache_dtype: str | None = None,
 ) -> Work:
-    """Like ``work_of``, but takes matrices that ``kinds_of`` has already grouped."""
+    """Like ``work_of``, but takes ``kinds``, the result of ``kinds_of``, instead of the layers'
+    formats.
+    """
     rows_looked_up = batch * tokens * _table_bytes(network, kinds, table_bytes or element_bytes)
     weight_bytes = element_bytes * network.vector_elements + rows_looked_up // network.vocab_size
     macs: Counter[str] = Counter()
@@ -222,8 +228,8 @@ def weights_bytes(
 ) -> int:
     """Return the size of all weights in bytes, including the embedding table and scales.
 
-    ``kinds`` is the result of ``kinds_of``. If head and embedding share a table, the table is
-    counted once, in the format of the head.
+    ``kinds`` is the result of ``kinds_of``. If the head and the embedding share a table, the table
+    is counted once, in the head's format.
     """
     matrices = sum(kind.number * kind.experts * kind.expert_bytes for kind in kinds)
     table = _table_bytes(network, kinds, table_bytes or element_bytes)
@@ -231,7 +237,7 @@ def weights_bytes(
 
 
 def file_bytes(network: NetworkSpec, weights: int, element_bytes: int) -> int:
-    """Return the size of a bundle's weight file in bytes, without padding.
+    """Return the size in bytes of a bundle's weight file, without padding.
 
     The file contains the weights, the rotary tables, and a bias for each token of the vocabulary.
     """
@@ -240,11 +246,12 @@ def file_bytes(network: NetworkSpec, weights: int, element_bytes: int) -> int:
 
 
 def limit_s(work: Work, rates: Rates) -> float:
-    """Compute the shortest possible time for ``work`` in seconds.
+    """Compute the shortest possible time for ``work``, in seconds.
 
-    Reading and arithmetic can overlap. So the result is the larger of the time to read all bytes and
-    the time of all multiply-adds. Multiply-adds of different formats use the same units of the
-    processor, so their times are added. Raises KeyError if the rate of a format is unknown.
+    The result is either the time to read all bytes or the time to do all multiply-adds, whichever
+    is longer, because reading and arithmetic can overlap. The times of multiply-adds in different
+    formats are added, because all multiply-adds use the same units of the processor. Raises
+    KeyError if the rate of a format is unknown.
     """
     reading = (work.weight_bytes + work.cache_bytes) / rates.read_bytes
     multiplying = sum(
@@ -257,8 +264,8 @@ def limit_s(work: Work, rates: Rates) -> float:
 
 # ---- This machine ----
 
-_READ_BYTES = 256 << 20  # minimum size in bytes of the array for measuring the memory bandwidth
-# The measured matrix products are [rows, 2048] x [2048, 2048]. These matrices are large enough for
+_READ_BYTES = 256 << 20  # smallest size in bytes of the array for measuring the memory bandwidth
+# The measured matrix products are [rows, 2048] x [2048, 2048]. The matrices are large enough for
 # full speed, and small enough for a processor's cache.
 _ROWS, _SQUARE = 512, 2048
 _FEW_ROWS = 32  # number of rows in a pass over one block
@@ -268,7 +275,7 @@ _FEW_ROWS = 32  # number of rows in a pass over one block
 class Machine:
     """The measured rates of this machine.
 
-    The rates were measured with matrices of 512 rows, except ``int8_macs_per_s_32_rows``.
+    All rates except ``int8_macs_per_s_32_rows`` were measured with matrices of 512 rows.
     """
 
     read_bytes_per_s: float
@@ -277,28 +284,29 @@ class Machine:
     fp32_macs_per_s: float
 
     def rates(self) -> Rates:
-        """Convert the rates to the form that ``limit_s`` takes. The faster of the two int8 rates is
-        used.
+        """Convert the rates to the argument of ``limit_s``. The result contains the faster of the
+        two int8 rates.
 
-        All unquantised parts get the rate of fp32. Parts in fp16 get this rate too, because ONNX
-        Runtime converts fp16 to fp32 on processors that cannot multiply fp16.
+        All unquantised parts get the rate of fp32. Parts in fp16 get the fp32 rate too, because
+        ONNX Runtime converts fp16 to fp32 on processors that cannot multiply fp16.
         """
         int8 = max(self.int8_macs_per_s, self.int8_macs_per_s_32_rows)
         return Rates(self.read_bytes_per_s, {"int8": int8, FULL: self.fp32_macs_per_s})
 
 
 def measure(threads: int, rounds: int = 9) -> Machine:
-    """Measure the rates of this machine with ONNX Runtime on ``threads`` threads.
+    """Measure this machine's rates with ONNX Runtime on ``threads`` threads.
 
     ``threads=0`` means all cores. Each rate is the median of ``rounds`` runs. The measurements of
     different rates take turns. Raises ModuleNotFoundError if onnx is not installed.
 
     The memory bandwidth is measured with the operator ReduceSum, which reads a large array once.
-    The array has at least 256 MiB, and at least four times the size of the last-level cache. So
-    memory limits the speed.
+    The array is so large that memory limits the speed: at least 256 MiB, and at least four times
+    the size of the last-level cache.
 
     The int8 rate is measured with MatMulInteger of uint8 and int8. In all matrix products, the
-    right operand is a constant, like a weight. So ONNX Runtime packs the right operand only once.
+    right operand is a constant, like a weight, so that ONNX Runtime packs the right operand only
+    once.
     """
     import numpy as np
     import onnxruntime
@@ -322,7 +330,7 @@ def measure(threads: int, rounds: int = 9) -> Machine:
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = threads, 4
-        # The sessions take turns. The threads of a waiting session must not use the processor.
+        # The sessions take turns, so the threads of a waiting session must not use the processor.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         session = onnxruntime.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -332,7 +340,7 @@ def measure(threads: int, rounds: int = 9) -> Machine:
     rng = np.random.default_rng(0)
     codes = rng.integers(-127, 128, (_SQUARE, _SQUARE), np.int8)
     inputs = rng.integers(0, 256, (_ROWS, _SQUARE), np.uint8)
-    # Use more rows than threads, so that all threads read.
+    # Use more rows than threads, so that all threads read memory.
     large = np.ones((256, _read_bytes() // 1024), np.float32)
     weights = codes.astype(np.float32)
     probes = {
@@ -378,8 +386,8 @@ def _read_bytes() -> int:
 
 
 def last_level_cache_bytes(folder: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return the total size in bytes of all last-level caches. Returns 0 if Linux does not report
-    the size.
+    """Return the total size in bytes of all last-level caches. If Linux does not report the size,
+    returns 0.
     """
     found: dict[tuple[int, str], int] = {}  # (level, cores that share the cache) -> bytes
     for index in folder.glob("cpu[0-9]*/cache/index[0-9]*"):

@@ -1,4 +1,4 @@
-"""Determines the size of a denoiser, and the precisions in which a target can run it."""
+"""Determines a denoiser's size, and the precisions in which a target can run the denoiser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LLADA_VOCABULARY, LLADA_HEAD_SIZE, LLADA_MLP_RATIO = 126464, 128, 3
 
 
 class ShapeError(DlmError):
-    """Raised if no plan can be made for a denoiser of this size."""
+    """Raised if no plan can be made for a denoiser of the requested size."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -38,13 +38,13 @@ class ShapeError(DlmError):
 class Shape:
     """A denoiser whose speed and memory are planned.
 
-    - ``max_canvas_length``: ``None`` means that the canvas may have any length.
+    - ``max_canvas_length``: the longest allowed canvas in tokens. ``None`` allows any length.
     - ``presets``: maps each preset to the fields of its ``Policy``.
-    - ``precision``: the precision of a bundle. It is ``None`` for a checkpoint.
-    - ``layers``: maps each layer of a quantised bundle to its format. It is ``None`` for
-      checkpoints and unquantised bundles.
-    - ``table_bytes``: bytes of each element of the embedding table in the checkpoint. fp32 graphs
-      store the table in the same type.
+    - ``precision``: the precision of a bundle. ``None`` for a checkpoint.
+    - ``layers``: maps each layer of a quantised bundle to its format. ``None`` for checkpoints and
+      for unquantised bundles.
+    - ``table_bytes``: number of bytes of each element of the checkpoint's embedding table. fp32
+      graphs store the table in the checkpoint's type.
     """
 
     name: str
@@ -59,10 +59,11 @@ class Shape:
 def scaled_shape(size: str) -> Shape:
     """Scale LLaDA-8B to a given number of parameters, such as 8B, 0.5B or 134M.
 
-    The result has n layers. Each layer has n heads of 128 features. For LLaDA-8B, n is 32. The
-    hidden size is d = 128 n. The MLP has 3 d features. The vocabulary stays at 126464 tokens. So
-    the layers have 13 n d**2 parameters, and the embedding and the head have 2 * 126464 d. The
-    function chooses n so that the total is as near as possible to ``size``. Raises ShapeError.
+    The scaled network consists of n layers. Each layer has n heads of 128 features. For LLaDA-8B, n
+    is 32. The hidden size is d = 128 n. The MLP has 3 d features. The vocabulary size stays 126464.
+    From these sizes, it follows that all layers together have 13 n d**2 parameters, and that the
+    embedding and the head together have 2 * 126464 d parameters. The function chooses n so that the
+    total number of parameters is as near as possible to ``size``. Raises ShapeError.
     """
     unit = {"M": 1e6, "B": 1e9}.get(size[-1:].upper())
     try:
@@ -111,7 +112,7 @@ def _published(network: NetworkSpec) -> dict[str, dict[str, Any]]:
 
 
 def read_shape(path: Path, read_checkpoint: Callable[[Path], tuple[NetworkSpec, int]]) -> Shape:
-    """Read the size of the denoiser in a bundle or a checkpoint. Raises DlmError.
+    """Read the size of a bundle's or a checkpoint's denoiser. Raises DlmError.
 
     For a checkpoint, the function calls ``read_checkpoint``, which needs torch. ``read_checkpoint``
     must return the network and the value of ``Shape.table_bytes``.
@@ -143,9 +144,10 @@ def read_shape(path: Path, read_checkpoint: Callable[[Path], tuple[NetworkSpec, 
 class Precision:
     """A precision in which a target can run a denoiser.
 
-    ``layers`` contains a pair for each quantised layer: the layer's path and its format.
+    ``layers`` contains a pair for each quantised layer: the layer's path and format.
     ``element_bytes`` is the number of bytes per element of all unquantised data, including the
-    cache. ``same_as`` lists the names of other precisions that give this denoiser the same formats.
+    cache. ``same_as`` lists the names of further precisions that give the denoiser the same
+    formats.
     """
 
     name: str
@@ -155,9 +157,10 @@ class Precision:
 
 
 def _held_table(name: str, target: Target) -> str:
-    """Return the format that a shared embedding table gets if the format ``name`` is requested.
+    """Return the format that a shared embedding table gets if the user requests the format
+    ``name``.
 
-    On a GPU, the table is never quantised.
+    On GPUs, the table is never quantised.
     """
     if target.sm is not None:
         return HIGH
@@ -169,9 +172,9 @@ def precisions_of(
 ) -> tuple[list[Precision], dict[str, str]]:
     """Find the precisions in which a target can run a denoiser.
 
-    ``names`` lists the precisions to consider. ``None`` means all precisions, including the
-    precision of a quantised bundle. Returns the precisions that the target supports. Also returns a
-    mapping from the name of each unsupported precision to the reason.
+    ``names`` lists the precisions to consider. If ``names`` is ``None``, all precisions are
+    considered, including the precision of a quantised bundle. Returns the precisions that the
+    target supports, and a mapping from the name of each unsupported precision to the reason.
     """
     found: dict[tuple[Any, ...], Precision] = {}
     left_out: dict[str, str] = {}

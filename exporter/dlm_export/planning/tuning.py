@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 ROUNDS = 7
 # A measurement multiplies several copies of a weight in turn. The total size of all copies is
-# between these two numbers of bytes. The copies exceed the processor's cache, so weights are read
-# from memory, as in a real pass.
+# between ``_LEAST_BYTES`` and ``_MOST_BYTES``. The copies together are larger than the processor's
+# cache, so that weights are read from memory, as in a real pass.
 _LEAST_BYTES = 64 << 20
 _MOST_BYTES = 512 << 20
 Shape = tuple[int, int]
@@ -37,11 +37,11 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Tuning:
-    """The measured times of layers on ``processor`` in a pass of ``rows`` tokens.
+    """The measured times of layers on the processor ``processor``, in a pass of ``rows`` tokens.
 
-    ``shapes`` maps the shape ``(inputs, outputs)`` of a matrix to the number of matrix products
-    with this shape in a pass. ``seconds`` maps the shape and a format to the time of one matrix
-    product.
+    ``shapes`` maps a matrix shape ``(inputs, outputs)`` to the number of matrix products with such
+    a matrix in a pass. ``seconds`` maps a matrix shape and a number format to the time of one
+    matrix product.
     """
 
     rows: int
@@ -52,14 +52,16 @@ class Tuning:
     def cost(self, layer: LinearSpec, format: str) -> float:
         """Return the number of seconds that a layer takes in one pass.
 
-        In a layer with experts, only the experts that the pass reaches are counted.
+        In a layer with experts, only the experts that a pass reaches are counted.
         """
         return _reached(layer, self.rows) * self.seconds[layer.inputs, layer.outputs][format]
 
     def totals(self) -> dict[str, float]:
-        """Map each format to the time of all layers in one pass, in seconds.
+        """Return a dict that maps each format to the total time of all layers in one pass, in
+        seconds.
 
-        If a layer's shape does not suit the format, the layer's time in full precision is added.
+        If a layer's shape does not suit a format, the total contains the layer's time in full
+        precision.
         """
         names = dict.fromkeys(name for each in self.seconds.values() for name in each)
         return {
@@ -86,17 +88,19 @@ class Tuning:
 
 
 def _reached(layer: LinearSpec, rows: int) -> float:
-    """Return the average number of multiplied matrices of a layer in a pass of ``rows`` tokens.
+    """Return the average number of a layer's matrices that a pass of ``rows`` tokens multiplies.
 
-    All experts are assumed to be equally likely. A layer without experts has one matrix.
+    The function assumes that all experts are equally likely. A layer without experts consists of
+    one matrix.
     """
     return layer.count * (1 - (1 - layer.share) ** rows)
 
 
 def shapes_of(layers: Iterable[LinearSpec], rows: int) -> dict[Shape, int]:
-    """Map each shape of a layer's matrix to the number of products with this shape in a pass.
+    """Return a dict that maps each matrix shape to the number of matrix products with such a matrix
+    in a pass.
 
-    The pass has ``rows`` tokens.
+    The pass computes ``rows`` tokens.
     """
     found: Counter[Shape] = Counter()
     for layer in layers:
@@ -112,14 +116,14 @@ def measure(
     *,
     table: ir.DataType = ir.DataType.FLOAT,
 ) -> Tuning:
-    """Time a matrix product of ``rows`` rows for each shape of ``layers``, in each format.
+    """Time a matrix product of ``rows`` rows for each matrix shape in ``layers``, in each format.
 
     Full precision is measured too. The measurements of different formats take turns. Each
     measurement uses all cores, and the same settings of ONNX Runtime as the native runtime.
     ``$DLM_KERNELS`` selects the kernels.
 
-    If the head shares an unquantised embedding table, ``table`` is the type of the table.
-    ``on_done`` is called after each shape. Raises RequestError if a format has no kernels.
+    If the head shares an unquantised embedding table, ``table`` is the table's type. ``on_done`` is
+    called after each shape. Raises RequestError if a format has no kernels.
     """
     formats, layers = list(formats), list(layers)
     for name in formats:
@@ -142,7 +146,7 @@ def _time(
 ) -> dict[str, float]:
     """Return the median time of one matrix product in seconds, for each format.
 
-    If the layer is a head that shares the embedding table, ``table`` is the type of the table.
+    If the layer is a head that shares the embedding table, ``table`` is the table's type.
     Otherwise, ``table`` is ``None``.
     """
     x = np.random.default_rng(0).standard_normal((rows, shape[0]), np.float32)

@@ -1,9 +1,10 @@
-"""Finds the numbers that a quantised graph needs: ranges, folded scales, and solved weights.
+"""Finds the numbers that a quantised graph needs: activation ranges, folded scales, and solved
+weights.
 
-A weight is *solved* if a solver such as GPTQ rounded this weight. A *calibration state* is a canvas
-on which the layers' inputs are observed.
+A weight is *solved* if a solver such as GPTQ has rounded the weight. A *calibration state* is a
+canvas on which the layers' inputs are observed.
 
-- ``samples`` loads text, and makes calibration states from this text.
+- ``samples`` loads text, and makes calibration states from the text.
 - ``calibrate`` runs the denoiser on the states, and computes the ``numbers``. ``calibrate`` uses
   ``folding``, ``gptq`` and, for mixtures of experts, ``experts``.
 - ``modelopt`` finds ranges and scales with NVIDIA's library instead.

@@ -1,16 +1,16 @@
 """Computes the activation ranges, folded scales and quantised weights of a graph.
 
 The inputs are a recipe and calibration states. The denoiser runs layer by layer on all states
-(``network.layered``), and an observer records the input of each quantised matrix. Each layer is
-processed in three steps, before the next layer is read:
+(``network.layered``), and observers record the input of each quantised matrix. Before the next
+layer is read, each layer is processed in three steps:
 
-- Smoothing or AWQ finds scales. The scales are folded into norms and neighbouring matrices. The
-  folded layer computes the same function as before.
+- Smoothing or AWQ finds scales. The scales are folded into norms and neighbouring matrices, so that
+  the folded layer computes the same function as before.
 - The observers record the inputs of the folded layer.
-- The matrices of the layer are solved.
+- A solver rounds the layer's matrices.
 
-The network's ``LinearSpec`` says which matrices have the same input, and into which parameters the
-scales of that input can be folded.
+The network's ``LinearSpec`` describes which matrices have the same input, and into which parameters
+the input's scales can be folded.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from dlm_export.quantising.solved import Solved
 from dlm_export.workplace import Workplace
 
 LARGE = 500_000_000
-"""Denoisers with more parameters than this are calibrated in bf16, on devices where bf16 is fast.
+"""Denoisers with more parameters than this are calibrated in bf16, if bf16 is fast on the device.
 
-bf16 is exact enough for ranges. Judging uses fp32.
+bf16 is exact enough for activation ranges. Judging uses fp32.
 """
 
 
 def computing_dtype(network: NetworkSpec, device: torch.device) -> torch.dtype:
-    """Return the type in which calibration computes."""
+    """Return the data type in which calibration computes."""
     return (
         torch.bfloat16
         if network.parameter_count() > LARGE and has_bf16_kernels(device)
@@ -76,22 +76,23 @@ def calibrate(
     fewest_tokens: int = FEWEST_TOKENS,
     is_dense: bool = False,
 ) -> Quantisation:
-    """Find the ranges, scales and weights of a recipe.
+    """Find the activation ranges, scales and weights that a recipe needs.
 
     Args:
         parameters: The parameters of the source.
         network: The description of the source.
         recipe: The quantisation recipe.
         formats: The format of each layer.
-        states: Calibration states; may be empty unless ``recipe.needs_states``.
+        states: Calibration states. May be empty if ``recipe.needs_states`` is false.
         on_done: Called ``units(...)`` times.
-        calibrator: ``own``, or ``modelopt`` to get ranges and folded scales from NVIDIA's package,
-            which loads the whole denoiser. Experts are always calibrated by our own code.
+        calibrator: Either ``own`` or ``modelopt``. With ``modelopt``, NVIDIA's package finds ranges
+            and folded scales, and loads the whole denoiser. Our own code always calibrates the
+            experts.
         scale_dtype: Type of scales in the graph.
-        workplace: Memory and device to use.
-        fewest_tokens: The weights of an expert are solved if at least this many calibration tokens
-            are routed to it.
-        is_dense: ``Quantisation`` explains this argument.
+        workplace: The memory and device to use.
+        fewest_tokens: An expert's weights are solved if at least this many calibration tokens are
+            routed to the expert.
+        is_dense: See the field ``is_dense`` of ``Quantisation``.
 
     Raises:
         CalibrationError, ModeloptError, MemoryLimitError: The ranges, scales or weights cannot be
@@ -172,8 +173,8 @@ def _sweep(
     *,
     is_folding: bool,
 ) -> None:
-    """Process each layer in order, and then the head: fold scales, observe inputs, and solve
-    matrices.
+    """Process each layer in order, and then the head. To process a layer, fold scales, observe
+    inputs, and solve matrices.
     """
     c, recipe = done.parameters.network, done.recipe
     layered = families.layered(
@@ -182,7 +183,7 @@ def _sweep(
     canvases = [state.canvas for state in states]
     has_experts = any(readers[0].is_stacked for readers in sites.values())
     memory = workplace.activation_bytes
-    # The inputs of a mixture of experts need memory in addition to the hidden states.
+    # The inputs of mixtures of experts need memory in addition to the hidden states.
     if memory is not None and has_experts:
         memory //= 2
     carried = Carried(layered, canvases, memory_bytes=memory, folder=workplace.folder)
@@ -209,7 +210,7 @@ def _sweep(
     ) -> Entered | None:
         """Run layer ``i`` with hooks that observe the layer. After the last layer, run the head.
 
-        Returns the inputs of the layer's quantised experts, if the layer has quantised experts.
+        If the layer has quantised experts, returns the experts' inputs.
         """
         entered = None
         if i < len(c.layers):
@@ -286,18 +287,18 @@ def _sweep(
 
 
 def _unsolved(done: Quantisation, readers: Iterable[LinearSpec]) -> bool:
-    """Return True if some matrix of a site is not solved yet. The site's Gram matrix is then
+    """Return True if a matrix of a site is not solved yet, so that the site's Gram matrix is
     needed.
 
-    Stacks are ignored, because each expert has a separate Gram matrix.
+    Stacks are ignored, because each expert needs a separate Gram matrix.
     """
     return any(layer.path not in done.solved for layer in readers if not layer.is_stacked)
 
 
 @torch.no_grad()
 def _solve_experts(done: Quantisation, entered: Entered, path: str) -> None:
-    """Solve the weights of each expert with the tokens routed to this expert. Experts with too few
-    tokens are skipped.
+    """Solve the weights of each expert with the tokens that are routed to the expert. Skip experts
+    with too few tokens.
     """
     gate, up, down = (f"{path}.{role}" for role in STACKS)
     few, device = done.reached[path].few, entered.device
@@ -313,24 +314,26 @@ def _solve_experts(done: Quantisation, entered: Entered, path: str) -> None:
 
 
 def _is_byte_head(done: Quantisation, layer: LinearSpec) -> bool:
-    """Return True if a layer is a head in INT8. Such a head is rounded to nearest instead of
+    """Return True if a layer is a head in INT8. A head in INT8 is rounded to nearest instead of
     solved.
 
-    The head is the largest matrix, and a solver would need several fp32 copies of this matrix. With
+    The head is the largest matrix, and a solver would need several fp32 copies of the head. With
     eight bits, solving would improve accuracy very little.
     """
     return layer.role == "head" and FORMATS[done.formats[layer.path]].weights == "int8"
 
 
 class _Seen:
-    """Gives the inputs of layers to the observers, and says which positions are masked."""
+    """Gives the layers' inputs to the observers, and tells the observers which positions are
+    masked.
+    """
 
     def __init__(self, states: Sequence[State], mask_token_id: int, device: torch.device) -> None:
         self.states = states
         self.is_masked = [state.canvas == mask_token_id for state in states]
         self.predicted = [np.flatnonzero(is_masked) for is_masked in self.is_masked]
-        """Positions for which the head is computed: the masked positions, or all positions if no
-        state contains masked positions.
+        """For each state, the positions for which the head is computed: the masked positions, or
+        all positions if no state contains masked positions.
         """
         if not any(map(len, self.predicted)):
             self.predicted = [np.arange(len(is_masked)) for is_masked in self.is_masked]
@@ -348,7 +351,8 @@ class _Seen:
         """Give the inputs ``x`` ``[B, L, K]`` of a layer to the observer of its site.
 
         ``numbers`` contains the index of each of the B canvases among the states. ``rows`` selects
-        the positions of a canvas that are in ``x``. If ``turn`` is true, ``x`` is rotated first.
+        the positions of each canvas that ``x`` contains. If ``turn`` is true, ``x`` is rotated
+        first.
         """
         wide = x.float().cpu().numpy()
         if turn:
@@ -368,7 +372,7 @@ class _Seen:
 
 
 def _quantised(network: NetworkSpec, formats: Mapping[str, str]) -> list[LinearSpec]:
-    """Return the layers that a recipe quantises, in the order in which a pass computes them."""
+    """Return the layers that a recipe quantises, in the order in which a pass computes the layers."""
     return [
         layer for path, layer in network.quantisable().items() if formats.get(path, HIGH) != HIGH
     ]
@@ -383,7 +387,7 @@ def take_stored(
 ) -> Quantisation:
     """Use the codes, scales and ranges of a pre-quantised checkpoint.
 
-    Raises CalibrationError if a range is missing.
+    Raises CalibrationError if an activation range is missing.
     """
     assert isinstance(parameters, families.Weights)
     done = Quantisation(recipe, dict(formats), Folded(parameters, network), scale_dtype=scale_dtype)
@@ -403,8 +407,8 @@ def take_stored(
 
 
 def _range(observer: Observer, chosen: LayerFormat, recipe: Recipe) -> float:
-    # In NVFP4, each group has a dynamic range. The scale of the tensor must only be large enough
-    # for the largest range.
+    # In NVFP4, each group has a dynamic range, so the tensor's scale must only be large enough for
+    # the largest range.
     if chosen.activations == "nvfp4":
         return observer.amax("max", levels="fp8")
     return observer.amax(
@@ -418,7 +422,7 @@ def _load(done: Quantisation) -> Denoiser:
 
 
 def batch(state: State) -> tuple[Tensor, Tensor]:
-    """Return the token ids and positions of a state, both ``[1, L]``."""
+    """Return a state's token IDs and positions, two arrays ``[1, L]``."""
     ids = torch.from_numpy(state.canvas).unsqueeze(0)
     return ids, torch.arange(ids.shape[1]).unsqueeze(0)
 
@@ -429,14 +433,14 @@ def simulate(
 ) -> Callable[[], None]:
     """Make a folded torch denoiser compute with quantised weights and inputs, in place.
 
-    Weights and inputs are quantised, dequantised and multiplied in fp32. The results equal those of
-    the graph, except that sums are added in a different order.
+    Weights and inputs are quantised, dequantised and multiplied in fp32. The results are equal to
+    the graph's results, except that sums are added in a different order.
 
     Args:
         modules: The modules of the denoiser. The keys are paths in the denoiser.
         done: The result of ``calibrate`` or ``take_stored``.
-        layers: Layers to change. If ``None``, all layers are changed, and the embedding table if it
-            is quantised.
+        layers: Layers to change. If ``None``, all layers are changed, and also the embedding table,
+            if the table is quantised.
 
     Returns:
         A function that undoes the change.
@@ -474,8 +478,8 @@ def _dequantised_expert(done: Quantisation, layer: str, expert: int) -> Tensor:
 
 
 def as_seen(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray:
-    """Return the input of a quantised layer as the layer multiplies it: rotated if needed,
-    quantised, and dequantised.
+    """Return the values that a quantised layer multiplies. To get the values, the layer's input is
+    rotated if needed, quantised, and dequantised.
     """
     chosen = FORMATS[done.formats[layer]]
     if layer in done.rotated:

@@ -1,11 +1,11 @@
-"""Calibrates experts: counts the tokens that are routed to each expert, and collects the expert
-inputs of these tokens.
+"""Calibrates experts: counts the tokens that are routed to each expert, and collects the inputs of
+each expert.
 
-To limit memory, experts are processed one after the other. The inputs of a mixture are stored for
-all tokens, in memory or in a memory-mapped file. The inputs of one expert are then selected from
-the stored inputs. Only one expert's Gram matrix is in memory at a time. If too few tokens are
-routed to an expert, its weights are rounded to nearest. An activation range applies to all experts
-of a stack, so even an expert without tokens has a range.
+To limit memory, this module processes one expert at a time. The inputs of a mixture are stored for
+all tokens, in memory or in a memory-mapped file. The inputs of a single expert are selected from
+the stored inputs. Memory holds only one expert's Gram matrix at a time. If too few tokens are
+routed to an expert, the expert's weights are rounded to nearest. An activation range applies to all
+experts of a stack, so there is a range even for an expert without tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dlm_export.network.layered import BATCH_TOKENS, Batch, Carried, room_for
 from dlm_export.quantising import gptq
 from dlm_export.quantising.gptq import Gram
 
-_NAMED = 6  # largest number of experts that a message names
+_NAMED = 6  # maximum number of experts that a message names
 
 
 def member(layer: str, expert: int) -> str:
@@ -36,11 +36,12 @@ def member(layer: str, expert: int) -> str:
 
 
 class Entered:
-    """The recorded inputs of a layer's mixture of experts, for all states.
+    """The recorded inputs of one layer's mixture of experts, for all states.
 
     ``x`` contains the inputs, ``[tokens, hidden]``, in the order of the batches. ``chosen``
     contains the k experts of each token, ``[tokens, k]``, and ``weights`` contains the routing
-    weights of these experts. ``counts_for`` contains the factor of each token in a Gram matrix.
+    weights of the chosen experts. ``counts_for`` contains the factor of each token in a Gram
+    matrix.
     """
 
     def __init__(
@@ -65,16 +66,16 @@ class Entered:
         self.counts_for = torch.where(torch.cat(is_masked), 1.0, gptq.COMMITTED_WEIGHT)
 
     def watch(self, hidden: Observer) -> None:
-        """Register hooks that store the inputs of the mixture, and observe the inputs of the down
-        projection.
+        """Register hooks that store the mixture's inputs, and that give the down projection's
+        inputs to an observer.
         """
         self.module.register_forward_pre_hook(self._keep)
         self.module.down.register_forward_pre_hook(self._collect)
         self.module.register_forward_hook(lambda *_: self._show(hidden))
 
     def rows(self, expert: int) -> tuple[Tensor, Tensor]:
-        """Return the indices of an expert's tokens in order, ``[n]``, and the routing weights of
-        these tokens, ``[n, 1]``.
+        """Return the indices ``[n]`` of an expert's tokens in order, and the tokens' routing
+        weights ``[n, 1]``.
         """
         rows, places = (self.chosen == expert).nonzero(as_tuple=True)
         return rows, self.weights[rows, places, None]
@@ -85,7 +86,7 @@ class Entered:
         return self.chosen.flatten().bincount(minlength=self.module.count).numpy()
 
     def inputs(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the inputs of the tokens with the indices ``rows`` in batches, on the layer's
+        """Yield batches of the inputs of the tokens with the indices ``rows``, on the layer's
         device.
 
         Each batch comes with the factors of its tokens in the Gram matrix.
@@ -142,7 +143,9 @@ def kept_rows(pieces: Iterator[tuple[Tensor, Tensor]], most: int) -> np.ndarray:
 def factor_of(
     pieces: Iterator[tuple[Tensor, Tensor]], channels: int, device: torch.device
 ) -> Tensor:
-    """Return the matrix that GPTQ needs for an expert's inputs (see ``gptq.inverse_factor``)."""
+    """Return the matrix that GPTQ needs, computed from an expert's inputs (see
+    ``gptq.inverse_factor``).
+    """
     gram = Gram(channels, device)
     for x, counts in pieces:
         gram.add(x.float(), counts)
@@ -159,7 +162,8 @@ def factor_of(
 class Reached:
     """The number of calibration tokens that were routed to each expert of a mixture.
 
-    If an expert has fewer than ``fewest`` tokens, its weights are rounded to nearest.
+    If fewer than ``fewest`` tokens were routed to an expert, the expert's weights are rounded to
+    nearest.
     """
 
     layer: str
@@ -172,7 +176,9 @@ class Reached:
 
     @property
     def few(self) -> list[int]:
-        """Experts with fewer than ``fewest`` tokens, including experts without tokens."""
+        """The indices of experts with fewer than ``fewest`` tokens, including experts without
+        tokens.
+        """
         return [expert for expert, count in enumerate(self.tokens) if count < self.fewest]
 
     def as_dict(self) -> dict[str, Any]:

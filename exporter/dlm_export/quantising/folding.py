@@ -1,5 +1,5 @@
-"""Finds the scales of SmoothQuant and AWQ for layer inputs, and folds these scales into the
-operators that compute the inputs.
+"""Finds the scales of SmoothQuant and AWQ for layer inputs, and folds the scales into the operators
+that compute the inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dlm_export.quantising.experts import Entered, hidden_of, kept_rows
 from dlm_export.quantising.numbers import Quantisation
 
 AWQ_ROWS = 256
-# All experts of a mixture share scales. AWQ tries these scales on this many experts.
+# All experts of a mixture share scales. The number of experts on which AWQ tries shared scales.
 AWQ_EXPERTS = 8
 
 
@@ -28,7 +28,7 @@ def fold(
     entered: Entered | None,
     fewest_tokens: int,
 ) -> None:
-    """Find scales for the layer inputs that can be scaled, and fold these scales into
+    """Find scales for the layer inputs that can be scaled, and fold the scales into
     ``done.parameters``.
     """
     found = {}
@@ -55,8 +55,8 @@ def _rounded_by(done: Quantisation, layer: LinearSpec) -> Callable[[np.ndarray],
 
 
 def _row_amax(done: Quantisation, layer: LinearSpec) -> np.ndarray:
-    """Return the largest weight magnitude of each input, fp32 ``[K]``. If the layer is a stack, all
-    experts are included.
+    """Return the largest weight magnitude of each input, fp32 ``[K]``. If the layer is a stack, the
+    largest magnitude over all experts is returned.
     """
     found: np.ndarray
     if layer.is_stacked:
@@ -81,7 +81,7 @@ def _met(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return the inputs and matrices on which AWQ tries scales.
 
-    For a mixture of experts, these are the matrices of the experts with the most tokens.
+    For a mixture of experts, the function returns the matrices of the experts with the most tokens.
     """
     plain = [done.parameters.read(layer.weight, FP32) for layer in readers if not layer.is_stacked]
     inputs, stacks = [observer.rows] * len(plain), [layer for layer in readers if layer.is_stacked]
@@ -103,8 +103,9 @@ def _scales_by_expert(
     """Return the scales by which each expert's features are divided before the down projection,
     fp32 ``[E, K]``.
 
-    The scales of an expert are found from the tokens that were routed to it. If an expert has too
-    few tokens, SmoothQuant uses the ranges of the whole stack, and AWQ uses scale 1.
+    The function finds each expert's scales from the tokens that were routed to the expert. If too
+    few tokens were routed to an expert, SmoothQuant uses the ranges of the whole stack, and AWQ
+    uses scale 1.
     """
     scales = np.ones((down.count, down.inputs), np.float32)
     alpha, tokens = done.recipe.smoothing, entered.tokens

@@ -1,9 +1,8 @@
-"""GPTQ (arXiv:2210.17323): rounds the rows of a weight matrix one by one, and changes later rows to
-compensate for the rounding errors.
+"""Implements GPTQ (arXiv:2210.17323), which rounds the rows of a weight matrix one by one, and
+changes later rows to compensate for the rounding errors.
 
-The expensive work, which grows with the cube of the number of inputs, runs in torch. If there is a
-GPU, this work runs on the GPU. The codes are computed in numpy, by the functions that define the
-formats.
+The expensive work, which grows with the cube of the number of inputs, runs in torch, and on a GPU
+if there is a GPU. The codes are computed in numpy, by the functions that define the number formats.
 """
 
 from __future__ import annotations
@@ -30,16 +29,17 @@ from dlm_calibration.formats import (
 
 COMMITTED_WEIGHT = 0.5
 """The factor of a committed position in a Gram matrix. The factor of a masked position is 1. The
-factor of a committed position is smaller, because only the predictions at masked positions are
-used.
+factor of a committed position is smaller, because decoding uses only the predictions at masked
+positions.
 """
-_BATCH = 128  # number of rows in a batch; their errors are applied to all later rows in one product
-_STEP = 16  # number of rows in a small batch; inside a batch, errors are applied row by row
-_STRIP = 1024  # number of columns of a Gram matrix that are summed at a time
-# Lower bound of a vector's mean square, so that a vector of zeros adds nothing.
+_BATCH = 128  # number of rows in a batch; one product applies a batch's errors to all later rows
+_STEP = 16  # number of rows in a small batch; inside a small batch, errors are applied row by row
+_STRIP = 1024  # number of columns of a Gram matrix that are computed at a time
+# The lower bound of a vector's mean square. With this bound, a vector of zeros adds nothing to the
+# Gram matrix.
 _SMALLEST_SQUARE = 1e-20
 EXACT = 4096
-"""Largest number of inputs for which the Cholesky factor is computed in float64.
+"""The largest number of inputs for which the Cholesky factor is computed in float64.
 
 For more inputs, the factor is computed in fp32, as in the paper.
 """
@@ -49,9 +49,10 @@ class Gram:
     """The Gram matrix: the weighted sum of ``x^T x`` over a layer's input vectors ``x``, fp32
     ``[K, K]``.
 
-    Only the upper triangle is computed. The vectors are normalised first. In trained denoisers, the
-    vectors of a few tokens are a thousand times as long as all other vectors. Without
-    normalisation, the rounding would depend on these tokens only (figures in BENCHMARKS.md).
+    Only the upper triangle is computed. The vectors are normalised first, because in trained
+    denoisers, the vectors of a few tokens are a thousand times as long as all other vectors.
+    Without normalisation, the rounding would depend only on the tokens with long vectors (figures
+    in BENCHMARKS.md).
     """
 
     def __init__(self, channels: int, device: torch.device) -> None:
@@ -60,7 +61,8 @@ class Gram:
     def add(self, x: Tensor, weight: Tensor) -> None:
         """Add P input vectors ``x``, fp32 ``[P, K]``, each with a factor ``weight`` ``[P]``.
 
-        Each vector is scaled to a mean square of 1 before it is multiplied by its factor.
+        Each vector is first scaled to a mean square of 1, and then multiplied by the vector's
+        factor.
         """
         weighted = x * (weight / x.square().mean(1).clamp_min(_SMALLEST_SQUARE))[:, None]
         for start in range(0, x.shape[1], _STRIP):
@@ -72,8 +74,8 @@ def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
     """Return the upper triangular matrix ``U``, fp32 ``[K, K]``. ``U^T U`` is the inverse of the
     damped Gram matrix.
 
-    An input that was always zero does not change other rows. The function needs memory for two
-    matrices of this size, in float64 if there are at most ``EXACT`` inputs.
+    An input that was always zero does not change any other row. The function needs memory for two
+    matrices of the size ``[K, K]``, which are in float64 if K is at most ``EXACT``.
 
     Args:
         gram: fp32 ``[K, K]``; only the upper triangle is read.
@@ -92,13 +94,13 @@ def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
             "the Gram matrix has values that are not finite, or a negative diagonal: calibrate again."
         )
     is_dead = diagonal == 0
-    # If an input was always zero, its row and column in a Gram matrix must be zero too.
+    # If an input was always zero, the input's row and column in a Gram matrix must be zero too.
     added = damping * diagonal[~is_dead].mean() if not bool(is_dead.all()) else torch.zeros(())
     # Let R be the upper triangular matrix for which R R^T is the damped matrix. Then U is the
     # inverse of R. To find R, the order of rows and columns is reversed, the Cholesky factor is
-    # computed, and the order is reversed again. This needs one factorisation. Inverting the matrix
-    # first would need two factorisations, and would lose digits. The upper triangle of ``gram`` is
-    # the lower triangle of the reversed matrix.
+    # computed, and the order is reversed again. This method needs one factorisation. Inverting the
+    # matrix first would need two factorisations, and would lose digits. The upper triangle of
+    # ``gram`` is the lower triangle of the reversed matrix.
     lower = gram.to(torch.float64 if size <= EXACT else torch.float32).flip(0, 1)
     lower.diagonal().copy_((torch.where(is_dead, 1.0, diagonal) + added).flip(0))
     info = torch.empty((), dtype=torch.int32, device=gram.device)
@@ -140,21 +142,21 @@ def gptq(
     scale_dtype: ScaleType = FP32,
     is_signed: bool = False,
 ) -> QuantisedWeight:
-    """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes least, for the inputs ``x`` of the Gram
-    matrix.
+    """Quantise ``w`` ``[K, N]`` so that ``x @ w`` changes least. ``x`` stands for the inputs from
+    which the Gram matrix was computed.
 
-    In int4 and in nvfp4 (groups of 16), the scale of a group is computed from weights that are
-    already corrected, before the first row of the group is rounded. In int8 and fp8, each column
-    has one scale. The function needs K^2 N multiply-adds.
+    In int4 and in nvfp4 (groups of 16), a group's scale is computed before the group's first row is
+    rounded, from weights that are already corrected. In int8 and fp8, each column has one scale.
+    The function needs K^2 N multiply-adds.
 
     Args:
-        w: The weight.
-        factor: ``inverse_factor`` of the layer's Gram matrix; layers with the same input share this
-            factor.
+        w: The weight matrix.
+        factor: The result of ``inverse_factor`` for the layer's Gram matrix. Layers with the same
+            input share one factor.
         format: Number format; default int4.
         group_size: Rows in a group of int4; default 128.
-        amax: Range to use instead of the column's range. For nvfp4, this range replaces the range
-            of the whole tensor.
+        amax: Range to use instead of the column's range. For nvfp4, ``amax`` replaces the range of
+            the whole tensor.
         scale_dtype: Type of scales in the graph.
         is_signed: Allow negative scales in int4.
 
@@ -170,8 +172,8 @@ def gptq(
             f"a Gram matrix of shape {list(factor.shape)} does not belong to a weight of {rows} input channels."
         )
     is_grouped, size = group_size is not None, group_size or rows
-    # There is one row of scales per group. This row is computed before the first row of the group
-    # is rounded.
+    # There is one row of scales per group, which is computed before the group's first row is
+    # rounded.
     scales, global_scale = scales_of(ranges, format, scale_dtype), None
     if format == "nvfp4":
         global_scale = np.float32(scales_of(ranges.max(), format, scale_dtype))
@@ -179,13 +181,13 @@ def gptq(
     codes = np.empty((rows, columns), CODE_TYPES[format])
     # The weights, which are corrected in place.
     left = torch.tensor(np.asarray(w, np.float32), device=factor.device)
-    # The scale of a group depends on all earlier corrections. No group may therefore extend beyond
-    # a batch of rows.
+    # No group may extend beyond a batch of rows, because a group's scale depends on all earlier
+    # corrections.
     batch = size * max(1, _BATCH // size) if is_grouped else _BATCH
     for start in range(0, rows, batch):
         stop = min(start + batch, rows)
-        # On a CPU, this array and ``left`` use the same memory. The rows of this batch in ``left``
-        # are not used again.
+        # On a CPU, ``now`` and ``left`` share memory. The batch's rows in ``left`` are not used
+        # again.
         now = left[start:stop].cpu().numpy()
         local = factor[start:stop, start:stop].cpu().numpy()
         errors = np.empty_like(now)
@@ -197,7 +199,7 @@ def gptq(
                 if is_grouped and (start + i) % size == 0:
                     largest = group_amax(now[i : i + size], size)[0]
                     if global_scale is None:
-                        # The factor of the error of each row.
+                        # The factor of each row's error.
                         counts = local.diagonal()[i : i + size, None] ** -2.0
                         scales[group] = int4_scales(
                             now[None, i : i + size],

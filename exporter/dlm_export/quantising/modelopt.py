@@ -1,13 +1,15 @@
-"""Finds ranges and scales with NVIDIA's modelopt, as an alternative to our own calibration.
+"""Finds activation ranges and scales with NVIDIA's modelopt, as an alternative to our own
+calibration.
 
 modelopt (https://github.com/NVIDIA/Model-Optimizer, Apache-2.0) quantises ``nn.Linear`` modules in
-place. This code therefore gives modelopt a copy of the denoiser that consists of such modules. Only
-two results of modelopt are used: the range of each layer's input, and the scales of SmoothQuant
-(arXiv:2211.10438) and AWQ (arXiv:2306.00978). Our own code rounds and writes the weights.
+place. For this reason, this code gives modelopt a copy of the denoiser, in which linear layers are
+``nn.Linear`` modules. Only two results of modelopt are used: the range of each layer's input, and
+the scales of SmoothQuant (arXiv:2211.10438) and AWQ (arXiv:2306.00978). Our own code rounds and
+writes the weights.
 
-modelopt is optional. It is installed without its extra ``[onnx]``, because this extra and this
-project require different versions of onnx and onnxruntime. Only ``modelopt.torch`` is imported.
-Only AWQ on NVFP4 weights needs CUDA.
+modelopt is optional. Users install modelopt without its extra ``[onnx]``, because the extra
+``[onnx]`` and this project require different versions of onnx and onnxruntime. Only
+``modelopt.torch`` is imported. Only AWQ on NVFP4 weights needs CUDA.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from dlm_export.network.linear import Linear
 from dlm_runtime.errors import DlmError
 
 PACKAGE = "nvidia-modelopt"
-OLDEST = (0, 47)  # the oldest tested version; quantiser settings became a list shortly before
+OLDEST = (0, 47)  # the oldest tested version; shortly before, quantiser settings became a list
 INSTALL = "pip install 'dlm-export[modelopt]'"
 
 # modelopt's settings for number formats. Activations have one static scale per tensor.
@@ -51,20 +53,25 @@ _WEIGHTS: dict[str, dict[str, Any]] = {
     "nvfp4": _ACTIVATIONS["nvfp4"],
 }
 AWQ_SWEEPS = 2
-"""Number of times that AWQ runs every state. Ranges and SmoothQuant need one run of every state."""
+"""The number of times that AWQ runs every state. For ranges and SmoothQuant, every state runs once.
+"""
 
 
 class ModeloptError(DlmError):
-    """Raised if modelopt is missing, is too old, or cannot do the requested work on this machine."""
+    """Raised if modelopt is missing, if modelopt is too old, or if modelopt cannot do the requested
+    work on this machine.
+    """
 
 
 def version() -> str | None:
-    """Return the version of modelopt that is installed, or ``None``."""
+    """Return the installed version of modelopt. If modelopt is not installed, return ``None``."""
     return _version(PACKAGE)
 
 
 def require() -> Any:
-    """Import ``modelopt.torch.quantization``. Raises ModeloptError, which says what to install."""
+    """Import ``modelopt.torch.quantization``. Raises ModeloptError, which names the packages to
+    install.
+    """
     found = version()
     if found is None:
         raise ModeloptError(
@@ -80,7 +87,7 @@ def require() -> Any:
         raise ModeloptError(
             f"{PACKAGE} {found} needs {err.name}, which is not installed: {INSTALL}"
         ) from err
-    # Importing a package that was built for other versions may raise any exception.
+    # Importing a package that was built for different versions may raise any exception.
     except Exception as err:
         beside = ", ".join(
             f"{name} {_version(name) or 'missing'}" for name in ("torch", "onnx", "onnxruntime")
@@ -99,7 +106,7 @@ def amaxes(
     rotated: Mapping[str, int] | None = None,
     on_state: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Find the ranges of layer inputs that have static scales, with modelopt's max calibration.
+    """Use modelopt's max calibration to find the ranges of layer inputs that have static scales.
 
     The denoiser is not modified.
 
@@ -135,7 +142,7 @@ def amaxes(
     modules: dict[str, Any] = dict(calibrated.named_modules())
     ranges = {layer: modules[_path(layer, turned)].input_quantizer.amax for layer in layers}
     _check_observed(ranges)
-    # As in our own observers, an input that was always zero also gets a range.
+    # As in our own observers, an input that was always zero gets a range too.
     return {layer: max(float(amax), SMALLEST_AMAX) for layer, amax in ranges.items()}
 
 
@@ -157,10 +164,10 @@ def scales(
         denoiser: The denoiser to run.
         states: Calibration states.
         formats: The format of each layer, a key of ``recipes.FORMATS``.
-        groups: Groups of layers that have the same input. The keys are the names of the groups. The
-            scales of the layers in a group are averaged, as in modelopt's export.
-        alpha: Strength of SmoothQuant. If ``None``, AWQ is used instead, for the formats of the
-            weights.
+        groups: Maps each group's name to the layers of the group, which all have the same input.
+            The scales of a group's layers are averaged, as in modelopt's export.
+        alpha: The strength of SmoothQuant. If ``None``, AWQ is used instead, with the number
+            formats of the weights.
         on_state: Called once per state by SmoothQuant, and ``AWQ_SWEEPS`` times by AWQ.
 
     Raises:
@@ -173,8 +180,8 @@ def scales(
         chosen = FORMATS[formats[layer]]
         assert chosen.weights is not None
         if alpha is not None:
-            # These scales depend only on ranges. The scales are the same for every format, but
-            # modelopt computes such scales only for INT8.
+            # SmoothQuant's scales depend only on ranges, so the scales are the same for every
+            # format. Use INT8, because modelopt computes SmoothQuant's scales only for INT8.
             settings.append(
                 {"quantizer_name": f"{layer}.weight_quantizer", "cfg": _WEIGHTS["int8"]}
             )
@@ -252,9 +259,9 @@ def _calibrate(
 def _with_torch_linears(
     denoiser: Denoiser, layers: Sequence[str], rotated: Mapping[str, int], *, own_weights: bool
 ) -> Denoiser:
-    """Return a copy of the denoiser, in which linear layers are ``nn.Linear`` modules.
+    """Return a copy of the denoiser in which linear layers are ``nn.Linear`` modules.
 
-    The copy uses the same weights in memory, unless ``own_weights`` is true.
+    Unless ``own_weights`` is true, the copy and the denoiser share the weights in memory.
     """
     shared: dict[int, Any] = {}
     for tensor in (*denoiser.parameters(), *denoiser.buffers()):
@@ -264,7 +271,7 @@ def _with_torch_linears(
         parent, name = layer.rsplit(".", 1) if "." in layer else ("", layer)
         ours = copied.get_submodule(layer)
         assert isinstance(ours, Linear), layer
-        # modelopt scales weights in place. SmoothQuant and AWQ must not change the original
+        # modelopt scales weights in place, but SmoothQuant and AWQ must not change the original
         # denoiser.
         weight = ours.weight.detach().T.clone() if own_weights else ours.weight.detach().T
         if layer in rotated:
@@ -279,7 +286,7 @@ def _with_torch_linears(
 
 
 def _torch_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Return an ``nn.Linear`` that uses ``weight`` and ``bias`` without copying these tensors."""
+    """Return an ``nn.Linear`` that uses ``weight`` and ``bias`` without copying the two tensors."""
     outputs, inputs = weight.shape
     with torch.device("meta"):
         linear = nn.Linear(inputs, outputs, bias=bias is not None)
@@ -290,7 +297,9 @@ def _torch_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 class _Rotation(nn.Module):
-    """Does the same as ``solvers.rotate`` with a Hadamard matrix of ``size``, in torch."""
+    """Rotates its input in torch, as ``solvers.rotate`` does with a Hadamard matrix of the size
+    ``size``.
+    """
 
     matrix: Tensor
 
@@ -304,8 +313,8 @@ class _Rotation(nn.Module):
 
 
 def _path(layer: str, rotated: Mapping[str, int]) -> str:
-    """Return the path of a layer's ``nn.Linear`` in the copy. This path differs from the path in
-    the denoiser if the layer's input is rotated.
+    """Return the path of a layer's ``nn.Linear`` in the copy. If the layer's input is rotated, the
+    path in the copy differs from the path in the denoiser.
     """
     return f"{layer}.1" if layer in rotated else layer
 
@@ -346,6 +355,6 @@ def _version(package: str) -> str | None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version, for example ``(0, 47)`` for ``0.47.0rc1``."""
+    """Return the major and minor number of a version, for example ``(0, 47)`` for ``0.47.0rc1``."""
     parts = text.split(".")[:2]
     return tuple(int("".join(digit for digit in part if digit.isdigit()) or 0) for part in parts)

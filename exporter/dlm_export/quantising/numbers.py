@@ -1,5 +1,5 @@
-"""The numbers of a quantised graph: parameters with folded scales, ranges, and codes. Codes are
-computed when they are read.
+"""Holds the numbers of a quantised graph: parameters with folded scales, activation ranges, and
+codes. Codes are computed when they are read.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from dlm_export.quantising import gptq
 from dlm_export.quantising.experts import Reached, member
 from dlm_export.quantising.solved import Solved
 
-_HEAD_COLUMNS = 1 << 14  # number of columns of a head that are solved at a time
+_HEAD_COLUMNS = 1 << 14  # number of a head's columns that are solved at a time
 
 
 def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
-    """Group layers by their site: the layers of one site have the same input.
+    """Group layers by site. All layers of a site have the same input.
 
-    Sites and layers are in the order in which a pass computes them.
+    The sites and layers are in the order in which a pass computes the layers.
     """
     sites: dict[str, list[LinearSpec]] = {}
     for layer in layers:
@@ -47,11 +47,11 @@ def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
 
 @dataclass
 class Folded:
-    """The parameters of a checkpoint with scales folded in.
+    """A checkpoint's parameters, into which scales have been folded.
 
     ``rows`` contains the scales of a parameter's inputs. ``columns`` contains the scales of the
-    parameter's outputs, or of the elements of a norm or bias. The scales of a stack are ``[E, K]``
-    if each of its E experts has separate scales.
+    parameter's outputs, or of the elements of a norm or bias. If each of the E experts of a stack
+    has separate scales, the stack's scales have the shape ``[E, K]``.
     """
 
     source: Parameters
@@ -60,7 +60,7 @@ class Folded:
     columns: dict[str, np.ndarray] = field(default_factory=dict)
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
-        """See ``Parameters.read``. The parameter is scaled in fp32."""
+        """Implements ``Parameters.read``. The parameter is scaled in fp32."""
         if parameter not in self.rows and parameter not in self.columns:
             return self.source.read(parameter, dtype, at)
         array = self.source.read(parameter, np.dtype(np.float32), at)
@@ -92,7 +92,7 @@ class Folded:
         return by_site(self.network.linear_layers())
 
     def fold(self, of: str, scales: np.ndarray) -> None:
-        """Divide the input of a site by ``scales``, and multiply the rows of the site's matrices by
+        """Divide a site's input by ``scales``, and multiply the rows of the site's matrices by
         ``scales``.
 
         ``scales`` is ``[K]`` for K inputs, or ``[E, K]`` with separate scales for each of E
@@ -102,7 +102,7 @@ class Folded:
         fold = readers[0].fold
         assert fold is not None, of
         shared = scales
-        if scales.ndim == 1:  # inputs that are computed from the same elements share one scale
+        if scales.ndim == 1:  # all inputs that are computed from the same elements share one scale
             runs = scales.reshape(-1, fold.repeats, fold.run).max(1)
             shared, scales = runs.reshape(-1), np.repeat(runs, fold.repeats, 0).reshape(-1)
         for name in fold.parameters:
@@ -116,15 +116,17 @@ class Folded:
 
 
 def _transposed(matrix: Lazy) -> Lazy:
-    """Return the transposed matrix as a ``Lazy`` array. An index must select along both axes."""
+    """Return the transposed matrix as a ``Lazy`` array. An index of the array must select along
+    both axes.
+    """
     return Lazy(matrix.shape[::-1], lambda at: matrix[at[::-1]].T)
 
 
 def _along(scales: np.ndarray, at: Index, ndim: int, axis: int) -> np.ndarray:
     """Return the scales that apply to the part ``at`` of an array with ``ndim`` axes.
 
-    Along ``axis``, each element of the array has one scale. Scales ``[E, K]`` are separate for each
-    expert.
+    Along ``axis``, each element of the array has one scale. If the scales have the shape ``[E,
+    K]``, each expert has separate scales.
     """
     place = ndim + axis
     found: np.ndarray = scales[at[: scales.ndim - 1] + at[place : place + 1]]
@@ -143,13 +145,13 @@ class Quantisation:
     observers: Observers | None = None
     stored: families.Weights | None = None
     scale_dtype: ScaleType = FP32
-    """Type of scales in the graph. Some formats always use fp16 scales."""
+    """The data type of scales in the graph. Some formats always use fp16 scales."""
     solved: Solved = field(default_factory=Solved)
     is_dense: bool = False
-    """True if the graph computes all experts for every token, and each stack is joined into one
-    matrix.
+    """True if the graph computes all experts for every token. In this case, each stack of experts
+    is joined into one matrix.
 
-    The experts in a stack of down projections then share one scale per column.
+    If ``is_dense`` is true, all experts in a stack of down projections share one scale per column.
     """
     reached: dict[str, Reached] = field(default_factory=dict)
     """For each quantised mixture, the number of calibration tokens that were routed to each expert.
@@ -157,8 +159,8 @@ class Quantisation:
     _ranges: dict[str, np.ndarray | float] = field(default_factory=dict)
 
     def matrix(self, layer: str) -> np.ndarray:
-        """Return the unquantised weight of a layer, fp32 ``[K, N]``. Scales are folded in, and
-        rotation is applied.
+        """Return a layer's unquantised weight, fp32 ``[K, N]``. Scales are folded into the weight,
+        and the weight is rotated if the layer's input is rotated.
         """
         spec = self.parameters.network.quantisable()[layer]
         w = self.parameters.read(spec.weight, FP32)
@@ -167,18 +169,18 @@ class Quantisation:
         return solvers.rotate_rows(w) if layer in self.rotated else w
 
     def _stored(self, layer: str) -> Lazy:
-        """Return the unquantised weight of a layer, fp32 ``[K, N]``. The weight is read when it is
-        indexed.
+        """Return a layer's unquantised weight, fp32 ``[K, N]``. The weight is read when the result
+        is indexed.
 
-        Scales are folded in, but rotation is not applied.
+        Scales are folded into the weight, but the weight is not rotated.
         """
         spec = self.parameters.network.quantisable()[layer]
         parameter = self._later(spec.weight)
         return _transposed(parameter) if spec.is_tied else parameter
 
     def expert(self, layer: str, expert: int) -> QuantisedWeight:
-        """Return the quantised weight of one expert. If the weight was not solved, it is rounded to
-        nearest now.
+        """Return one expert's quantised weight. If the weight was not solved, this method rounds
+        the weight to nearest.
         """
         name = member(layer, expert)
         if name in self.solved:
@@ -195,8 +197,8 @@ class Quantisation:
         )
 
     def _shared_range(self, layer: str) -> np.ndarray | float | None:
-        """Return the range that all experts of a stack share, or ``None`` if each expert has a
-        separate range.
+        """Return the range that all experts of a stack share. If each expert has a separate range,
+        return ``None``.
 
         In NVFP4, experts share the range of the whole stack. If experts are joined into one matrix
         along their inputs, the experts share one range per column.
@@ -216,10 +218,10 @@ class Quantisation:
         """Return all experts of a stack as one matrix, for ``graph.experts.spread``."""
         each = [self.expert(layer.path, i) for i in range(layer.count)]
         (first, *_), is_down = each, layer.role == "down"
-        along = 0 if is_down != (first.format == "nvfp4") else 1  # codes of NVFP4 are transposed
+        along = 0 if is_down != (first.format == "nvfp4") else 1  # NVFP4 codes are transposed
         codes = np.concatenate([weight.codes for weight in each], along)
         scales = first.scales
-        # Otherwise, all experts have the same scales.
+        # If the condition is false, all experts have the same scales.
         if not is_down or first.group_size is not None:
             scales = np.concatenate(
                 [weight.scales for weight in each], 0 if first.group_size is None else along
@@ -227,8 +229,8 @@ class Quantisation:
         return replace(first, codes=codes, scales=scales)
 
     def weight(self, layer: str) -> QuantisedWeight:
-        """Return the quantised weight of a layer. If the weight was not solved, it is rounded to
-        nearest now.
+        """Return a layer's quantised weight. If the weight was not solved, this method rounds the
+        weight to nearest.
 
         A stack of experts becomes one matrix.
         """
@@ -249,8 +251,8 @@ class Quantisation:
     def rounded(
         self, w: np.ndarray | Lazy, chosen: LayerFormat, amax: np.ndarray | float | None = None
     ) -> QuantisedWeight:
-        """Round a matrix to the nearest numbers of a layer format. ``quantise_weight`` explains
-        ``amax``.
+        """Round a matrix to the nearest numbers of a layer format. The docstring of
+        ``quantise_weight`` explains ``amax``.
         """
         assert chosen.weights is not None
         return quantise_weight(
@@ -266,9 +268,9 @@ class Quantisation:
         return FP16 if chosen.is_int4_in_panels else self.scale_dtype
 
     def solve(self, layer: str, factor: Tensor, expert: int | None = None) -> None:
-        """Round the weight of a layer or of an expert with GPTQ.
+        """Round a layer's or an expert's weight with GPTQ.
 
-        ``factor`` is ``gptq.inverse_factor`` of the input of this weight.
+        ``factor`` is the result of ``gptq.inverse_factor`` for the weight's input.
         """
         chosen = FORMATS[self.formats[layer]]
         assert chosen.weights is not None
@@ -280,7 +282,8 @@ class Quantisation:
         }
         if layer == HEAD and chosen.weights != "nvfp4":
             # The head is solved a few columns at a time, because all columns in fp32 would take
-            # gigabytes. The results are the same, because columns are solved independently.
+            # gigabytes. The result is the same as with all columns at once, because columns are
+            # solved independently.
             stored = self._stored(layer)
             pieces = [
                 gptq.gptq(np.ascontiguousarray(stored[:, at], FP32), factor, **options)
@@ -311,8 +314,8 @@ class Quantisation:
 
     @property
     def has_tied_table(self) -> bool:
-        """True if a quantised head uses the embedding table. Head and table then have the same
-        codes and scales.
+        """True if a quantised head uses the embedding table, so that the head and the table have
+        the same codes and scales.
         """
         head = self.parameters.network.quantisable()[HEAD]
         return head.is_tied and self.formats.get(HEAD, HIGH) != HIGH
@@ -321,7 +324,7 @@ class Quantisation:
         """Return the embeddings that the quantised graph looks up for ``ids`` ``[N]``, fp32
         ``[N, hidden]``.
 
-        ``table`` ``[N, hidden]`` contains the unquantised embeddings of these ids.
+        ``table`` ``[N, hidden]`` contains the unquantised embeddings of ``ids``.
         """
         if self.has_tied_table and HEAD in self.solved:
             return np.ascontiguousarray(self.solved[HEAD].columns(ids).dequantise().T)
@@ -339,5 +342,5 @@ class Quantisation:
         return later(self.parameters, self.parameters.network, parameter)
 
     def summary(self) -> dict[str, Any]:
-        """Return the recipe, and the format of every layer, for the manifest."""
+        """Return the recipe and every layer's format, for the manifest."""
         return {"recipe": self.recipe.as_dict(), "layers": self.formats}

@@ -1,4 +1,4 @@
-"""Chooses the text for calibration and judging, and makes calibration states from this text."""
+"""Chooses the text for calibration and judging, and makes calibration states from the text."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from dlm_export.network.layered import Layered
     from dlm_export.sources import Source
 
-# If the checkpoint's folder contains this file, the file is the default data.
+# If the checkpoint's folder contains a file with this name, the file is the default data.
 CALIBRATION_FILE = "calibration.jsonl"
 MIXES = {"denoising": (0.5, 0.4, 0.1), "text": (0.0, 0.0, 1.0)}
 """The shares of masked, trajectory and clean states in each mix. "denoising" is the default. "text"
-contains clean states only, like the calibration data of other language models.
+contains only clean states, like the calibration data of autoregressive language models.
 """
-# Every fourth sample of a file is used for judging. The other samples are used for calibration.
+# Every fourth sample of a file is used for judging. The remaining samples are used for calibration.
 JUDGED_EVERY = 4
 FEWEST_TOKENS = 32
-"""By default, the weights of an expert are solved if at least this many tokens are routed to it.
+"""By default, an expert's weights are solved if at least this many tokens are routed to the expert.
 
-With independent inputs, GPTQ is better than rounding to nearest from 8 tokens on. From 32 tokens
-on, the loss of GPTQ is a third less. This minimum is higher, because the tokens of a few texts are
-often similar.
+If the tokens' inputs are independent, GPTQ is better than rounding to nearest from 8 tokens on.
+From 32 tokens on, GPTQ's loss is a third less than the loss of rounding to nearest. The default is
+32 instead of 8, because the tokens of a few texts are often similar.
 """
-RANDOM_LENGTH = 64  # length of a random sample in tokens; the first half is the prompt
-# Largest number of passes per block. Without a limit, an unsure denoiser would need one pass per
-# token.
+RANDOM_LENGTH = 64  # length of a random sample in tokens; its first half is the prompt
+# The maximum number of passes per block. Without a maximum, an unsure denoiser would need one pass
+# per token.
 TRAJECTORY_PASSES = 16
 
 
@@ -46,8 +46,9 @@ TRAJECTORY_PASSES = 16
 class CalibrationOptions:
     """The user's choice of calibration data.
 
-    ``data`` is a JSONL or text file. Up to ``samples`` prompts are used. ``states_per_sample``
-    canvases are made from each prompt. ``source`` is a key of ``MIXES``.
+    ``data`` is a JSONL or text file. ``samples`` is the maximum number of prompts to use.
+    ``states_per_sample`` is the number of canvases to make from each prompt. ``source`` is a key of
+    ``MIXES``.
     """
 
     data: Path | None = None
@@ -60,11 +61,11 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class Data:
-    """Samples for calibration and for judging, and the name of their source.
+    """Samples for calibration and for judging, and the name of the samples' source.
 
-    ``is_made_up`` means that the user gave no data, so results say little about the user's task.
-    ``is_shared`` means that there were too few samples to split. ``calibration`` and ``judging``
-    are then the same list.
+    If ``is_made_up`` is true, the user gave no data, so results say little about the user's task.
+    If ``is_shared`` is true, there were too few samples to split, so ``calibration`` and
+    ``judging`` are the same list.
     """
 
     name: str
@@ -74,11 +75,11 @@ class Data:
     is_shared: bool
 
     def doubts(self, *, option: str, has_ranges: bool = False, is_judged: bool = True) -> list[str]:
-        """Return warnings about results that were measured with this data.
+        """Return warnings about results that were measured with these samples.
 
         ``option`` is the command-line option with which the user can give better data.
-        ``has_ranges`` says whether static activation ranges were found with this data.
-        ``is_judged`` says whether a loss was measured with this data.
+        ``has_ranges`` is true if static activation ranges were found with these samples.
+        ``is_judged`` is true if a loss was measured with these samples.
         """
         found = []
         if self.is_made_up and has_ranges:
@@ -108,13 +109,13 @@ class Data:
 def threshold_preset(
     network: NetworkSpec, presets: Mapping[str, Policy], name: str | None
 ) -> tuple[str, Policy]:
-    """Return the policy of the preset ``name``, without sampling.
+    """Return the name of a preset, and the preset's policy without sampling.
 
-    The default is the parallel loop that was published for networks of this kind. Raises
-    RequestError, which lists the choices.
+    The default preset is the parallel loop that was published for networks of this kind. If there
+    is no such preset, raises RequestError, which lists the choices.
     """
     chosen = name or ("dream-block" if network.shift else "fast-dllm")
-    # The preset of Fast-dLLM v2 supports only some block lengths.
+    # Fast-dLLM v2's preset supports only some block lengths.
     if name is None and network.visible_block is not None:
         chosen = "fast-dllm-v2" if network.shift and "fast-dllm-v2" in presets else "sdar"
     if chosen not in presets:
@@ -132,10 +133,11 @@ def load_data(
 ) -> Data:
     """Load the samples for calibration and judging.
 
-    The samples come from the file in ``options``. If there is no such file, the samples come from
-    the checkpoint's own file. If that file is missing too, the built-in samples are used. Without a
-    tokenizer, the samples are random ids. If nothing is calibrated, all samples of the file in
-    ``options`` are used for judging. Raises CalibrationError or RequestError if a file is unusable.
+    The samples come from the file in ``options``. If ``options`` contains no file, the samples come
+    from the checkpoint's own file. If the checkpoint contains no such file, the built-in samples
+    are used. If there is no tokenizer, the samples are random token IDs. If no layer is calibrated,
+    all samples of the file in ``options`` are used for judging. Raises CalibrationError or
+    RequestError if a file is unusable.
     """
     c = network
     own = folder / CALIBRATION_FILE
@@ -178,16 +180,15 @@ def _random_samples(c: NetworkSpec, options: CalibrationOptions) -> list[Sample]
 def trajectories(
     layered: Layered, policy: Policy, memory_bytes: int | None, on_done: Callable[[], None]
 ) -> Trajectories:
-    """Return a function that generates text from samples, and returns the canvases of each
+    """Return a function that generates text for samples, and yields the canvases of each
     generation.
 
     The first canvas of a generation is the sample with a masked response. Each pass adds one
-    canvas. A block has at most ``TRAJECTORY_PASSES`` passes. ``lockstep.courses`` explains
-    ``memory_bytes``. ``on_done`` is called as many times as there are samples, at equal intervals
-    of decided positions.
+    canvas. A block takes at most ``TRAJECTORY_PASSES`` passes. The docstring of
+    ``lockstep.courses`` explains ``memory_bytes``. ``on_done`` is called as many times as there are
+    samples, each time after an equal number of decided positions.
     """
-    # This module is imported here, because reading data and judging bundles must work without
-    # torch.
+    # Import ``lockstep`` here, because reading data and judging bundles must work without torch.
     from dlm_export.network import lockstep
 
     c = layered.network
@@ -228,8 +229,8 @@ def calibration_states(
     on_sample: Callable[[], None],
     memory_bytes: int | None = None,
 ) -> Iterator[State]:
-    """Return the states of ``data.calibration``. If the mix contains trajectory states, the
-    denoiser generates these states.
+    """Return the calibration states of ``data.calibration``. If the mix contains trajectory states,
+    the denoiser generates the trajectory states.
     """
     _, policy = threshold_preset(source.network, source.presets, options.preset)
     runs = (
@@ -239,8 +240,8 @@ def calibration_states(
 
 
 def masked_states(source: Source, data: Data, options: CalibrationOptions) -> Iterator[State]:
-    """Return states of ``data.calibration`` without running the denoiser. Masked states replace
-    trajectory states.
+    """Return calibration states of ``data.calibration`` without running the denoiser. Masked states
+    replace trajectory states.
     """
     return _states(source, data, options, None)
 

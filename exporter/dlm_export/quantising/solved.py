@@ -1,4 +1,6 @@
-"""Stores the weights that a solver has rounded until the graph is written, in memory or in files."""
+"""Stores weights that a solver has rounded, in memory or in files. The weights are stored until the
+graph is written.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from dlm_runtime.precision import NUMBER_FORMATS
 class Solved:
     """The rounded weight of each layer that a solver has processed.
 
-    If ``folder`` is set, each weight is stored in a file. The file is written atomically and
-    contains a hash of its content. If ``folder`` is not set, the weights are in memory.
+    If ``folder`` is set, each weight is stored in a file, which is written atomically and contains
+    a hash of its content. If ``folder`` is not set, the weights are in memory.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -60,9 +62,7 @@ class Solved:
         os.replace(partial, self._path(layer))
 
     def __getitem__(self, layer: str) -> QuantisedWeight:
-        """Return the rounded weight of a layer. Raises CalibrationError if the file of this weight
-        is damaged.
-        """
+        """Return a layer's rounded weight. Raises CalibrationError if the weight's file is damaged."""
         if layer in self._held:
             return self._held[layer]
         path = self._path(layer)
@@ -99,7 +99,7 @@ class Solved:
             ) from err
 
     def __iter__(self) -> Iterator[str]:
-        """The layers stored so far."""
+        """The names of the layers whose weights are stored."""
         yield from self._held
         if self._folder is not None:
             yield from (path.stem for path in sorted(self._folder.glob("*.safetensors")))

@@ -3,7 +3,7 @@
 - ``app`` defines the routes.
 - ``hosting`` holds the open bundles.
 - ``fields`` checks the bodies of requests.
-- ``conversation`` turns these bodies into requests for the runtime.
+- ``conversation`` turns the bodies into requests for the runtime.
 - ``replies`` and ``streams`` write the responses.
 
 The server needs the optional dependencies of the extra ``serve``.

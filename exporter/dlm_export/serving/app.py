@@ -1,4 +1,6 @@
-"""Defines the routes of the server, and applies keys, limits, metrics and the log to requests."""
+"""Defines the server's routes. For each request, checks the key and the limits, and updates the
+metrics and the log.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from dlm_runtime import DlmError, Generation, Job
 from dlm_runtime.generation.deciding import Deciding
 
 OPEN_PATHS = ("/health", "/ready", *page_routes.PATHS)
-"""Requests to these paths need no key."""
+"""Requests to a path in this set need no key."""
 MOST_ID = 128
 
 
@@ -46,11 +48,12 @@ class Limits:
     """The limits of one request.
 
     Args:
-        body_bytes: The maximum size of a body.
+        body_bytes: The maximum size of the body in bytes.
         body_s: The number of seconds in which the whole body must arrive.
-        bodies_bytes: The maximum total size of all bodies that are arriving.
+        bodies_bytes: The maximum total size in bytes of all bodies that are arriving at the same
+            time.
         compile_threads: The maximum number of requests whose schemas are compiled at the same time.
-            Further requests with new schemas wait.
+            All further requests with new schemas wait.
     """
 
     body_bytes: int = 1 << 20
@@ -61,11 +64,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Form:
-    """Creates the response in the format of one path.
+    """Creates responses in the format of one path.
 
     Args:
-        whole: Creates the body of the response.
-        writer: Creates the writer of a stream. If None, the response is never a stream.
+        whole: Creates the body of a response that is not a stream.
+        writer: Creates the writer of a stream. If None, responses on the path are never streams.
     """
 
     whole: Callable[[Ask, Model, Sequence[Answer]], dict[str, Any]]
@@ -76,11 +79,12 @@ class Server:
     """The server application for several models. ``app`` is the ASGI application.
 
     Args:
-        models: The models. The application closes the models when it ends.
-        keys: Each request must contain one of these keys. If empty, no key is needed.
-        limits: The limits of one request.
-        has_log: If True, a line of JSON is written to stderr for each request. The line does not
-            contain the texts of the request.
+        models: The models that answer requests. When the application ends, the application closes
+            all models.
+        keys: The valid API keys. Each request must contain a valid key, unless ``keys`` is empty.
+        limits: The limits that apply to each request.
+        has_log: If True, the application writes a line of JSON to stderr for each request. The line
+            does not contain the request's texts.
     """
 
     def __init__(
@@ -94,8 +98,8 @@ class Server:
         self._limits, self._has_log = limits or Limits(), has_log
         self._metrics = Metrics(models)
         self._compiling = asyncio.Semaphore(self._limits.compile_threads)
-        self._arriving = 0  # total size of the arriving bodies
-        self._description = json.dumps(document()).encode()  # this takes tens of milliseconds
+        self._arriving = 0  # total size of all arriving bodies in bytes
+        self._description = json.dumps(document()).encode()  # takes tens of milliseconds
         self.is_ready = True
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/v1/chat/completions": self._chat,
@@ -143,12 +147,12 @@ class Server:
     # ---- Around every request ----
 
     def _allows(self, path: str, authorization: bytes) -> bool:
-        """Return True if the request contains a valid key, or if the path needs no key."""
+        """Return True if the request contains a valid key, or if the request's path needs no key."""
         if not self._keys or path in OPEN_PATHS:
             return True
         scheme, _, key = authorization.partition(b" ")
-        # Compare all keys, even after a match. Otherwise, the response time would show which key
-        # matches.
+        # Compare all keys, even after a key has matched. Otherwise, the response time would reveal
+        # which key matches.
         matches = [hmac.compare_digest(key.strip(), each) for each in self._keys]
         return scheme.lower() == b"bearer" and any(matches)
 
@@ -168,7 +172,9 @@ class Server:
             print(json.dumps(line), file=sys.stderr, flush=True)
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body of a request. Raises ApiError if the body is too large or too slow."""
+        """Return the body of a request. Raises ApiError if the body is too large or arrives too
+        slowly.
+        """
         found = bytearray()
         size = request.headers.get("content-length", "")
         self._check_size(int(size) if size.isdecimal() else 0)  # check before reading the body
@@ -186,7 +192,9 @@ class Server:
         return bytes(found)
 
     def _check_size(self, size: int) -> None:
-        """Check the size of a body, and the total size of all arriving bodies. Raises ApiError."""
+        """Check the size of a body, and the total size of all arriving bodies. Raises ApiError if a
+        size exceeds its limit.
+        """
         if size > self._limits.body_bytes:
             said = f"the body has more than {self._limits.body_bytes} bytes"
             raise ApiError(413, said, code="body_too_large")
@@ -225,7 +233,7 @@ class Server:
     async def _complete(
         self, request: Request, body: Any, read: Callable[[Any, Model], Ask], form: Form
     ) -> Response:
-        """Generate text for a request, and return a whole response or a stream."""
+        """Generate text for a request, and return either a whole response or a stream."""
         model = self._models.named(body.model)
         request.state.about = {"model": model.name}
         model.acquire()
@@ -250,15 +258,16 @@ class Server:
     ) -> tuple[Ask, list[Job]]:
         """Read and submit a request on a thread. Raises ApiError.
 
-        Compiling a new schema may take seconds. So only a few requests may compile new schemas at
-        the same time.
+        Only a few requests may compile new schemas at the same time, because compiling a new schema
+        may take seconds.
         """
         key = conversation.constraint_key(body)
         if key is None or key in model.compiled:
             return await asyncio.to_thread(_started, read, body, model)
         model.check_failures(key)
         async with self._compiling:
-            model.check_failures(key)  # another request may have tried it meanwhile
+            # Meanwhile, a concurrent request may have tried to compile the same constraint.
+            model.check_failures(key)
             try:
                 found = await asyncio.to_thread(_started, read, body, model)
             except CompileError as err:
@@ -353,8 +362,8 @@ class Server:
 
 
 class _Around:
-    """Checks the key of each request, gives the request an ID, and records the status and
-    duration.
+    """Checks the key of each request, gives the request an ID, and records the response's status
+    and duration.
     """
 
     def __init__(
@@ -373,9 +382,10 @@ class _Around:
         given = headers.get(b"x-request-id", b"")[:MOST_ID].decode("latin-1")
         made = given if given and given.isascii() and given.isprintable() else ""
         request_id = made or f"req_{secrets.token_hex(12)}"
-        # All requests share the lifespan's state. So give this request its own state.
+        # Give this request its own state, because all requests share the lifespan's state.
         scope["state"] = {**scope.get("state", {}), "id": request_id, "about": {}}
-        status, began = 499, time.perf_counter()  # nginx uses 499 if the client has left
+        # If a client has left, log the status 499, as nginx does.
+        status, began = 499, time.perf_counter()
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -420,7 +430,8 @@ def _defect(_: Request, err: Exception) -> JSONResponse:
 
 
 def _started(read: Callable[[Any, Model], Ask], body: Any, model: Model) -> tuple[Ask, list[Job]]:
-    """Read a body, and submit all of its requests. If one request fails, cancel the others.
+    """Read a body, and submit all requests that the body contains. If a request fails, cancel all
+    other requests.
 
     Raises ApiError.
     """
@@ -437,7 +448,7 @@ def _started(read: Callable[[Any, Model], Ask], body: Any, model: Model) -> tupl
 
 
 def _submitted(deciding: Deciding, model: Model) -> Job:
-    """Submit the next request of a decision. Raises ApiError."""
+    """Submit a decision's next request. Raises ApiError."""
     try:
         return model.scheduler.submit(**deciding.arguments())
     except DlmError as err:
@@ -447,13 +458,13 @@ def _submitted(deciding: Deciding, model: Model) -> Job:
 def _answered(
     form: Form, ask: Ask, model: Model, made: Sequence[Generation]
 ) -> tuple[list[Answer], dict[str, Any]]:
-    """Return the answers, and the body of the response."""
+    """Return the answers to the jobs, and the body of the response."""
     answers = [answer(ask, model, each) for each in made]
     return answers, form.whole(ask, model, answers)
 
 
 def _choices(body: fields.Sampling, choices: Choices) -> Form:
-    """Return the form of a response that contains ``choices``."""
+    """Return the form that creates responses with a field ``choices``."""
     has_usage = body.stream_options is not None and body.stream_options.include_usage
 
     def writer(ask: Ask, model: Model) -> Writer:
@@ -473,7 +484,7 @@ async def _results(jobs: Sequence[Job]) -> list[Any]:
 
 
 async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """Return the result of ``work``. If the client leaves, cancel ``work``.
+    """Return the result of ``work``. If the client leaves before ``work`` ends, cancel ``work``.
 
     Raises ClientDisconnect if the client has left.
     """

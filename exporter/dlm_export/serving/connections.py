@@ -1,8 +1,8 @@
-"""Limits the number of connections, and the time that a slow client may take.
+"""Limits the number of connections, and the time that slow clients may take.
 
-Some clients are slow on purpose. uvicorn limits neither the number of connections nor the time in
-which the headers of a request must arrive. If the application rejects a body, uvicorn still reads
-the rest of the body.
+The limits are needed because some clients are slow on purpose. uvicorn limits neither the number of
+connections nor the time that a request's headers may take to arrive. If the application rejects a
+body, uvicorn still reads the rest of the body.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dlm_export.serving.errors import ApiError
 
 LINGER_S = 1.0
-"""The number of seconds for which the server reads the rest of a rejected body. Without this time,
-a client that is still sending would not receive the response.
+"""The number of seconds for which the server reads the rest of a rejected body. If the server
+closed the connection at once, a client that is still sending would not receive the response.
 """
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """The limits of connections.
+    """The limits that apply to all connections.
 
     Args:
         connections: The maximum number of open connections.
-        head_s: The number of seconds in which the headers of a request must arrive.
-        write_s: The number of seconds that a client may take to read data after the buffers of its
-            connection are full.
+        head_s: The maximum number of seconds that a request's headers may take to arrive.
+        write_s: The maximum number of seconds for which a connection's buffers may stay full
+            because the client reads no data.
     """
 
     connections: int = 512
@@ -42,22 +42,20 @@ class ConnectionLimits:
 
 
 def protocol(limits: ConnectionLimits) -> Callable[..., asyncio.Protocol]:
-    """Return the function that creates connections for uvicorn. All connections share
-    ``limits``.
-    """
+    """Return a function that creates connections for uvicorn. All connections share ``limits``."""
     idle: dict[Connection, None] = {}
     return lambda **given: Connection(limits, idle, **given)
 
 
 class Connection(H11Protocol):
-    """A connection that is closed if no request arrives in time.
+    """A connection that closes if no request arrives in time.
 
     Args:
         limits: The limits that all connections share.
-        idle: The connections without a request, the oldest first. If there are too many
-            connections, the oldest idle connection is closed. So clients that open connections and
-            send nothing cannot keep other clients out.
-        given: The arguments of uvicorn's protocol.
+        idle: The connections without a request, in order of age, the oldest first. If there are too
+            many connections, the oldest connection in ``idle`` is closed. As a result, clients that
+            open connections and send nothing cannot keep other clients out.
+        given: The arguments for the protocol class of uvicorn.
     """
 
     def __init__(
@@ -113,8 +111,9 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def _drop(self) -> None:
-        """Close the connection, and throw away what the client has not read. Without this option,
-        the kernel keeps those megabytes and goes on trying to send them.
+        """Close the connection, and discard all data that the client has not read. Without the
+        socket option, the kernel would keep megabytes of unread data and go on trying to send the
+        data.
         """
         linger = struct.pack("ii", 1, 0)
         self.transport.get_extra_info("socket").setsockopt(
@@ -133,7 +132,9 @@ class Connection(H11Protocol):
         self._answer(503, "Service Unavailable", error)
 
     def _answer(self, status: int, reason: str, error: ApiError) -> None:
-        """Write an error response to a client without a request. Then close the connection."""
+        """Write an error response to a client that has not sent a request. Then close the
+        connection.
+        """
         self._stop_waiting()
         body = json.dumps(error.body).encode()
         headers = {"content-type": "application/json", "content-length": len(body)}

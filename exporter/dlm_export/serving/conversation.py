@@ -33,16 +33,18 @@ COMPILE_LIMITS = CompileLimits(seconds=5)
 
 @dataclass
 class Ask:
-    """The requests to the runtime that follow from one HTTP request.
+    """All requests to the runtime that one HTTP request leads to.
 
     Args:
-        given: The prompt, tokens or chat of each request to the runtime.
-        options: The options of all these requests.
+        given: One dict per request to the runtime. Each dict contains a prompt, token IDs or a
+            chat.
+        options: The options that all requests to the runtime share.
         choices: The number of answers per request. Each answer uses a different seed.
-        tools: The functions that the denoiser may call, or None.
+        tools: The functions that the denoiser may call. None if the HTTP request lists no
+            functions.
         hole: The texts before and after the hole that is filled, and the canvas that contains the
             hole. If None, the generated text follows the prompt.
-        stops: The stop strings for the text of the hole.
+        stops: The stop strings, each of which ends the hole's text.
     """
 
     given: list[dict[str, Any]]
@@ -65,7 +67,7 @@ class Ask:
 def chat(body: ChatBody, model: Model) -> Ask:
     """Read a chat. Raises ApiError.
 
-    This may take long, because it compiles the chat's constraint.
+    Reading a chat may take long, because the chat's constraint is compiled.
     """
     if not model.has_chat:
         raise ApiError(400, "this model has no chat template: use /v1/completions", "model")
@@ -109,7 +111,8 @@ def fim(body: FimBody, model: Model) -> Ask:
 
 
 def hole(body: Sampling, model: Model, before: str, after: str, length: int | None) -> Ask:
-    """Create a canvas with one hole. If the hole contains an end token, padding follows the token.
+    """Create a canvas with one hole. If the denoiser writes an end token in the hole, padding
+    follows the end token.
 
     Args:
         body: The body of the HTTP request.
@@ -143,7 +146,9 @@ def hole(body: Sampling, model: Model, before: str, after: str, length: int | No
 
 
 def message(given: Message, where: str) -> dict[str, Any]:
-    """Convert a message for the chat template. Raises ApiError, whose text contains ``where``."""
+    """Convert a message for the chat template. Raises ApiError, whose message starts with
+    ``where``.
+    """
     found: dict[str, Any] = {"role": "system" if given.role == "developer" else given.role}
     content = given.content
     if isinstance(content, list):
@@ -168,9 +173,11 @@ def message(given: Message, where: str) -> dict[str, Any]:
 
 
 def _called(call: Call) -> dict[str, Any]:
-    """Convert an earlier call, whose arguments are JSON text. Chat templates need an object."""
+    """Convert an earlier call. The call's arguments are JSON text, but chat templates need an
+    object.
+    """
     arguments: Any = call.function.arguments
-    with suppress(ValueError, RecursionError):  # may be invalid JSON
+    with suppress(ValueError, RecursionError):  # the arguments may be invalid JSON
         arguments = json.loads(arguments)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
@@ -213,9 +220,10 @@ CONSTRAINT_FIELDS = {
 
 
 def constraint_key(body: Any) -> bytes | None:
-    """Return a hash of the fields that define a constraint. Return None if no such field is set."""
+    """Return a hash of the fields that define a constraint. If no such field is set, return None."""
     own = body.dlm
-    of_text = getattr(body, "text", None)  # a body of /v1/responses has its format in ``text``
+    # A body of /v1/responses contains the format in the field ``text``.
+    of_text = getattr(body, "text", None)
     found = [own.regex, own.grammar, own.enum, of_text and of_text.format]
     found += [getattr(body, name, None) for name in ("response_format", "tools")]
     if not any(found):
@@ -224,7 +232,7 @@ def constraint_key(body: Any) -> bytes | None:
 
 
 def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[str, Any]:
-    """Convert the fields that all completions share to arguments of the runtime."""
+    """Convert the fields that all completions share into arguments of the runtime."""
     own = body.dlm
     found: dict[str, Any] = dict(own.policy)
     for name in ("steps", "max_steps", "deadline_ms", "prefix", "special_tokens"):
@@ -252,7 +260,7 @@ def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[s
     if body.top_p is not None:
         found["top_p"] = body.top_p
     if body.top_k is not None:
-        found["top_k"] = max(0, body.top_k)  # -1 allows all tokens
+        found["top_k"] = max(0, body.top_k)  # in the API, -1 allows all tokens
     is_random = found.get("temperature", model.bundle.policy(own.preset).temperature) > 0
     if body.seed is not None:
         found["seed"] = body.seed
@@ -274,8 +282,8 @@ def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[s
 
 
 def _format(body: ChatBody) -> dict[str, Any]:
-    """Return the arguments of ``Bundle.constraint`` for a response format. Plain text needs no
-    arguments.
+    """Return the arguments of ``Bundle.constraint`` for a response format. For plain text, return
+    no arguments.
     """
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
@@ -304,7 +312,9 @@ def _constrain(
 
 
 def _prompts(prompt: Prompt) -> list[dict[str, Any]]:
-    """Return the prompts of a completion: one prompt or a list of prompts, as text or token IDs."""
+    """Return the prompts of a completion. The field contains one prompt or a list of prompts, and
+    each prompt is text or a list of token IDs.
+    """
     if isinstance(prompt, str):
         return [{"prompt": prompt}]
     if not prompt:

@@ -34,7 +34,9 @@ class NoulQuestion(Body):
 
 
 class ChoiceQuestion(Body):
-    """A question whose answer is a key of ``criteria``. Each value describes its key."""
+    """A question whose answer is a key of ``criteria``. Each value in ``criteria`` describes its
+    key.
+    """
 
     type: Literal["choice"]
     instructions: Text | None = None
@@ -42,8 +44,8 @@ class ChoiceQuestion(Body):
 
 
 class ScoreQuestion(Body):
-    """A question whose answer is a level. The first level is 0. ``criteria`` describes the levels
-    in order.
+    """A question whose answer is a level, which is a number from 0. ``criteria`` contains a
+    description of each level, in order.
     """
 
     type: Literal["score"]
@@ -55,7 +57,9 @@ AnyQuestion = Annotated[NoulQuestion | ChoiceQuestion | ScoreQuestion, Field(dis
 
 
 class OwnOptions(Body):
-    """Options that Mercury's API does not contain. ``Bundle.decide`` describes these options."""
+    """Options that Mercury's API does not contain. The docstring of ``Bundle.decide`` describes the
+    options.
+    """
 
     passes: Annotated[int, Field(ge=1, le=MOST_QUESTIONS)] = 1
     answer: str | None = None
@@ -114,8 +118,8 @@ def reply(body: DecisionBody, model: Model, made: Decision, counts: dict[str, in
 
 
 def counted(made: Decision) -> dict[str, int]:
-    """Count the tokens and passes of a decision. The prompt counts once, even for several
-    requests.
+    """Count the tokens and passes of a decision. The prompt's tokens count once, even if the
+    decision consists of several requests.
     """
     last = made.generations[-1]
     return {
@@ -145,7 +149,7 @@ def _text_or_none(value: Text | None) -> str | None:
 
 
 def _texts(body: DecisionBody) -> Iterator[tuple[str, Any]]:
-    """Yield the values in a body that may be JSON, each with its path."""
+    """For each field whose value may be JSON, yield the field's path and its value."""
     yield "state", body.state
     for name, question in body.questions.items():
         yield f"questions.{name}.instructions", question.instructions
@@ -165,7 +169,7 @@ def _refuse_images(where: str, value: Any) -> None:
 
 
 def _field_of(body: DecisionBody, said: str) -> str:
-    """Return the name of the field that an error message of the runtime mentions."""
+    """Return the name of the body's field that a runtime error message refers to."""
     for name in body.questions:
         if said.startswith(f"questions[{name!r}]"):
             return f"questions.{name}"

@@ -1,10 +1,11 @@
 """Implements ``/v1/edit/completions``, which rewrites a region of a file, as in Mercury's API.
 
 The user's message has three sections: snippets that the user viewed, the current file, and the
-user's last edits as diffs. The file contains the cursor and marks the region to edit. This module
-turns the message into an infill of the region. On the canvas, the file comes last, and mask tokens
-replace the region. The other sections and the old region come before the file. So the denoiser sees
-both the old region and the text around the new region.
+user's last edits as diffs. The section of the current file contains the cursor, and tags around the
+region to edit. This module turns the message into an infill of the region. On the canvas, the
+current file comes last, and mask tokens replace the region. The snippets, the edits and the old
+region come before the current file, so that the denoiser sees both the old region and the text
+around the new region.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from dlm_export.serving.replies import Answer, Head, usage
 
 CURSOR = "<|cursor|>"
 FENCE = "```"
-"""The fence before and after the region in an answer, as in Mercury's API."""
+"""The line that Mercury's API writes before and after the region in an answer."""
 SPARE_TOKENS = 16
-"""A new region may always be this many tokens longer than the old region."""
+"""The number of tokens by which a new region may always be longer than the old region."""
 WHERE = "messages[0].content"
 
 
@@ -53,8 +54,8 @@ def edit(body: EditBody, model: Model) -> Ask:
 
 
 def _read(content: str) -> tuple[str, str, str]:
-    """Return the canvas text before the region, the old region, and the canvas text after the
-    region.
+    """Return three texts: the canvas text before the region, the old region, and the canvas text
+    after the region.
     """
     head, file, tail = _split(content, "current_file_content")
     above, given, below = _split(file, "code_to_edit")
@@ -64,14 +65,15 @@ def _read(content: str) -> tuple[str, str, str]:
     before = (
         f"{others}\n\n<|code_to_edit|>{given}<|/code_to_edit|>\n\n<|current_file_content|>{above}"
     )
-    # The line breaks next to the tags belong to the lines of the tags. They are not part of the
-    # region.
+    # The line breaks next to the tags belong to the lines of the tags, not to the region.
     region = re.sub(r"\A\r?\n|\r?\n\Z", "", given.replace(CURSOR, ""))
     return before, region, f"{below}<|/current_file_content|>"
 
 
 def _split(text: str, name: str) -> tuple[str, str, str]:
-    """Return the text before a section, in the section, and after the section. Raises ApiError."""
+    """Return three texts: before a section, in the section, and after the section. Raises ApiError
+    if ``text`` does not contain the section exactly once.
+    """
     found = re.split(re.escape(f"<|{name}|>") + "|" + re.escape(f"<|/{name}|>"), text)
     is_whole = len(found) == 3 and text.startswith(f"<|{name}|>", len(found[0]))
     if not is_whole or not text.endswith(f"<|/{name}|>{found[2]}"):
@@ -84,7 +86,7 @@ def _wrong(said: str) -> ApiError:
 
 
 class Edits:
-    """Creates responses whose messages contain the new region between two fences."""
+    """Creates responses. In each message, a ``FENCE`` line stands before and after the new region."""
 
     def __init__(self, body: EditBody) -> None:
         self._head = Head("editcmpl", "edit.completion", body.model)

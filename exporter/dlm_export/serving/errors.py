@@ -14,10 +14,10 @@ class ApiError(Exception):
 
     Args:
         status: The HTTP status.
-        message: Says what is wrong, and what to do.
-        param: The wrong field of the body, such as "messages[0].content". None if no single field
-            is wrong.
-        code: A fixed code for programs, such as "model_not_found".
+        message: A text that says what is wrong, and what the client should do.
+        param: The path of the wrong field in the body, such as "messages[0].content". None if no
+            single field is wrong.
+        code: A fixed code that programs can compare, such as "model_not_found".
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """The ``type`` in OpenAI's error object."""
+        """The value of the field ``type`` in OpenAI's error object."""
         names = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         if self.status >= 500:
             return "server_error"
@@ -47,12 +47,14 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The additional headers of the response."""
+        """The headers that the error adds to the response."""
         return {"retry-after": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
 
 
 class CompileError(ApiError):
-    """A constraint that cannot be compiled. The same constraint fails again."""
+    """An error that says that a constraint cannot be compiled. Compiling the same constraint again
+    fails again.
+    """
 
 
 def unsupported(param: str, why: str) -> ApiError:
@@ -61,7 +63,7 @@ def unsupported(param: str, why: str) -> ApiError:
 
 
 def of_runtime(err: DlmError, param: str | None = None) -> ApiError:
-    """Convert an error of the runtime to an error of the API."""
+    """Convert an error of the runtime into an error of the API."""
     said = str(err)
     if isinstance(err, BusyError):
         return ApiError(429, said, code="server_busy")

@@ -1,5 +1,5 @@
-"""Defines the bodies of requests. Unknown fields are rejected, so misspelled fields are not
-ignored.
+"""Defines the bodies of requests. Unknown fields are rejected, so that the server does not ignore a
+misspelled field.
 
 OpenAI's API defines the names and types of most fields. Mercury's API adds ``diffusing``,
 ``realtime``, ``reasoning_summary`` and fill-in-the-middle. The object ``dlm`` contains the options
@@ -21,10 +21,14 @@ MOST_MESSAGES = 4096
 MOST_TOOLS = 128
 MOST_PROMPTS = 64
 MOST_VALUES = 1 << 15
-"""The most strings, lists and objects in a body. pydantic holds the interpreter's lock while it
-reads a body, even in another thread, so all other requests wait. Numbers are read fast enough."""
+"""The maximum total number of strings, lists and objects in a body. The limit is needed because
+pydantic holds the interpreter's lock while it reads a body, even in a separate thread, so all other
+requests wait. Numbers are not limited, because pydantic reads numbers fast enough.
+"""
 MOST_PROBLEMS = 1000
-"""A body with more problems gets an error that names none of them."""
+"""If a body contains more problems than this, the error message contains only the number of
+problems.
+"""
 
 _Item = TypeVar("_Item")
 Items = Annotated[list[_Item], Field(fail_fast=True)]
@@ -137,13 +141,14 @@ class Sampling(Body):
     stream_options: StreamOptions | None = None
     reasoning_effort: Effort | None = None
     diffusing: bool | None = None
-    # This server has no penalties. So it accepts only the values that switch penalties off.
+    # This server does not implement penalties, so it accepts only the values that switch penalties
+    # off.
     frequency_penalty: Literal[0] | None = None
     presence_penalty: Literal[0] | None = None
     repetition_penalty: Literal[1] | None = None
     logit_bias: dict[str, float] | None = None
     dlm: Own = Field(default_factory=Own)
-    # These fields are hints, which have no effect on this server.
+    # The following fields are hints, which have no effect on this server.
     user: str | None = None
     realtime: bool | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -164,7 +169,8 @@ class ChatBody(Sampling):
     tools: Annotated[Items[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["auto", "required", "none"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    # These hints of Mercury's API have no effect, because this server generates no reasoning text.
+    # The following hints of Mercury's API have no effect, because this server generates no
+    # reasoning text.
     reasoning_summary: bool | None = None
     reasoning_summary_wait: bool | None = None
 
@@ -206,8 +212,9 @@ class DetokenizeBody(Body):
 
 
 def read(kind: type[Body], content: bytes) -> Any:
-    """Read a body. Raises ApiError, which names the wrong field."""
-    # Bytes inside of strings may be counted here, so this number is at least the real one.
+    """Read a body. If a field is wrong, raises ApiError, which names the field."""
+    # An upper bound on the number of strings, lists and objects, because brackets inside strings
+    # are counted too.
     at_most = content.count(b'"') // 2 + content.count(b"[") + content.count(b"{")
     if at_most > MOST_VALUES and values(content) > MOST_VALUES:
         said = f"the body has more than {MOST_VALUES} strings, lists and objects"
@@ -223,19 +230,20 @@ def read(kind: type[Body], content: bytes) -> Any:
 
 
 def values(content: bytes) -> int:
-    """The number of strings, lists and objects in JSON. Names of fields are strings too."""
-    bare = content.replace(rb"\\", b"").replace(
-        rb"\"", b""
-    )  # only quotes that delimit strings stay
+    """Return the total number of strings, lists and objects in JSON text. Names of fields count as
+    strings.
+    """
+    # Remove escaped quotes, which do not delimit strings.
+    bare = content.replace(rb"\\", b"").replace(rb"\"", b"")
     count = bare.count(b'"') // 2
     if count > MOST_VALUES:
-        return count  # too many already: do not split the text into so many parts
+        return count  # the strings alone are too many, so do not split the text
     outside = b"".join(bare.split(b'"')[::2])
     return count + outside.count(b"[") + outside.count(b"{")
 
 
 def _invalid(errors: list[ErrorDetails]) -> ApiError:
-    """Convert the first problem of a body to an error of the API."""
+    """Convert the first problem of a body into an error of the API."""
     unknown = [each for each in errors if each["type"] == "extra_forbidden"]
     first = _most_specific(unknown or errors)
     path = _path(first)
@@ -257,9 +265,10 @@ def _invalid(errors: list[ErrorDetails]) -> ApiError:
 def _most_specific(errors: list[ErrorDetails]) -> ErrorDetails:
     """Return the most specific problem of the first wrong field.
 
-    If a field allows several types, pydantic reports a problem for each type. This function chooses
-    the problem with the deepest path. If paths are equally deep, other problems come before a wrong
-    type, because the value may belong to another allowed type.
+    If a field allows several types, pydantic reports a problem for each allowed type. This function
+    chooses the problem with the longest path. Among problems with equally long paths, the function
+    prefers a problem that is not a wrong type, because a wrong type only shows that the value
+    belongs to a different allowed type.
     """
     path = _path(errors[0])
     same = [each for each in errors if _path(each)[: len(path)] == path]
@@ -267,7 +276,9 @@ def _most_specific(errors: list[ErrorDetails]) -> ErrorDetails:
 
 
 def _path(error: ErrorDetails) -> list[int | str]:
-    """Return the path of the wrong field, without the names of allowed types."""
+    """Return the path of the wrong field. Remove the names of allowed types, which pydantic adds to
+    the path.
+    """
     place = error["loc"]
     return [part for at, part in enumerate(place) if not _is_variant(place, at)]
 
@@ -276,9 +287,12 @@ VARIANTS = ("str", "NamedTool", "NamedFunction", "MessageItem", "CallItem", "Out
 
 
 def _is_variant(place: tuple[int | str, ...], at: int) -> bool:
-    """Return True if this part of pydantic's path names an allowed type, not a field."""
+    """Return True if the part ``at`` of pydantic's path ``place`` names an allowed type, not a
+    field.
+    """
     part = place[at]
-    if place[0] == "questions" and at in (1, 2):  # the path has a question's name, then its type
+    # In ``questions``, the path contains a question's name, then the question's type.
+    if place[0] == "questions" and at in (1, 2):
         return at == 2
     return isinstance(part, str) and (
         part in VARIANTS or part.startswith(("list[", "dict[", "literal["))

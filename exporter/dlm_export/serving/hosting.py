@@ -13,15 +13,15 @@ import dlm_runtime
 from dlm_export.serving.errors import ApiError, CompileError
 
 MOST_COMPILED = 64
-"""The maximum number of compiled constraints that a bundle keeps."""
+"""The maximum number of compiled constraints that each bundle keeps in memory."""
 FAILURE_S = 60.0
-"""If a constraint cannot be compiled, requests with the same constraint are rejected for this
-number of seconds without compiling the constraint again.
+"""If a constraint cannot be compiled, then for this number of seconds, the server rejects all
+requests with the same constraint without compiling the constraint again.
 """
 
 
 class Model:
-    """A bundle and its scheduler. HTTP requests choose the model by ``name``."""
+    """A bundle and its scheduler. An HTTP request chooses a model by the model's ``name``."""
 
     def __init__(
         self, name: str, bundle: dlm_runtime.Bundle, max_running: int, max_waiting: int
@@ -31,8 +31,8 @@ class Model:
         self.scheduler = bundle.scheduler(max_running=max_running, max_waiting=max_waiting)
         self.takes_conversations = self.has_chat and _takes_conversations(bundle)
         self.compiled: dict[bytes, None] = {}
-        """The keys of the constraints that were compiled last. Requests with one of these keys
-        start quickly.
+        """The keys of the constraints that were compiled last. A request starts quickly if
+        ``compiled`` contains the request's key.
         """
         self._failures: dict[bytes, tuple[float, CompileError]] = {}
         self._users = 0
@@ -54,7 +54,7 @@ class Model:
 
     @property
     def efforts(self) -> list[str]:
-        """The effort levels that the bundle has."""
+        """The names of the bundle's effort levels."""
         return list(self.bundle.manifest["loop"].get("effort", {}).get("levels", {}))
 
     def note_compiled(self, key: bytes) -> None:
@@ -64,14 +64,16 @@ class Model:
             self.compiled.pop(next(iter(self.compiled)))
 
     def note_failure(self, key: bytes, error: CompileError) -> None:
-        """Remember that a constraint cannot be compiled, and drop the oldest if there are too many."""
-        self._failures.pop(key, None)  # the new entry goes to the end
+        """Remember that a constraint cannot be compiled. If too many constraints are remembered,
+        forget the oldest.
+        """
+        self._failures.pop(key, None)  # so that the new entry goes to the end
         self._failures[key] = (time.monotonic(), error)
         if len(self._failures) > MOST_COMPILED:
             self._failures.pop(next(iter(self._failures)))
 
     def check_failures(self, key: bytes) -> None:
-        """Raise ApiError if the constraint of a key could not be compiled a short time ago."""
+        """Raise ApiError if an attempt to compile the key's constraint failed a short time ago."""
         noted, error = self._failures.get(key, (-FAILURE_S, None))
         if error is not None and time.monotonic() - noted < FAILURE_S:
             raise ApiError(error.status, error.message, error.param, error.code)
@@ -95,11 +97,11 @@ class Model:
 
 
 class Models:
-    """Holds all models by name. Must only be used by the thread of the event loop.
+    """Holds all models by name. Only the thread of the event loop may use this object.
 
     Args:
         paths: Maps the name of each model to its bundle's folder.
-        opener: Opens the bundle in a folder.
+        opener: A function that opens the bundle in a folder.
         max_running: The maximum number of requests that share a pass of one model.
         max_waiting: The maximum number of requests that wait for one model.
     """
@@ -183,7 +185,9 @@ def _takes_conversations(bundle: dlm_runtime.Bundle) -> bool:
 
 
 def describe(model: Model) -> dict[str, Any]:
-    """Describe a model for ``/v1/models``, with the fields of OpenAI's and Mercury's APIs."""
+    """Return the description of a model that ``/v1/models`` returns. The description contains the
+    fields of OpenAI's and Mercury's APIs.
+    """
     endpoints = ["completions"]
     if model.has_chat:
         endpoints = ["chat.completions", "responses", *endpoints]

@@ -66,8 +66,8 @@ def document() -> dict[str, Any]:
 
 
 def _page() -> str:
-    """Return a page that lists all paths. The page has no scripts, and loads no files from other
-    hosts.
+    """Return a page that lists all paths. The page contains no scripts, and loads files only from
+    this server.
     """
     rows = [("POST", path, said) for path, (_, said) in POSTS.items()]
     rows += [("GET", path, said) for path, said in GETS.items()]

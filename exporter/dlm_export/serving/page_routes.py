@@ -16,8 +16,8 @@ MEDIA_TYPES = {
 }
 SOURCES = ("connect-src", "img-src", "script-src", "style-src")
 HEADERS = {
-    # The page may load files and data only from this server. Inline code is forbidden, and scripts
-    # cannot parse text as HTML.
+    # With these headers, the page may load files and data only from this server, inline code is
+    # forbidden, and scripts cannot parse text as HTML.
     "content-security-policy": "; ".join(
         [
             "default-src 'none'",
@@ -37,14 +37,16 @@ HEADERS = {
 
 
 def _files() -> dict[str, str]:
-    """Map each path on the server to the name of a file in the folder ``page``."""
+    """Return a dict that maps each path on the server to a file's name in the folder ``page``."""
     names = sorted(each.name for each in (files("dlm_export.serving") / "page").iterdir())
     return {"/" if name == "index.html" else f"/page/{name}": name for name in names}
 
 
 FILES = _files()
 PATHS = tuple(FILES)
-"""The paths of the page. These paths need no key, because the page asks the user for the key."""
+"""The paths of the page's files. Requests to these paths need no key, because the page itself asks
+the user for the key.
+"""
 
 
 def routes() -> list[Route]:

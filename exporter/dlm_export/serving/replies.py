@@ -1,4 +1,4 @@
-"""Converts results of the runtime to answers of the API."""
+"""Converts results of the runtime into answers of the API."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from dlm_runtime import Generation, ToolCall
 from dlm_runtime.generation.infill import read
 
 FINISHES = {"stop": "stop", "constraint": "stop"}
-"""Maps the runtime's finish reasons to OpenAI's finish reasons. All other reasons become
-"length".
+"""Maps finish reasons of the runtime to OpenAI's finish reasons. All reasons that are not listed
+here become "length".
 """
 
 
 @dataclass(frozen=True)
 class Head:
-    """The fields at the start of every answer and every chunk of a request."""
+    """The fields at the start of the response. If the response is a stream, each chunk starts with
+    the same fields.
+    """
 
     prefix: str
     kind: str
@@ -43,7 +45,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Answer:
-    """The text of one result, and why the text ended.
+    """The text of one result, and the reason why the text ended.
 
     ``positions`` are the canvas positions of the answer's tokens, up to the first end token.
     """
@@ -60,7 +62,9 @@ class Answer:
 
 
 def answer(ask: Ask, model: Model, made: Generation) -> Answer:
-    """Convert a result to an answer. The text of a hole ends before its first stop string."""
+    """Convert a result into an answer. If the result fills a hole, the text ends before the first
+    stop string.
+    """
     if ask.hole is None:
         calls = made.tool_calls
         finish = "tool_calls" if calls else FINISHES.get(made.finish, "length")
@@ -79,7 +83,7 @@ def answer(ask: Ask, model: Model, made: Generation) -> Answer:
 
 
 def usage(answers: Sequence[Answer], ask: Ask) -> dict[str, Any]:
-    """Count tokens and passes. A prompt with several answers counts once."""
+    """Count tokens and passes. If a prompt has several answers, the prompt's tokens count once."""
     prompts = answers[:: ask.choices]
     prompt = sum(each.generation.prompt_tokens for each in prompts)
     completion = sum(each.completion_tokens for each in answers)
@@ -94,7 +98,7 @@ def usage(answers: Sequence[Answer], ask: Ask) -> dict[str, Any]:
 
 
 def tool_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """Convert function calls. Their arguments become JSON text."""
+    """Convert function calls for the API. The arguments of each call become JSON text."""
     return [
         {
             "index": index,
@@ -115,7 +119,7 @@ class Choices:
 
     Args:
         head: The fields at the start of the body.
-        is_chat: If True, the answers are messages. If False, the answers are texts.
+        is_chat: If True, each answer is a message. If False, each answer is a text.
         has_logprobs: If True, each answer contains the log probabilities of its tokens.
     """
 
@@ -138,8 +142,8 @@ class Choices:
         return {"index": index, "message": message, **beside}
 
     def logprobs(self, model: Model, found: Answer) -> dict[str, Any] | None:
-        """Return the log probabilities of an answer's tokens. Return None if the client did not
-        request log probabilities.
+        """Return the log probabilities of an answer's tokens. If the client did not request log
+        probabilities, return None.
         """
         if not self.has_logprobs:
             return None
@@ -153,7 +157,9 @@ Scored = tuple[str, float]
 
 
 def _chosen(model: Model, found: Answer) -> list[tuple[Scored, list[Scored]]]:
-    """Return the text and log probability of each token in an answer, and of its alternatives."""
+    """For each token in an answer, return the text and log probability of the token and of its
+    alternatives.
+    """
     tokenizer, made = model.bundle.tokenizer, found.generation
     assert tokenizer is not None
     return [
@@ -199,8 +205,8 @@ def _text_logprobs(model: Model, found: Answer) -> dict[str, Any]:
 
 
 def _by_text(tokens: Sequence[Scored]) -> dict[str, float]:
-    """Map each text to its log probability. If several tokens have the same text, use the first
-    token.
+    """Return a dict that maps each text to its log probability. If several tokens have the same
+    text, use the first token's log probability.
     """
     found: dict[str, float] = {}
     for text, log_prob in tokens:

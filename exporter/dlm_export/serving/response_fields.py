@@ -1,8 +1,8 @@
-"""Defines the body of ``/v1/responses``, and translates this body to the body of a chat.
+"""Defines the body of ``/v1/responses``, and translates such a body into the body of a chat.
 
-All further work is shared with ``/v1/chat/completions``, because a response is a chat in a
-different format. Error messages about the chat are translated back, so that they name the fields of
-``/v1/responses``.
+After the translation, ``/v1/responses`` and ``/v1/chat/completions`` share all code, because a
+response is a chat in a different format. Error messages about the chat are translated back, so that
+the messages name the fields of ``/v1/responses``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dlm_export.serving.fields import (
 from dlm_export.serving.hosting import Model
 
 LOGPROBS = "message.output_text.logprobs"
-"""If ``include`` contains this entry, the response contains log probabilities."""
+"""If the body's field ``include`` contains this entry, the response contains log probabilities."""
 REFUSED = {
     "previous_response_id": "this server stores no responses: send the earlier items in input",
     "conversation": "this server stores no conversations: send the earlier items in input",
@@ -45,15 +45,15 @@ REFUSED = {
     "store": "this server stores no responses: give false",
     "truncation": "this server does not shorten the input: give disabled",
 }
-"""Maps each unsupported field to the reason. This server accepts only the values None, false and
-"disabled" in these fields.
+"""Maps each unsupported field to the reason why the field is not supported. In an unsupported
+field, this server accepts only the values None, false and "disabled".
 """
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class ItemPart(Part):
-    """A part of a message. The parts of earlier answers may contain annotations and log
-    probabilities.
+    """A part of a message. If the message is an earlier answer, its parts may contain annotations
+    and log probabilities.
     """
 
     annotations: list[dict[str, Any]] | None = None
@@ -94,7 +94,7 @@ ITEMS = {
 
 
 def _item(given: Any) -> str | None:
-    """Return the class of an item. An item without a type is a message."""
+    """Return the name of an item's class. An item without a type is a message."""
     kind = given.get("type", "message") if isinstance(given, dict) else given
     return ITEMS.get(kind) if isinstance(kind, str) else None
 
@@ -126,7 +126,8 @@ class Text(Body):
 
 class Reasoning(Body):
     effort: Effort | None = None
-    summary: str | None = None  # a hint without effect: this server generates no reasoning text
+    # A hint that has no effect, because this server generates no reasoning text.
+    summary: str | None = None
 
 
 class FunctionTool(Body):
@@ -168,14 +169,14 @@ class ResponsesBody(Body):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     dlm: Own = Field(default_factory=Own)
-    # This server does not support these fields. REFUSED contains the reasons.
+    # This server does not support the following fields. REFUSED contains the reasons.
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
     background: bool | None = None
     store: bool | None = None
     truncation: str | None = None
-    # These fields are hints, which have no effect on this server.
+    # The following fields are hints, which have no effect on this server.
     user: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     prompt_cache_key: str | None = None
@@ -187,7 +188,7 @@ class ResponsesBody(Body):
 
 
 def response(body: ResponsesBody, model: Model) -> Ask:
-    """Read a request for a response, and compile its constraint. Raises ApiError."""
+    """Read a request to ``/v1/responses``, and compile the request's constraint. Raises ApiError."""
     for name, why in REFUSED.items():
         if getattr(body, name) not in (None, False, "disabled"):
             raise unsupported(name, why)
@@ -241,10 +242,11 @@ def _format(wanted: TextFormat | None) -> ResponseFormat | None:
 
 
 def _messages(body: ResponsesBody) -> tuple[list[Message], list[str]]:
-    """Return the messages of a chat, and for each message the field of ``body`` that it comes from.
+    """Return the messages of a chat. For each message, also return the path of the message's field
+    in ``body``.
 
-    If a call follows a message of the assistant, the call is added to that message, because both
-    are parts of one answer.
+    If a call follows a message of the assistant, the call is added to that message, because the
+    call and the message are parts of one answer.
     """
     found: list[Message] = []
     places: list[str] = []
@@ -271,7 +273,9 @@ def _messages(body: ResponsesBody) -> tuple[list[Message], list[str]]:
 
 
 def _content(given: str | list[ItemPart]) -> str | list[Part]:
-    """Return the content of a message. Input and output texts both get the type that chats use."""
+    """Return the content of a message. Input texts and output texts both get the type that chats
+    use for texts.
+    """
     if isinstance(given, str):
         return given
     return [
@@ -281,7 +285,7 @@ def _content(given: str | list[ItemPart]) -> str | list[Part]:
 
 
 def _translated(err: ApiError, places: list[str]) -> ApiError:
-    """Translate an error about a chat, so that the error names the fields of ``/v1/responses``."""
+    """Translate an error about a chat, so that the error names a field of ``/v1/responses``."""
 
     def renamed(found: re.Match[str]) -> str:
         if found[1] is not None:

@@ -1,5 +1,5 @@
-"""Writes the answers of ``/v1/responses``: objects with a list of items, or streams of named
-events.
+"""Writes the answers of ``/v1/responses``. An answer is an object that contains a list of items, or
+a stream of named events.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ResponseForm:
     """Creates one response, which contains one answer.
 
     Args:
-        body: The body of the request. The response repeats several of its fields.
+        body: The body of the request. The response repeats several fields of ``body``.
     """
 
     def __init__(self, body: ResponsesBody) -> None:
@@ -69,7 +69,9 @@ class ResponseForm:
         )
 
     def response(self, status: str, **changes: Any) -> dict[str, Any]:
-        """Return the response with this status. ``changes`` replaces fields of a new response."""
+        """Return the response with the status ``status``. ``changes`` replaces fields of a new
+        response.
+        """
         new: dict[str, Any] = {
             "output": [],
             "error": None,
@@ -109,8 +111,8 @@ class ResponseForm:
 
 
 def _shown(wanted: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the format that the response repeats. Only a schema has further fields, such as its
-    name.
+    """Return the format that the response repeats. Only the format of a schema contains further
+    fields, such as the schema's name.
     """
     if wanted is None or wanted["type"] != "json_schema":
         return {"type": "text" if wanted is None else wanted["type"]}
@@ -118,7 +120,7 @@ def _shown(wanted: dict[str, Any] | None) -> dict[str, Any]:
 
 
 class ResponseWriter(Writer):
-    """Writes the events of one response. Log probabilities are sent when the text has ended.
+    """Writes the events of one response. The log probabilities are sent after the text has ended.
 
     Args:
         form: Creates the response.
@@ -128,7 +130,7 @@ class ResponseWriter(Writer):
     def __init__(self, form: ResponseForm, ask: Ask, model: Model) -> None:
         super().__init__(ask, model, is_diffusing=False)
         self._form = form
-        self._number = 0  # number of events so far
+        self._number = 0  # number of events sent so far
         self._is_open = False  # True after the message has begun
 
     def _event(self, kind: str, **fields: Any) -> bytes:

@@ -28,7 +28,8 @@ class Address:
 
     Args:
         host, port: The IP address or host name, and the TCP port. Port 0 chooses a free port.
-        certificate, key: The PEM files for TLS. If None, the server uses plain HTTP.
+        certificate, key: The PEM files of the TLS certificate and its private key. If both are
+            None, the server uses plain HTTP.
     """
 
     host: str = "127.0.0.1"
@@ -38,7 +39,7 @@ class Address:
 
 
 def read_keys(path: Path) -> list[str]:
-    """Return the keys in a file that contains one key per line. Raises RequestError."""
+    """Return the API keys in a file that contains one key per line. Raises RequestError."""
     lines = [
         line.strip() for line in read_text(path, MOST_KEY_FILE_BYTES, RequestError).splitlines()
     ]
@@ -87,20 +88,22 @@ def serve(
     on_start: Callable[[int], None] = lambda port: None,
     warn: Callable[[str], None] = lambda said: None,
 ) -> None:
-    """Serve bundles until SIGTERM or SIGINT. Requests that are running at that time are finished.
+    """Serve bundles until SIGTERM or SIGINT. Before the server ends, it finishes all running
+    requests.
 
     On SIGHUP, the server opens the bundles again.
 
     Args:
         paths: Maps the name of each model to its bundle's folder.
-        opener: Opens the bundle in a folder.
+        opener: A function that opens the bundle in a folder.
         address: The address at which the server listens.
-        keys: Each client must send one of these keys. If empty, no key is needed.
-        limits: The limits of one request.
+        keys: The valid API keys. Each request must contain a valid key, unless ``keys`` is empty.
+        limits: The limits that apply to each request.
         max_running: The maximum number of requests that share a pass of one model.
         max_waiting: The maximum number of requests that wait for one model.
-        connections: The limits of connections.
-        shutdown_s: The number of seconds that running requests may take after SIGTERM or SIGINT.
+        connections: The limits that apply to all connections.
+        shutdown_s: The maximum number of seconds that running requests may take after SIGTERM or
+            SIGINT.
         has_log: If True, a line of JSON is written to stderr for each request.
         on_start: Called with the port number when the server starts to listen.
         warn: Called with a message if the bundles cannot be opened again after SIGHUP.
@@ -145,7 +148,7 @@ def serve(
         finally:
             loop.remove_signal_handler(signal.SIGHUP)
 
-    gc.freeze()  # what is loaded stays, so the garbage collector need not visit it again and again
+    gc.freeze()  # all loaded objects stay, so the garbage collector need not visit them repeatedly
     try:
         asyncio.run(run())
     except SystemExit as err:  # uvicorn raises SystemExit if it cannot listen

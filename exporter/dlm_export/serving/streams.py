@@ -1,4 +1,6 @@
-"""Streams server-sent events: text that is already final, or the whole canvas after each pass."""
+"""Streams server-sent events. The events contain either text that is already final, or the whole
+canvas after each pass.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from dlm_export.serving.replies import Answer, Choices, answer, tool_calls, usag
 from dlm_runtime import DlmError, Event, Generation, Job, ToolCall
 
 UNDECIDED = "░"
-"""Represents an undecided position in a snapshot."""
+"""The character that represents an undecided position in the text of a canvas."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -34,8 +36,8 @@ class EventStream(StreamingResponse):
 
     Args:
         chunks: The encoded events.
-        release: Called once when the response has ended, even if the client leaves before the first
-            event is read from ``chunks``.
+        release: A function that is called once when the response has ended, even if the client
+            leaves before the first event is read from ``chunks``.
     """
 
     def __init__(self, chunks: AsyncIterator[bytes], release: Callable[[], None]) -> None:
@@ -54,7 +56,7 @@ class EventStream(StreamingResponse):
 
 
 class Writer(ABC):
-    """Follows the jobs of a request, and writes events for the text of their answers.
+    """Follows the jobs of a request, and writes events for the text of the jobs' answers.
 
     Subclasses define the format of the events. ``answers`` contains the finished answers.
 
@@ -75,7 +77,7 @@ class Writer(ABC):
 
     @abstractmethod
     def _text(self, index: int, text: str, **beside: Any) -> Iterator[bytes]:
-        """Yield the events for a text. ``beside`` contains further fields."""
+        """Yield the events for a text. ``beside`` contains further fields for the events."""
 
     @abstractmethod
     def _calls(self, index: int, calls: Sequence[ToolCall]) -> Iterator[bytes]:
@@ -120,7 +122,7 @@ class Writer(ABC):
                 task.cancel()
 
     async def _follow(self, index: int, job: Job, found: asyncio.Queue[bytes | None]) -> None:
-        """Put the events of one answer into the queue, and then put None."""
+        """Put the events of one answer into the queue, and then put None into the queue."""
         try:
             for chunk in self._opening(index):
                 found.put_nowait(chunk)
@@ -131,7 +133,7 @@ class Writer(ABC):
             found.put_nowait(None)
 
     async def _deltas(self, index: int, job: Job) -> AsyncIterator[bytes]:
-        """Yield events that add text. Text is held back while it may become a function call."""
+        """Yield events that add text. While the text may become a function call, no event is sent."""
         sent = 0
         async for event in job:
             text = event.text or ""
@@ -159,7 +161,7 @@ class Writer(ABC):
         return self.answers[index]
 
     def _may_call(self, text: str) -> bool:
-        """Return True if the text may become a function call, or may contain a call."""
+        """Return True if the text may become a function call, or may contain a function call."""
         tools = self._ask.tools
         if tools is None or tools.choice == "none":
             return False
@@ -199,7 +201,7 @@ class Writer(ABC):
         positions = self._positions(job, event)
         ends = set(bundle.eos_token_ids)
         runs: list[list[int]] = []
-        marks: list[int] = []  # number of undecided positions before each run
+        marks: list[int] = []  # number of undecided positions before each run of decided tokens
         gap, guessed, decided = 0, [], 0
         is_past_end = False
         for at in positions:

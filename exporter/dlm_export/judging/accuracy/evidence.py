@@ -1,18 +1,18 @@
 """Compares two denoisers sample by sample, so that judging can stop after any sample.
 
 The candidate is the denoiser to judge. The reference is the denoiser that the candidate is compared
-with. Part of the comparison needs the canvases of a decoding run. Either denoiser can provide these
-canvases:
+with. Part of the comparison needs the canvases of a decoding run. Either the reference or the
+candidate provides the canvases:
 
-- The reference provides the canvases: both denoisers generate text for every sample. This is slow,
-  because the reference makes all passes of its own runs.
-- The candidate provides the canvases: only the candidate generates text. The reference predicts
+- If the reference provides the canvases, both denoisers generate text for every sample. Such a
+  comparison is slow, because the reference makes all passes of its own runs.
+- If the candidate provides the canvases, only the candidate generates text. The reference predicts
   which tokens it would commit on each canvas of the candidate's run.
 
-In the second case, the reference may be a ``Seer``. A ``Seer`` is read layer by layer, so all
-canvases must be known in advance. So the ``Seer`` receives the canvases of several samples at once.
-If the reference would commit the same tokens as the candidate at every pass, then the reference's
-own run would be equal to the candidate's run.
+If the candidate provides the canvases, the reference may be a ``Seer``. A ``Seer`` is read layer by
+layer, so it must receive the canvases of several samples at once. If the reference would commit the
+same tokens as the candidate at every pass, then the reference's own run would be equal to the
+candidate's run.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Side = Literal["reference", "candidate"]
 
 
 class Evidence:
-    """Compares a candidate with a reference. Each call of ``add`` compares the next samples of
+    """Compares a candidate with a reference. Each call of ``add`` judges the next samples of
     ``pool``.
 
-    ``states_of`` says which denoiser provides the canvases of decoding runs. ``free`` is the
-    reference in a form that can generate text. If ``free`` is ``None``, the reference only predicts
-    tokens on the candidate's canvases.
+    ``states_of`` names the denoiser that provides the canvases of decoding runs. ``free`` is the
+    reference as a denoiser that can generate text. If ``free`` is ``None``, the reference generates
+    no text, and only predicts tokens on the candidate's canvases.
     """
 
     def __init__(
@@ -61,12 +61,13 @@ class Evidence:
         free: Predictor | None = None,
         free_runs: int | None = None,
     ) -> None:
-        """Check that the denoisers can be compared on these samples. Raises JudgeError.
+        """Check that the denoisers can be compared on the samples of ``pool``. Raises JudgeError.
 
-        ``decode`` converts generated ids to text, up to the first end token. ``decode`` returns
-        ``None`` if there is no tokenizer. ``noise_floor`` is the reference in the precision of its
-        stored weights, and is judged like the candidate. ``free`` generates text for at most
-        ``free_runs`` samples. If ``free_runs`` is ``None``, there is no limit.
+        ``decode`` converts generated IDs to text, up to the first end token. ``decode`` returns
+        ``None`` if there is no tokenizer. ``noise_floor`` is the reference, computed in the
+        precision of its stored weights. ``noise_floor`` is judged like the candidate. ``free``
+        generates text for at most ``free_runs`` samples. If ``free_runs`` is ``None``, there is no
+        limit.
         """
         if not pool:
             raise JudgeError("no samples to judge with: give held-out data")
@@ -90,8 +91,10 @@ class Evidence:
         self._run_samples: list[Sample] = []
         self._prompts: list[str | None] = []
         self._runs: tuple[list[Run | None], list[Run]] = ([], [])
-        self._nfe: list[float] = []  # passes of the reference in each run, counted or estimated
-        # For each run of the candidate: true if the reference would make an equal run.
+        self._nfe: list[
+            float
+        ] = []  # the reference's number of passes for each run, either counted or estimated
+        # For each run of the candidate, true if the reference would make an equal run.
         self._equal: list[bool] = []
         self.judged = self._freely = 0
 
@@ -125,8 +128,8 @@ class Evidence:
                 for number, sample in taken
             ]
         else:
-            # A loop that commits one token per pass needs many passes. So the number of runs is
-            # limited: all runs together may have at most as many passes as there are masked
+            # The number of runs is limited, because a loop that commits one token per pass needs
+            # many passes. All runs together may need at most as many passes as there are masked
             # canvases.
             least = max(1, (self._free_runs or 0) - self._freely)
             passes = len(canvases)
@@ -158,7 +161,7 @@ class Evidence:
     def _add_run(self, walk: int, run: Met) -> None:
         """Compare both denoisers on the canvases of ``run``.
 
-        Among the runs that the reference has computed, this run has the index ``walk``.
+        ``walk`` is the index of ``run`` among all runs whose passes the reference has computed.
         """
         reference, policy, sample = self._reference, self._policy, self.pool[run.number]
         for state in run.deciding:
@@ -242,10 +245,11 @@ class Evidence:
         )
 
     def is_decided(self, judgement: Judgement, budgets: Budgets) -> bool:
-        """Return True if more samples would hardly change which budgets are met.
+        """Return True if judging more samples would hardly change which budgets are met.
 
-        Each figure with a budget has a 95% interval. The result is True if no such interval
-        contains the limit of its budget. The result is False if there are no budgets.
+        The function computes a 95% interval for each figure that a budget limits. If no interval
+        contains its figure's limit, the function returns True. If there are no budgets, the
+        function returns False.
         """
         if self.judged < DECIDING_SAMPLES:
             return False
@@ -273,9 +277,7 @@ class Evidence:
 
 
 def _text_bytes(samples: Sequence[Sample], decode: Decode) -> int:
-    """Return the number of UTF-8 bytes in the text to predict. Return 0 if there is no
-    tokenizer.
-    """
+    """Return the number of UTF-8 bytes in the text to predict. If there is no tokenizer, return 0."""
     texts = [
         decode(sample.tokens.tolist()) if sample.answer is None else sample.answer
         for sample in samples

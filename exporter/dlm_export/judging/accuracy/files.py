@@ -21,23 +21,22 @@ from dlm_runtime.errors import BundleError
 from dlm_runtime.files import read_object
 from dlm_runtime.manifest import MANIFEST_FILE
 
-_MOST_BYTES = 12 << 20  # maximum size of accuracy.json; the demo's file is 400 times smaller
+# The maximum size of accuracy.json in bytes. The demo's file is 400 times smaller.
+_MOST_BYTES = 12 << 20
 
 
 def recorded(bundle: Path) -> dict[str, Any]:
-    """Read the accuracy.json of a bundle. Returns {} if there is no such file. Raises
-    BundleError.
-    """
+    """Read a bundle's accuracy.json. If there is no such file, returns {}. Raises BundleError."""
     path = bundle / ACCURACY_FILE
     return read_object(path, _MOST_BYTES, BundleError) if path.exists() else {}
 
 
 @contextmanager
 def claimed_files(folder: Path, *, force: bool) -> Iterator[tuple[Path, Path]]:
-    """Prepare to write accuracy.json and report.html in ``folder``, and yield two paths.
+    """Prepare to write accuracy.json and report.html in ``folder``, and yield two temporary paths.
 
-    Pass the paths to ``write_files``. If the ``with`` block succeeds, the files are moved into
-    ``folder``.
+    Pass the yielded paths to ``write_files``. If the ``with`` block succeeds, the files are moved
+    into ``folder``.
 
     Raises TakenError if ``folder`` is a bundle, because the files of a bundle must not change.
     Raises ReportError if matplotlib is missing. Also raises the errors of ``outputs.claimed``.
@@ -57,7 +56,8 @@ def claimed_files(folder: Path, *, force: bool) -> Iterator[tuple[Path, Path]]:
 def write_files(paths: tuple[Path, Path], bundle: Path, judgement: Judgement) -> None:
     """Write accuracy.json and report.html for a new judgement of ``bundle``.
 
-    All entries of the bundle's own accuracy.json are copied, except the judgement.
+    The new accuracy.json contains all entries of the bundle's own accuracy.json, except the
+    judgement, which is replaced.
     """
     manifest = read_manifest(bundle, check_hashes=False)
     accuracy = recorded(bundle) | {"judgement": judgement.as_dict()}

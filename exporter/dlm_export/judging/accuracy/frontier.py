@@ -1,6 +1,6 @@
-"""Compares which tokens two denoisers would commit at each pass of a decoding run.
+"""Compares which tokens each of two denoisers would commit at each pass of a decoding run.
 
-The frontier consists of the positions that a pass may commit.
+The frontier of a pass consists of the positions that the pass may commit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Scores = Callable[[Turn, np.ndarray, Policy], np.ndarray]
 class FrontierState:
     """The state of a decoding loop before one of its passes.
 
-    ``canvas`` contains the token IDs, int64 ``[L]``. ``turn`` says which positions the pass may
+    ``canvas`` contains the token IDs, int64 ``[L]``. ``turn`` lists the positions that the pass may
     commit. ``mask_ratio`` is the share of undecided positions among the generated positions.
     """
 
@@ -63,10 +63,11 @@ def frontier_states(
 def predict_commitment(
     predictor: Scorer, state: FrontierState, policy: Policy, scores: Scores
 ) -> Commitment:
-    """Predict which tokens a denoiser would commit in ``state``, from a full pass without a cache.
+    """Predict which tokens a denoiser would commit in ``state``. The prediction uses a full pass
+    without a cache.
 
-    Pass the same function ``scores`` for both denoisers that are compared. Otherwise, the threshold
-    would be compared with confidences that are computed in different ways.
+    To compare two denoisers, pass the same function ``scores`` for both denoisers. Otherwise, the
+    threshold would be applied to confidences that are computed in two different ways.
     """
     logits = finite_logits(predictor, state.canvas, state.turn.positions)
     guess = logits.argmax(-1)
@@ -100,16 +101,18 @@ class Met:
 
     @property
     def views(self) -> list[View]:
-        """For each pass that can commit, the canvas and the positions that the pass may commit."""
+        """A list with one element per pass that can commit: the canvas, and the positions that the
+        pass may commit.
+        """
         return [(state.canvas, state.turn.positions) for state in self.deciding]
 
     @property
     def deciding(self) -> list[FrontierState]:
-        """The states of passes that can commit. All other passes only fill a cache."""
+        """The states of all passes that can commit. All other passes only fill a cache."""
         return [state for state in self.states if len(state.turn.positions)]
 
     def walk(self, shift: int) -> Walk:
-        """Return the passes of this run, in the form that ``Seer.see`` takes."""
+        """Return the passes of this run, in the form of the argument ``walks`` of ``Seer.see``."""
         return [
             Step(state.canvas, state.turn.span, rows_of(state.turn.positions, shift))
             for state in self.states
@@ -145,10 +148,10 @@ def meet_within(
     passes: int,
     least: int = 1,
 ) -> list[Met]:
-    """Generate text for one sample after another, with about ``passes`` passes in total, or fewer.
+    """Generate text for one sample after another, with at most about ``passes`` passes in total.
 
-    The function stops before a run that would probably exceed ``passes``. But it makes at least
-    ``least`` runs.
+    Before a run that would probably exceed ``passes``, the function stops, unless it has made fewer
+    than ``least`` runs.
     """
     runs: list[Met] = []
     for number, sample in samples:
@@ -160,12 +163,12 @@ def meet_within(
 
 @dataclass(frozen=True)
 class Followed:
-    """The result of comparing one denoiser's run with the choices of a second denoiser.
+    """The result of comparing the first denoiser's run with the second denoiser's choices.
 
-    ``is_equal`` is true if the second denoiser would have committed the same tokens at every pass.
-    The second denoiser would then make an equal run. ``nfe`` is the number of passes that the
-    second denoiser would need. If ``is_equal`` is false, ``nfe`` is an estimate from the number of
-    positions that the second denoiser would commit in each pass.
+    ``is_equal`` is true if the second denoiser would have committed the same tokens at every pass,
+    so that the second denoiser's own run would be equal. ``nfe`` is the number of passes that the
+    second denoiser would need for its own run. If ``is_equal`` is false, ``nfe`` is an estimate,
+    based on the number of positions that the second denoiser would commit in each pass.
     """
 
     is_equal: bool
@@ -173,9 +176,9 @@ class Followed:
 
 
 def follow(seer: Seer, walk: int, run: Met, policy: Policy) -> Followed:
-    """Predict what ``seer`` would commit at each pass of a different denoiser's run.
+    """Predict which tokens ``seer`` would commit at each pass of a different denoiser's run.
 
-    ``seer`` has already computed these passes with its own cache. ``walk`` is the index of the run
+    ``seer`` must already have computed the passes with its own cache. ``walk`` is the run's index
     among the runs that were passed to ``seer.see``.
     """
     is_equal, nfe = True, 0.0

@@ -1,4 +1,4 @@
-"""Compares what denoisers predict at randomly masked positions of held-out text."""
+"""Compares the predictions of denoisers at randomly masked positions of held-out text."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Masked:
     """The predictions of two denoisers at masked positions, with one row per position.
 
     ``sample`` contains the index of each row's sample. ``ratio`` contains the index of each row's
-    mask ratio. ``weight`` contains a factor per row. The sum of all losses, each multiplied by its
-    factor, is an upper bound of the text's negative log-likelihood.
+    mask ratio. ``weight`` contains a factor per row. If each row's loss is multiplied by the row's
+    factor, the sum of all losses is an upper bound of the text's negative log-likelihood.
     """
 
     rows: metrics.Rows
@@ -41,8 +41,8 @@ class Masked:
 class MaskedCanvas:
     """A sample after masking, with the masked positions to predict and their true tokens.
 
-    ``ratio`` is the index of the mask ratio in ``MASK_RATIOS``. The description of ``Masked``
-    explains ``weight``.
+    ``ratio`` is the index of the mask ratio in ``MASK_RATIOS``. ``weight`` is the factor that the
+    docstring of ``Masked`` explains.
     """
 
     sample: int
@@ -60,9 +60,9 @@ class MaskedCanvas:
 def scored_span(sample: Sample, shift: int, eos_token_ids: Sequence[int]) -> tuple[int, int]:
     """Return the start and end of the range of positions whose predictions are compared.
 
-    If the sample contains a prompt, the range begins after the prompt. The range then includes the
-    completion up to its first end token. A denoiser with ``shift`` 1 cannot predict position 0. So
-    the range then begins at position 1 or later.
+    If the sample contains a prompt, the range begins after the prompt, and includes the completion
+    up to its first end token. If the denoiser's ``shift`` is 1, the range begins at position 1 or
+    later, because the denoiser cannot predict position 0.
     """
     start = max(sample.prompt_length, shift)
     if sample.answer is None:
@@ -73,14 +73,16 @@ def scored_span(sample: Sample, shift: int, eos_token_ids: Sequence[int]) -> tup
 def masked_canvases(
     sample: Sample, number: int, side: Scorer, *, block_length: int, limit: int, seed: int
 ) -> Iterator[MaskedCanvas]:
-    """Mask a sample once at each of ``MASK_RATIOS``, on canvases of at most ``limit`` tokens.
+    """Mask a sample once with each mask ratio of ``MASK_RATIOS``, on canvases of at most ``limit``
+    tokens.
 
     As in training and in decoding, a completion is padded with end tokens to whole blocks.
-    Positions after the completion's first end token are masked too, but their predictions are not
-    compared. If a mask ratio masks no compared position, this mask ratio is skipped.
+    Positions after the completion's first end token are masked too, but the predictions at these
+    positions are not compared. If a mask ratio masks no compared position, the mask ratio is
+    skipped.
 
-    The index ``number`` of the sample and the seed determine the masks. Raises JudgeError if there
-    is no position to compare.
+    The sample's index ``number`` and the seed determine the masks. Raises JudgeError if there is no
+    position to compare.
     """
     start, end = scored_span(sample, side.shift, side.eos_token_ids)
     if start >= end:
@@ -102,7 +104,7 @@ def compare_masked(
     canvases: Sequence[MaskedCanvas],
     on_done: Callable[[], None] = lambda: None,
 ) -> list[Masked]:
-    """Compare each of ``others`` with the reference on the same canvases.
+    """Compare each denoiser in ``others`` with the reference on the same canvases.
 
     ``on_done`` is called once per sample.
     """

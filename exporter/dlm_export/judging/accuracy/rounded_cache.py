@@ -1,14 +1,15 @@
-"""Measures how much accuracy is lost if the cache stores rounded keys and values.
+"""Measures how much accuracy a bundle loses if its cache stores rounded keys and values.
 
-Other measurements do not include this loss, because their full passes read no cache. This module
-first fills a cache with a full pass over a canvas. Then it predicts the masked positions of the
-canvas block by block, with one pass per block. The kind of cache determines which keys and values
-such a pass reads from the cache. For ``dual``, the pass reads the keys and values of all positions
-outside the block. For ``prefix``, and for ``block`` in block-causal networks, the pass reads the
-keys and values of all positions before the block.
+All other accuracy measurements use full passes, which read no cache, so the measurements exclude
+the loss from a rounded cache. This module first fills a cache with a full pass over a canvas. Then
+the module predicts the masked positions of the canvas block by block, with one pass per block. The
+kind of cache determines which keys and values the pass for a block reads from the cache. For
+``dual``, the pass reads the keys and values of all positions outside the block. For ``prefix``, and
+for ``block`` in block-causal networks, the pass reads the keys and values of all positions before
+the block.
 
-Torch predicts every canvas twice: once with a rounded cache, and once with an unrounded cache. So
-only the rounding makes the two predictions differ. The parity check makes sure that the bundle
+Torch predicts every canvas twice: once with a rounded cache, and once with an unrounded cache. The
+two predictions differ only because of the rounding. The parity check makes sure that the bundle
 rounds in the same way as torch.
 """
 
@@ -39,8 +40,8 @@ from dlm_runtime import Bundle, Policy
 
 
 class CachedPredictor(SweptPredictor):
-    """A torch denoiser that predicts a canvas with a cache. A pass over the same canvas fills the
-    cache.
+    """A torch denoiser that predicts a canvas with a cache. First, a full pass over the same canvas
+    fills the cache.
     """
 
     def __init__(self, layered: Layered, cache_dtype: str, policy: Policy) -> None:
@@ -49,7 +50,7 @@ class CachedPredictor(SweptPredictor):
         self._policy = policy
         self._passes: dict[
             tuple[bytes, bytes], tuple[int, int]
-        ] = {}  # maps (canvas, rows) to the index of the walk and its number of passes
+        ] = {}  # maps (canvas, rows) to the walk's index and its number of passes
 
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
         """Implements ``Seer.see``. ``walks`` must be empty."""
@@ -73,8 +74,8 @@ class CachedPredictor(SweptPredictor):
     def _walk(self, canvas: np.ndarray, rows: np.ndarray) -> Walk:
         """Plan the passes over a canvas.
 
-        The first pass fills the cache. Then one pass follows for each block that contains some of
-        ``rows``.
+        The first pass fills the cache. After the first pass, one pass follows for each block that
+        contains at least one element of ``rows``.
         """
         length, size = len(canvas), block_length_of(self._policy, self.visible_block) or len(canvas)
         origin = int(rows[0]) if self.visible_block is None else 0
@@ -88,7 +89,7 @@ class CachedPredictor(SweptPredictor):
 
 
 def caches_of(network: NetworkSpec) -> Sequence[str]:
-    """Return the kinds of cache that the decoding loop can use with this network."""
+    """Return the kinds of cache that a decoding loop can use with this network."""
     return FULL_CACHES if network.visible_block is None else ("block",)
 
 
@@ -102,12 +103,12 @@ def judge_cache(
     on_done: Callable[[], None],
     workplace: Workplace,
 ) -> dict[str, Any]:
-    """Measure the loss from storing the cache as ``cache_dtype``, for accuracy.json.
+    """Measure how much accuracy is lost if the cache is stored as ``cache_dtype``. The result is
+    written to accuracy.json.
 
     The result contains one entry for each kind of cache in ``caches_of``. In each entry, ``masked``
     is the loss at randomly masked positions, like ``Judgement.overall``. ``frontier`` is the loss
-    at positions that a decoding run may commit, like ``Judgement.frontier``. ``bundle`` makes these
-    decoding runs.
+    at positions that a decoding run of ``bundle`` may commit, like ``Judgement.frontier``.
 
     ``on_done`` is called once per sample and kind of cache. Raises DlmError.
     """

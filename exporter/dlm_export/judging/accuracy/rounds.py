@@ -10,25 +10,26 @@ from typing import Literal
 from dlm_export.judging.accuracy.evidence import Evidence
 from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 
-MOST_JUDGED = 32  # maximum number of samples to judge, unless the user asks for more
-LEAST_SECONDS = 4.0  # minimum time limit in seconds, used if the other stages of a build are short
-PILOT_SAMPLES = 4  # judge this many samples first, to measure how long a sample takes
-LARGE_PILOT = 1  # samples to judge first if the denoiser is large, so that a pass takes seconds
+MOST_JUDGED = 32  # maximum number of samples to judge, unless the user requests more samples
+LEAST_SECONDS = 4.0  # smallest time limit in seconds, even if the build's other stages are short
+PILOT_SAMPLES = 4  # number of samples to judge first, to measure how long a sample takes
+LARGE_PILOT = 1  # number of samples to judge first if a pass takes seconds
 
 EffortName = Literal["default", "full", "none"]
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Says how thoroughly a candidate is compared with its reference. ``name`` is one of:
+    """How thoroughly a candidate is compared with its reference. ``name`` is one of:
 
     - ``default``: only the candidate generates text. As many samples as fit into ``seconds`` are
-      judged, at most 32. Judging stops earlier if it is clear which budgets are met.
+      judged, at most 32. If it is clear earlier which budgets are met, judging stops earlier.
     - ``full``: both denoisers generate text for every sample, without a time limit.
-    - ``none``: nothing is judged.
+    - ``none``: no sample is judged.
 
     If ``judged`` is set, exactly this number of samples is judged. ``free_runs`` is the number of
-    samples for which the reference generates text too. ``free_runs`` applies to ``default`` only.
+    samples for which the reference generates text too. ``free_runs`` has an effect only with
+    ``default``.
     """
 
     name: EffortName = "default"
@@ -38,7 +39,7 @@ class Effort:
 
     @property
     def is_exact(self) -> bool:
-        """True if the number of samples does not depend on the time that judging takes."""
+        """True if the number of judged samples does not depend on the time that judging takes."""
         return self.judged is not None or self.name == "full"
 
     @property
@@ -47,13 +48,13 @@ class Effort:
         return self.judged or MOST_JUDGED
 
     def lasting(self, seconds: float) -> Effort:
-        """Return this effort with a time limit of ``seconds``, but at least ``LEAST_SECONDS``."""
+        """Return a copy whose time limit is ``seconds``, or ``LEAST_SECONDS`` if that is more."""
         return replace(self, seconds=max(LEAST_SECONDS, seconds))
 
     def beside(self, seconds: float) -> Effort:
-        """Return this effort for a build whose other stages took ``seconds``.
+        """Return a copy for a build whose other stages took ``seconds``.
 
-        The time limit of the result is half of ``seconds``.
+        The copy's time limit is half of ``seconds``.
         """
         return self.lasting(seconds / 2)
 
@@ -67,17 +68,17 @@ def judge_in_rounds(
 ) -> Judgement:
     """Judge as many samples as ``effort`` demands.
 
-    The default effort first judges ``pilot`` samples, to measure how long a sample takes. Then it
-    judges as many samples as fit into its time limit. If there are budgets, the samples are judged
-    in rounds, where each round at most doubles the number of judged samples. Judging stops when
-    more samples would hardly change which budgets are met.
+    With the default effort, the function first judges ``pilot`` samples, to measure how long a
+    sample takes. Then the function judges as many samples as fit into the time limit. If there are
+    budgets, the samples are judged in rounds, where each round at most doubles the number of judged
+    samples. Judging stops when further samples would hardly change which budgets are met.
 
     ``Judgement.effort`` records why judging stopped:
 
-    - ``asked``: the requested number of samples was judged.
+    - ``asked``: the number of samples that the user requested was judged.
     - ``all``: there are no more samples.
-    - ``most``: the default maximum was judged.
-    - ``decided``: more samples would hardly change which budgets are met.
+    - ``most``: the default maximum number of samples was judged.
+    - ``decided``: further samples would hardly change which budgets are met.
     - ``time``: the time limit was reached.
 
     Raises JudgeError.

@@ -1,7 +1,7 @@
-"""Measures the accuracy of a bundle against its source in torch, or against another bundle.
+"""Measures a bundle's accuracy against the bundle's source in torch, or against a second bundle.
 
-The comparison of two bundles must work without torch. So only the functions that need torch import
-torch.
+Only the functions that need torch import torch, because the comparison of two bundles must work
+without torch.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ VERIFY_SECONDS = 60.0  # time limit of the default effort in seconds, outside of
 
 @dataclass(frozen=True)
 class JudgingOptions:
-    """Options for judging a finished bundle. ``opening`` contains the options for opening the
-    bundle.
-    """
+    """Options for judging a finished bundle. ``opening`` describes how the bundle is opened."""
 
     data: CalibrationOptions = field(default_factory=CalibrationOptions)
     effort: Effort = field(default_factory=lambda: Effort(seconds=VERIFY_SECONDS))
@@ -66,12 +64,12 @@ def judge_source(
     """Compare the accuracy of a bundle with the accuracy of its source, which runs in fp32 in
     torch.
 
-    If the source is small, it is judged in bf16 too. The difference between bf16 and fp32 is the
-    noise floor.
+    If the source is small, it is judged in bf16 too. The accuracy difference between bf16 and fp32
+    is the noise floor.
 
     If the effort is "full", the whole source is loaded into memory, because the source generates
-    text. Otherwise, the layers of the source are read one at a time, with the resources of
-    ``workplace``. If ``workplace`` is ``None``, the CPU and all of its memory are used.
+    text. Otherwise, the source's layers are read one at a time, with the memory and device of
+    ``workplace``. If ``workplace`` is ``None``, the CPU and all of the memory are used.
     """
     import torch
 
@@ -141,7 +139,7 @@ def judge_bundle(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Judgement:
-    """Compare the accuracy of a finished bundle with the accuracy of its source.
+    """Compare a finished bundle's accuracy with its source's accuracy.
 
     The comparison does not use the calibration data. Raises DlmError.
     """
@@ -162,7 +160,7 @@ def compare_bundles(
 ) -> Judgement:
     """Compare the accuracy of two bundles of the same denoiser.
 
-    Raises JudgeError if the denoisers differ. Also raises other kinds of DlmError.
+    Raises JudgeError if the denoisers differ. Also raises further kinds of DlmError.
     """
     with (
         options.opening.open(reference) as first,
@@ -209,7 +207,7 @@ def _check_one_source(
     second: Mapping[str, Any],
     warn: Callable[[str], None],
 ) -> None:
-    """Raise JudgeError if two bundles have different networks.
+    """Raise JudgeError if the networks of two bundles differ.
 
     Calls ``warn`` if the bundles were built from different config.json files.
     """
@@ -231,7 +229,7 @@ def _title(folder: Path, bundle: dlm_runtime.Bundle) -> str:
 
 
 def _known_layers(folder: Path) -> dict[str, Any]:
-    """Return the loss of each layer, if the build of the bundle measured this loss.
+    """Return the loss of each layer, if the bundle's build measured the layers' losses.
 
     The result contains the fields ``layers`` and ``layers_method`` of a ``Judgement``.
     """

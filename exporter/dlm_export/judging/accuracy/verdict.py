@@ -6,10 +6,10 @@ A judgement compares the candidate with a reference denoiser in three ways:
   held-out text (see ``masked``).
 - Frontier: both denoisers predict which tokens they would commit in the passes of the same decoding
   run (see ``frontier``).
-- Runs: both denoisers generate text for the same prompts. The texts and the numbers of passes are
-  compared.
+- Runs: both denoisers generate text for the same prompts. The judgement compares the texts and the
+  numbers of passes.
 
-``evidence`` collects the data. Confidence intervals are paired bootstraps over samples.
+``evidence`` collects the data. Confidence intervals are computed by paired bootstrap over samples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dlm_calibration.samples import Sample
 from dlm_export.judging.sides.side import JudgeError
 from dlm_runtime.errors import DlmError, ExitCode
 
-WORST_LAYERS = 3  # an error about a missed budget names this many layers
+WORST_LAYERS = 3  # number of layers that an error message about a missed budget names
 
 
 class AccuracyError(DlmError):
@@ -36,7 +36,7 @@ class AccuracyError(DlmError):
 
 @dataclass(frozen=True)
 class Budgets:
-    """Limits for the accuracy of a candidate. ``None`` means no limit.
+    """Limits for a candidate's accuracy. A field that is ``None`` sets no limit.
 
     - ``max_ce_increase``: largest relative increase of cross-entropy over all mask ratios; 0.01
       means 1%.
@@ -52,7 +52,8 @@ class Budgets:
     min_task: float | None = None
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Raise JudgeError if a limit needs answers, but ``samples`` contain no answers.
+        """Raise JudgeError if a limit needs right answers, but ``samples`` contain no right
+        answers.
 
         Call this method before judging.
         """
@@ -64,15 +65,15 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The loss of accuracy of a candidate. The fields are the sections of accuracy.json.
+    """A candidate's loss of accuracy. Each field is a section of accuracy.json.
 
     - ``effort``: why judging stopped (see ``rounds``), and which denoiser provided the canvases of
       decoding runs (see ``evidence``).
-    - ``layers``: an entry ``{"layer", "format", "kl", "frontier_kl"}`` per quantised layer.
-    - ``layers_method``: the method that measured these entries, ``fisher`` or ``exact``.
+    - ``layers``: one entry ``{"layer", "format", "kl", "frontier_kl"}`` per quantised layer.
+    - ``layers_method``: the method that measured ``layers``, which is ``fisher`` or ``exact``.
     - ``threshold``: the result of ``Refit.as_dict``.
-    - ``speed``: the result of ``BundlePredictor.speed``. Speed depends on the machine. So the
-      report shows this field, but accuracy.json does not contain it.
+    - ``speed``: the result of ``BundlePredictor.speed``. The report shows the speed, but
+      accuracy.json does not contain the speed, because speed depends on the machine.
     """
 
     reference: str
@@ -94,7 +95,7 @@ class Judgement:
     def with_budgets(self, budgets: Budgets) -> Judgement:
         """Compare the figures with ``budgets``, and return a judgement that includes the results.
 
-        Raises JudgeError if a limit needs answers, but the data contains no answers.
+        Raises JudgeError if a limit needs right answers, but the data contains no right answers.
         """
         task = self.free_running["task"]
         if budgets.min_task is not None and task is None:
@@ -111,8 +112,8 @@ class Judgement:
         for name, value in values.items():
             limit = getattr(budgets, name)
             if limit is not None:
-                # If the reference's loss is zero and the candidate's loss is not, the increase is
-                # infinite, and ``value`` is None. Every limit is then exceeded.
+                # If the reference's loss is zero and the candidate's loss is not zero, the increase
+                # is infinite, so ``value`` is None. An infinite increase exceeds every limit.
                 passed = value is not None and (
                     value <= limit if name.startswith("max") else value >= limit
                 )
@@ -126,8 +127,8 @@ class Judgement:
 
     @property
     def misses(self) -> list[str]:
-        """Describe each missed limit. After the limits, describe the worst mask ratio and the worst
-        layers.
+        """Describe each missed limit. After the missed limits, describe the worst mask ratio and
+        the worst layers.
         """
         words = {
             "max_ce_increase": "masked cross-entropy rises by {value:.2%}, the limit is {limit:.2%}",

@@ -24,7 +24,7 @@ def check(
 ) -> Parity:
     """Compare the logits of an unquantised bundle with the logits in a golden file.
 
-    ``path`` is the path of the golden file, which error messages show.
+    ``path`` is the golden file's path, which error messages show.
 
     Raises GoldenError if the bundle and the file belong to different checkpoints, or if the bundle
     is quantised.

@@ -1,7 +1,7 @@
-"""Compares the logits and the generated text of a bundle with our denoiser in torch.
+"""Compares a bundle's logits and generated text with the results of our denoiser in torch.
 
-Torch runs first, and its results are stored. Then the torch denoiser is freed, and the bundle is
-opened. So memory never holds both the torch denoiser and the bundle.
+First, the torch denoiser computes all expected results. Then the torch denoiser is freed before the
+bundle is opened, so that memory never holds both the torch denoiser and the bundle.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROMPT_COUNT, NEW_TOKENS = 2, 16  # number of prompts in the check at the end of
 
 @dataclass(frozen=True)
 class Case:
-    """A decoding run to compare: one prompt, generated with one policy."""
+    """A decoding run to compare: text that is generated after one prompt with one policy."""
 
     name: str
     tokens: list[int]
@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Expected:
-    """The results of torch.
+    """The expected results, which torch has computed.
 
     ``logits`` contains the logits of some rows of each canvas. ``finished`` contains the generated
     canvas of each case.
@@ -74,7 +74,8 @@ def check_parity(
     opening: Opening = ON_CPU,
     progress: Progress | None = None,
 ) -> Parity:
-    """Compare the logits and the generated text of a bundle with its source in torch.
+    """Compare a bundle's logits and generated text with the results of the bundle's source in
+    torch.
 
     Args:
         folder: The bundle.
@@ -87,7 +88,7 @@ def check_parity(
         max_new_tokens: The number of tokens to generate after each prompt.
         seed: Seed of random prompts and canvases.
         opening: The options for opening the bundle.
-        progress: Is advanced ``parity_units`` times.
+        progress: The progress to report to, which is advanced ``parity_units`` times.
 
     Raises:
         DlmError: The bundle or its source cannot be run.
@@ -121,10 +122,10 @@ def by_layers(
 ) -> Parity:
     """Compare the layers of an unquantised bundle with experts, if its whole passes differ.
 
-    The bundle and torch may choose different experts for a token that two experts suit equally
-    well. Whole passes then differ, although both choices are right. So the layers are compared one
-    by one with ``check_layers``. The result also contains the figures of whole passes from
-    ``parity``, for display.
+    If two experts suit a token equally well, the bundle and torch may choose different experts.
+    Whole passes then differ, although both choices are right. For this reason, the function
+    compares the layers one by one with ``check_layers``. For display, the result also contains the
+    figures of whole passes from ``parity``.
     """
     network, graph = source.network, manifest["loop"]["graph"]
     traced = trace.trace_pass(network, parity.precision, is_plain=manifest["opset"] == PLAIN_OPSET)
@@ -165,9 +166,10 @@ def make_cases(
     """List the decoding runs to compare: each prompt with each policy.
 
     The policies are the presets and some variants of the presets. For block-causal networks, each
-    preset with a cache also runs without a cache. For other networks, the preset fast-dllm also
-    runs without a cache, with a prefix cache, and with the commit rule "factor". For other
-    networks, the block length is also reduced, so that each run has at least two blocks.
+    preset with a cache also runs without a cache. For all other networks, the preset fast-dllm also
+    runs without a cache, with a prefix cache, and with the commit rule "factor". Also, for networks
+    that are not block-causal, the block length is reduced, so that each run has at least two
+    blocks.
     """
     policies = dict(bundle_presets)
     if visible_block is not None:
@@ -202,7 +204,8 @@ def expect(
     on_done: Callable[[], None],
     cache_dtype: str = "float32",
 ) -> Expected:
-    """Compute the results of torch: the logits on random canvases, and the text of each case.
+    """Compute the expected results in torch: the logits on random canvases, and the text of each
+    case.
 
     ``on_done`` is called once per mask ratio, and once per case.
     """
@@ -237,7 +240,7 @@ def compare(
     on_done: Callable[[], None],
     cache_dtype: str = "float32",
 ) -> Parity:
-    """Compute the same results with the bundle, and compare these results with ``expected``.
+    """Compute the same results with the bundle, and compare the bundle's results with ``expected``.
 
     ``on_done`` is called as often as by ``expect``.
     """

@@ -1,23 +1,24 @@
 """Compares each layer of a graph with the same layer in torch, for the same input.
 
-In a quantised network, whole passes of two correct implementations may differ a lot. The reason is
-rounding: a value near the boundary between two codes may get either code, and all later layers
+In a quantised network, whole passes of two correct implementations may differ a lot because of
+rounding. A value near the boundary between two codes may get either code, and all later layers
 amplify the difference.
 
-So the layers are compared one by one. The graph runs part by part, and returns the input and output
-of every quantised layer. Torch computes the same layers. These steps follow for each layer:
+For this reason, this module compares the layers one by one. The graph runs part by part, and
+returns the input and output of every quantised layer. Torch computes the same layers. Each layer is
+compared in four steps:
 
-1. The layer's input in torch is compared with the layer's input in the graph. This checks the
-   operators since the previous layer.
-2. Torch replaces its input with the graph's input, and computes the layer.
-3. The two outputs are compared. This checks the layer.
-4. Torch replaces its output with the graph's output.
+1. The layer's input in torch is compared with the layer's input in the graph. This comparison
+   checks the operators between the previous layer and this layer.
+2. Torch computes the layer from the graph's input, instead of torch's own input.
+3. Torch's output is compared with the graph's output. This comparison checks the layer itself.
+4. Torch continues with the graph's output, instead of torch's own output.
 
-In this way the whole graph is checked, and differences do not add up. Memory holds one part of the
-graph at a time.
+The steps check the whole graph, and differences do not add up. Memory holds one part of the graph
+at a time.
 
-Torch also computes whole passes without replacing any value. The difference of the final logits is
-reported, but no tolerance applies to this difference.
+Torch also computes whole passes without using any value of the graph. The difference between
+torch's and the graph's final logits is reported, but no tolerance applies to the difference.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ from dlm_export.quantising import calibrate
 from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
-# An input near the boundary between two codes may get either code. The input is near if its
-# relative distance to the boundary is smaller than this value, which is a few times the relative
-# rounding error of fp32.
+# An input near the boundary between two codes may get either code. An input counts as near if its
+# relative distance to the boundary is smaller than this value. The value is a few times the
+# relative rounding error of fp32.
 _BOUNDARY = 2.0**-20
 _STEEPEST_SILU = 1.1
 
@@ -74,7 +75,7 @@ def units(network: NetworkSpec) -> int:
 def largest_bytes(network: NetworkSpec) -> int:
     """Return the number of bytes of memory that ``check_layers`` needs.
 
-    The largest part of the network is in memory twice in fp32, because quantising a part makes a
+    Memory holds the largest part of the network twice in fp32, because quantising a part makes a
     copy.
     """
     sizes: dict[str, int] = defaultdict(int)
@@ -101,15 +102,15 @@ def check_layers(
 
     Args:
         folder: The bundle.
-        network: The denoiser's description.
+        network: The description of the bundle's network.
         done: The quantised weights and ranges from which the graph was made.
         base: The precision of all unquantised parts.
         taps: Maps each layer to its input and output in the graph.
-        cache_dtype: The value of this name in the manifest.
-        is_simulated: The value of this name in the manifest.
+        cache_dtype: The value of ``cache_dtype`` in the manifest.
+        is_simulated: The value of ``is_simulated`` in the manifest.
         on_done: Called after each part of the graph, ``units`` times in total.
         seed: Seed of the random canvases.
-        workplace: Memory and device to use.
+        workplace: The memory and device to use.
 
     Raises:
         DlmError: The graph cannot be run.
@@ -143,15 +144,16 @@ def check_layers(
 
 
 class _Beside:
-    """Computes the same canvases as a graph, but in torch, and compares every layer.
+    """Computes the same canvases as the graph, but in torch, and compares every layer.
 
-    Torch makes two passes at the same time. In ``equal``, the graph's values replace torch's values
-    before and after each layer. In ``alone``, no value is replaced.
+    Torch makes two passes at the same time. In the pass ``equal``, the graph's values replace
+    torch's values before and after each layer. In the pass ``alone``, torch uses only its own
+    values.
 
     ``rows`` contains one result per quantised layer. If the head is not quantised, ``rows`` also
     contains one result for the logits. After the last part of the graph, ``found`` contains the
-    logits of the graph, and ``expected`` contains the logits of ``alone``. Both have the shape
-    ``[R, V]`` per canvas, for R rows and V tokens.
+    graph's logits, and ``expected`` contains the logits of the pass ``alone``. For each canvas,
+    ``found`` and ``expected`` contain an array ``[R, V]``, for R rows and V tokens.
     """
 
     def __init__(
@@ -175,13 +177,13 @@ class _Beside:
         self._now: dict[str, np.ndarray] = {}
 
     def run(self, part: Part, shown: Sequence[Values]) -> None:
-        """Compute one part of the graph in torch, and compare its layers.
+        """Compute one part of the graph in torch, and compare the layers of the part.
 
         ``shown`` contains the values that the graph computed in this part, with one mapping per
         batch.
         """
-        # If one part computes a value and a later part reads this value, ``shown`` contains the
-        # value for both parts.
+        # If one part computes a value and a later part reads the value, ``shown`` contains the
+        # value in both parts.
         values = [
             {name.removeprefix(SHOWN): value for name, value in each.items()} for each in shown
         ]
@@ -211,8 +213,8 @@ class _Beside:
             module.register_forward_hook(functools.partial(self._after_experts, path, shown))
         for layer in layers:
             if self.done.formats[layer] != HIGH:
-                # ``simulate`` has added a hook that quantises the input. ``prepend`` makes the new
-                # hook run first, so that the new hook gets the unquantised input.
+                # ``simulate`` has added a hook that quantises the input. The new hook must get the
+                # unquantised input, so ``prepend`` makes the new hook run first.
                 modules[layer].register_forward_pre_hook(
                     functools.partial(self._before, layer, shown), prepend=True
                 )
@@ -244,11 +246,11 @@ class _Beside:
     def _before_experts(
         self, path: str, router: Router, shown: Sequence[Values], _: Any, inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Check that the experts chosen by the graph are as good as the experts that torch would
+        """Check that the experts that the graph chooses are as good as the experts that torch would
         choose.
 
-        The chosen experts may differ. If two experts suit a token equally well, either choice is
-        correct. So the function compares the scores of the experts.
+        The function compares the experts' scores, not their indices, because either choice is
+        correct if two experts suit a token equally well.
         """
         values, routes = self._shown_now(shown), self.taps[f"{path}{ROUTES}"]
         self._note_input(path, inputs[0].cpu().numpy(), values[self.taps[path].input])
@@ -281,7 +283,7 @@ class _Beside:
         return torch.from_numpy(theirs).to(output.device)
 
     def _format_of(self, layer: str) -> str:
-        """Return the format of a layer. ``layer`` may also be a mixture of experts."""
+        """Return the number format of a layer or of a mixture of experts."""
         return self.done.formats.get(layer, self.done.formats.get(f"{layer}.gate", HIGH))
 
     def _shown_now(self, shown: Sequence[Values]) -> Values:
@@ -349,9 +351,10 @@ def read_rounded(
     dtype: torch.dtype | None,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Read a tensor like ``Layered.read``, but with the rounding of a quantised embedding table.
+    """Read a tensor like ``Layered.read``. If the embedding table is quantised, round the tensor
+    accordingly.
 
-    The result contains the values that the graph computes from the quantised table.
+    The rounded values are the values that the graph computes from the quantised table.
     """
     if name != EMBEDDING:
         return read(name, dtype, rows)
@@ -367,8 +370,8 @@ def _project(
     """Compute the logits of a quantised head for two arrays of hidden states.
 
     Both arrays have the shape ``[R, hidden]``. Returns three arrays ``[R, V]``: the logits for
-    ``x``, the allowed difference of each of these logits (see ``_slack``), and the logits for
-    ``others``. The matrix is processed a few columns at a time, to save memory.
+    ``x``, the allowed difference of each logit for ``x`` (see ``_slack``), and the logits for
+    ``others``. To save memory, the function processes a few columns of the matrix at a time.
     """
     stored = done.weight("head")
     seen, others_seen = (calibrate.as_seen(done, "head", each) for each in (x, others))
@@ -386,10 +389,10 @@ def _project(
 
 
 def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 0.0) -> float:
-    """Return the largest difference of two arrays, divided by the range of ``theirs``.
+    """Return the largest difference between two arrays, divided by the range of ``theirs``.
 
-    ``slack`` is the allowed difference, which is first subtracted from each difference. Returns
-    infinity if a value is NaN.
+    ``slack`` contains the allowed difference of each element, which is subtracted from the
+    element's difference. If a value is NaN, the function returns infinity.
     """
     worst = float(np.maximum(np.abs(ours - theirs) - slack, 0).max())
     return (
@@ -402,7 +405,7 @@ def _relative(ours: np.ndarray, theirs: np.ndarray, slack: np.ndarray | float = 
 def _slack(done: Quantisation, layer: str, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Return how much each output of a layer may differ because of rounding.
 
-    The outputs may differ because inputs near the boundary between two codes may get either code.
+    Outputs may differ because an input near the boundary between two codes may get either code.
     """
     apart = _apart(done, layer, x)
     return (
@@ -431,7 +434,7 @@ def _experts_slack(
         gated, wide = module.gate(mine, expert), module.up(mine, expert)
         hidden = torch.nn.functional.silu(gated) * wide * share
         apart = _apart(done, gate, mine.cpu().numpy())
-        # If the terms of a sum are added in a different order, the sum can differ by this much.
+        # The maximum difference of a sum if its terms are added in a different order.
         moved = hidden.abs().amax(-1, keepdim=True) * _BOUNDARY
         if apart is not None:
             by_gate, by_up = (
@@ -456,12 +459,13 @@ def _experts_slack(
 def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
     """Find the inputs that may get either of two codes, and return the distance between the codes.
 
-    The distance is 0 for all other inputs. Returns ``None`` if no input may get either of two
-    codes.
+    For all other inputs, the distance is 0. If no input may get either of two codes, the function
+    returns ``None``.
 
-    To find these inputs, the function quantises all inputs after making them a little larger, and
-    again after making them a little smaller. The function does this twice. The first time, the
-    largest input of each row is not changed, so that the range of the row stays the same.
+    To find the inputs, the function quantises all inputs twice: once after making all inputs a
+    little larger, and once after making all inputs a little smaller. The function makes both
+    changes first without changing the largest input of each row, so that the row's range stays the
+    same, and then again with all inputs changed.
     """
     chosen = FORMATS[done.formats[layer]]
     if chosen.activations is None:
@@ -479,7 +483,7 @@ def _apart(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray | None:
     apart = np.zeros_like(x)
     for step in (inner, np.full_like(x, _BOUNDARY)):
         apart = np.maximum(apart, np.abs(rounded(x * (1 + step)) - rounded(x * (1 - step))))
-    # If the range differs slightly, all values differ slightly. Such a difference does not mean
+    # If the range differs slightly, all values differ slightly. A slight difference does not mean
     # that an input got a different code.
     apart[apart <= 4 * _BOUNDARY * np.abs(x)] = 0
     return apart if apart.any() else None

@@ -1,4 +1,4 @@
-"""Creates canvases for parity checks, from prompts and partly masked random ids."""
+"""Creates canvases for parity checks, from prompts and partly masked random token IDs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 PROMPT_LENGTH = 12  # number of tokens in a random prompt
 TAIL_LENGTH = 48  # number of random tokens after a prompt
 PROMPTS_LIMIT_BYTES = 16 << 20
-# The number of rows of logits that are compared on each canvas. For 126,464 tokens, a row takes 0.5
-# MB.
+# The number of rows of logits that are compared on each canvas. For a vocabulary of 126,464 tokens,
+# a row takes 0.5 MB.
 ROWS_PER_CANVAS = 16
 
 
@@ -42,7 +42,7 @@ class Canvas:
 def random_prompts(network: NetworkSpec, count: int, seed: int) -> list[list[int]]:
     """Create random prompts without special tokens.
 
-    Each prompt has ``PROMPT_LENGTH`` tokens, but at most half as many tokens as a canvas.
+    Each prompt contains ``PROMPT_LENGTH`` tokens, but at most half as many tokens as a canvas.
     """
     c, rng = network, np.random.default_rng(seed)
     length = max(1, min(PROMPT_LENGTH, c.max_canvas_length // 2))
@@ -55,8 +55,8 @@ def random_prompts(network: NetworkSpec, count: int, seed: int) -> list[list[int
 def read_prompts(path: Path, tokenizer: Tokenizer | None, count: int) -> list[list[int]]:
     """Read prompts from a text file with one prompt per line, and convert the prompts to token IDs.
 
-    Returns at most ``count`` prompts. Empty lines are skipped. If a text looks like a special
-    token, it becomes that special token, as in the released code. Raises RequestError.
+    Returns at most ``count`` prompts. Empty lines are skipped. As in the released code, a text that
+    looks like a special token becomes that special token. Raises RequestError.
     """
     if tokenizer is None:
         raise RequestError(f"{path}: there is no tokenizer for text; omit --prompts")
@@ -75,8 +75,8 @@ def make_canvases(
 ) -> list[Canvas]:
     """Create the canvases of a parity check: one per prompt and mask ratio.
 
-    A canvas consists of a prompt and random IDs. A share of the random IDs is masked.
-    ``MASK_RATIOS`` lists these shares.
+    A canvas consists of a prompt and random token IDs. In each canvas, a share of the random IDs is
+    masked. ``MASK_RATIOS`` lists the shares.
     """
     c, rng = network, np.random.default_rng(seed)
     canvases = []

@@ -1,12 +1,13 @@
-"""Records the logits of a checkpoint's released code. A bundle can be compared with these logits.
+"""Records the logits of a checkpoint's released code, so that bundles can be compared with the
+logits.
 
 The released code is a Python class in the checkpoint's folder, or a class with the same name in the
 package transformers. If there is no such class, a different class of transformers with the same
-layers can be used. This class is called the trunk. dlm-export then replaces the attention mask of
-the trunk by its own attention mask.
+layers can be used, which is called the trunk. dlm-export replaces the trunk's attention mask by
+dlm-export's own attention mask.
 
-This is the only module that imports transformers. Released code may need old versions of packages.
-So this module does not import onnx, and does not need a bundle.
+This is the only module that imports transformers. The module neither imports onnx nor needs a
+bundle, because released code may need old versions of packages.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ from dlm_runtime.text.tokenizer import Tokenizer
 # Dream's code needs version 4.46.2. LLaDA's code runs with versions up to 4.57.1.
 PACKAGE, OLDEST = "transformers", (4, 46)
 INSTALL = "pip install 'dlm-export[capture]'"
-# The keys of auto_map that may name the class to run. Classes that return logits come first.
+# The keys of auto_map that may name the class to run. Keys of classes that return logits come
+# first.
 AUTO_CLASSES = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
-# The keys of config.json that must not be passed to the trunk. These keys name other classes, or
-# the type in which weights are stored.
+# The keys of config.json that must not be passed to the trunk, because they name different classes,
+# or the type in which weights are stored.
 _NOT_THE_TRUNKS = (
     "architectures",
     "auto_map",
@@ -57,18 +59,22 @@ _NOT_THE_TRUNKS = (
     "torch_dtype",
     "dtype",
 )
-_LISTED = 4  # an error message lists at most this many tensors
+_LISTED = 4  # maximum number of tensors that an error message lists
 CODE_LIMIT_BYTES = 4 << 20  # maximum size of a Python file in bytes
 
 
 class CaptureError(DlmError):
-    """Raised if the released code is missing, outside the checkpoint's folder, or not trusted."""
+    """Raised if the released code is missing, is outside the checkpoint's folder, or is not trusted
+    by the user.
+    """
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class ReleasedCodeError(CaptureError):
-    """Raised if the released code fails or gives unusable results with these package versions."""
+    """Raised if the released code fails or gives unusable results with the installed package
+    versions.
+    """
 
     exit_code = ExitCode.COULD_NOT
 
@@ -78,8 +84,8 @@ class CaptureOptions:
     """Options of a capture.
 
     - ``trust_remote_code``: allows running Python files in the checkpoint's folder.
-    - ``trunk``: runs a transformers class with the same layers instead of the released class, with
-      our attention mask.
+    - ``trunk``: runs a transformers class with the same layers and our attention mask, instead of
+      the released class.
     - ``prompts``: text file with one prompt per line. If ``None``, random token IDs are used.
     - ``count``: number of prompts per mask ratio.
     - ``seed``: seed of random prompts and canvases.
@@ -94,7 +100,7 @@ class CaptureOptions:
 
 @dataclass(frozen=True)
 class Choice:
-    """The class to run. The first of ``files`` defines the class.
+    """The class to run. The first file in ``files`` defines the class.
 
     If ``files`` is empty, the class belongs to transformers.
     """
@@ -114,9 +120,9 @@ def capture(
 
     Args:
         path: The checkpoint's folder.
-        options: Options for the class and the prompts.
+        options: The options that select the class and the prompts.
         overrides: Values for keys that are missing in config.json.
-        progress: Is notified of the three stages.
+        progress: The progress to report the three stages to.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
@@ -137,7 +143,7 @@ def capture(
     choice = choose(checkpoint, family, options)
     canvases = make_canvases(network, _prompts(checkpoint, network, options), options.seed)
     progress.start("load released code", 1)
-    # Standard output is for results. So if the released code prints text, send the text to stderr.
+    # If the released code prints text, send the text to stderr, because stdout is for results.
     with contextlib.redirect_stdout(sys.stderr):
         released = _Released(checkpoint, choice, network)
         progress.start("capture logits", len(canvases))
@@ -150,8 +156,8 @@ def capture(
     provenance = Provenance(
         kind=choice.kind,
         class_name=type(released.model).__name__,
-        # If the class comes from the checkpoint, transformers uses a hash as the name of the
-        # module. Record the name of the Python file instead.
+        # If the class comes from the checkpoint, transformers uses a hash as the module's name. In
+        # this case, record the name of the Python file instead of the hash.
         module=type(released.model).__module__
         if choice.kind != golden.RELEASED
         else choice.files[0],
@@ -182,7 +188,9 @@ def _sight(network: NetworkSpec) -> str:
 
 
 def _printable(name: str) -> str:
-    """Replace unprintable characters in a file name, because golden files must not contain them."""
+    """Replace the unprintable characters in a file name, because golden files must not contain
+    unprintable characters.
+    """
     kept = "".join(letter if letter.isprintable() else "?" for letter in name)
     return kept[: golden.TEXT_LIMIT] or "?"
 
@@ -208,14 +216,14 @@ def _versions() -> dict[str, str]:
 
 
 def choose(checkpoint: Checkpoint, family: Family, options: CaptureOptions) -> Choice:
-    """Choose the class to run. The first existing class in this list is used:
+    """Choose the class to run, which is the first existing class in this list:
 
     1. The class in the checkpoint's folder.
     2. The class of the same name in transformers.
     3. The class in transformers with the same layers (the trunk).
 
-    If ``options.trunk`` is true, the trunk is always used. Raises CaptureError if there is no such
-    class, or if the class is in the checkpoint's folder and the user does not trust it.
+    If ``options.trunk`` is true, the trunk is always used. Raises CaptureError if no class exists,
+    or if the class is in the checkpoint's folder and the user does not trust the code.
     """
     config = checkpoint.config
     architecture = config.get("architectures")[0]
@@ -249,7 +257,8 @@ def choose(checkpoint: Checkpoint, family: Family, options: CaptureOptions) -> C
 
 
 def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
-    """Find the class that auto_map names for ``architecture``, and all files that the class needs.
+    """Find the class that auto_map names for ``architecture``, and find all files that the class
+    needs.
 
     Returns ``None`` if auto_map names no class.
     """
@@ -275,9 +284,9 @@ def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
 
 
 def _files_run(folder: Path, module: str) -> tuple[str, ...]:
-    """Return the file of a module, and all files in the folder that the module imports.
+    """Return the file of a module, and all files in the folder that the module imports directly or
+    indirectly.
 
-    The result also contains the files that these files import.
     """
     names = [f"{module}.py"]
     for name in names:  # the list grows during the loop
@@ -325,7 +334,9 @@ def _transformers() -> Any:
 
 
 class _Released:
-    """An instance of the chosen class with the checkpoint's weights, ready to compute in fp32."""
+    """An instance of the chosen class, into which the checkpoint's weights have been loaded. The
+    instance computes in fp32.
+    """
 
     def __init__(self, checkpoint: Checkpoint, choice: Choice, network: NetworkSpec) -> None:
         """Load the class and the weights. Raises ReleasedCodeError if loading fails for any
@@ -343,9 +354,9 @@ class _Released:
         }
         try:
             if choice.kind == golden.RELEASED:
-                # Do not use the auto classes of transformers, because these classes cache other
-                # classes. A second checkpoint with a similar config would then get the class of the
-                # first checkpoint.
+                # Do not use the auto classes of transformers, because the auto classes cache the
+                # classes that they load. For a second checkpoint with a similar config, an auto
+                # class would return the first checkpoint's class.
                 entry = f"{choice.files[0].removesuffix('.py')}.{choice.name}"
                 factory = transformers.dynamic_module_utils.get_class_from_dynamic_module(
                     entry, str(checkpoint.path)
@@ -359,10 +370,10 @@ class _Released:
                 }
                 settings["config"] = factory.config_class.from_dict(kept)
                 settings["attn_implementation"] = (
-                    "eager"  # applies the mask unchanged in every version of transformers
+                    "eager"  # every version of transformers applies the mask unchanged
                 )
             self.model, loading = factory.from_pretrained(str(checkpoint.path), **settings)
-        except Exception as err:  # third-party code may raise any exception
+        except Exception as err:  # because third-party code may raise any exception
             raise self._failure("does not load", err) from err
         self._check_weights(loading)
         self.model.eval()
@@ -410,8 +421,8 @@ class _Released:
         length = len(tokens)
         arguments: dict[str, Any] = {"use_cache": False} if "use_cache" in self.takes else {}
         if self.choice.kind == golden.TRUNK:
-            # The class adds this mask to its attention scores. By default, the class would hide all
-            # later positions.
+            # The class adds the following mask to its attention scores. Without the mask, the class
+            # would hide all later positions.
             blocks = torch.arange(length) // (self.visible_block or length)
             is_hidden = blocks > blocks.unsqueeze(1)
             arguments["attention_mask"] = torch.zeros(1, 1, length, length).masked_fill(
@@ -436,9 +447,10 @@ class _Released:
     def check_visibility(self, tokens: np.ndarray) -> None:
         """Check that the class lets position 0 see its own block, but no later block.
 
-        The test changes one token of the canvas at a time. If the token is a later token of the
-        first block, the logits of position 0 must change. If the token is the first token after the
-        block, the logits must not change. Raises ReleasedCodeError if the test fails.
+        The check changes one token of the canvas at a time. If the changed token is a later token
+        of the first block, the logits of position 0 must change. If the changed token is the first
+        token after the first block, the logits of position 0 must not change. Raises
+        ReleasedCodeError if the check fails.
         """
         # number of positions in the first block
         seen = min(self.visible_block or len(tokens), len(tokens))

@@ -4,11 +4,11 @@
 with the file on any machine, without torch and without the checkpoint. A golden file also records
 the origin of its logits (``Provenance``).
 
-A golden file may come from an untrusted machine, so it is read without pickle. Its entries must be
-uncompressed, so that no array can be larger than the file.
+A golden file may come from an untrusted machine, so this module reads the file without pickle. The
+entries of the file must be uncompressed, so that no array can be larger than the file.
 
-The file is an .npz file that contains N canvases in the arrays below. A canvas has L tokens, and R
-rows of logits for a vocabulary of V tokens.
+A golden file is an .npz file that contains N canvases in the arrays below. Each canvas consists of
+L tokens. For each canvas, there are R rows of logits for a vocabulary of V tokens.
 
 =================  ======================  ====================================================
 ``provenance``     uint8 ``[bytes]``       ``Provenance`` as JSON in UTF-8, with ``FORMAT``
@@ -40,7 +40,7 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 SUFFIX = ".npz"
 FORMAT = {"name": "dlm-export golden logits", "version": 1}
-LIMIT_BYTES = 32 << 30  # maximum size of a golden file; 1 GB holds 4,000 rows for 65,536 tokens
+LIMIT_BYTES = 32 << 30  # maximum size in bytes of a file; 1 GB holds 4,000 rows for 65,536 tokens
 PROVENANCE_LIMIT_BYTES = 1 << 20
 TEXT_LIMIT = 300  # maximum number of characters of a text in the provenance
 RELEASED, OWN, TRUNK = "released code", "transformers class", "transformers trunk"
@@ -93,7 +93,7 @@ class Provenance:
 
     @property
     def reference(self) -> str:
-        """Describe the code with which a bundle is compared."""
+        """Describe the code whose logits a bundle is compared with."""
         what = {
             RELEASED: f"the released code's logits ({self.class_name} of {self.module}",
             OWN: f"the logits of transformers' own class ({self.class_name}",
@@ -110,7 +110,7 @@ class Provenance:
 class Golden:
     """The contents of a golden file: canvases, their logits, and the provenance of the logits.
 
-    For each canvas, there are logits fp32 ``[R, V]`` for R rows.
+    For each canvas, ``logits`` contains an fp32 array ``[R, V]``, for R rows and V tokens.
     """
 
     provenance: Provenance
@@ -135,9 +135,10 @@ class Golden:
 
 
 def claimed(path: Path, *, force: bool) -> AbstractContextManager[Path]:
-    """Prepare to write a golden file to ``path``. See ``outputs.claimed`` for the details.
+    """Prepare to write a golden file to ``path``. The docstring of ``outputs.claimed`` explains the
+    details.
 
-    Raises GoldenError if the name of the file does not end with ``SUFFIX``.
+    Raises GoldenError if the file's name does not end with ``SUFFIX``.
     """
     if path.suffix != SUFFIX:
         raise GoldenError(f"{path}: the name must end in {SUFFIX}")
@@ -180,7 +181,7 @@ def load(path: Path) -> Golden:
         raise
     except (
         Exception
-        # If a file is damaged, zipfile and numpy may raise a dozen kinds of exceptions.
+        # If the file is damaged, zipfile and numpy may raise a dozen kinds of exceptions.
     ) as err:
         reason = " ".join(str(err).split())[:TEXT_LIMIT]
         raise GoldenError(
@@ -190,7 +191,7 @@ def load(path: Path) -> Golden:
 
 
 def _read_array(archive: zipfile.ZipFile, name: str, archive_bytes: int) -> np.ndarray:
-    """Check the size of one array, and read it. Raises ValueError or KeyError."""
+    """Check the size of one array, and read the array. Raises ValueError or KeyError."""
     kind, dimensions = _ARRAYS[name]
     info = archive.getinfo(f"{name}.npy")
     if info.compress_type != zipfile.ZIP_STORED:
@@ -208,7 +209,7 @@ def _read_array(archive: zipfile.ZipFile, name: str, archive_bytes: int) -> np.n
             raise ValueError(
                 f"{name} claims shape {list(shape)}, but has {info.file_size - file.tell()} bytes"
             )
-        # zipfile checks the CRC of an entry only when its last byte is read.
+        # zipfile checks an entry's CRC only when the entry's last byte is read.
         return np.frombuffer(file.read(), kind).reshape(shape)
 
 
@@ -221,8 +222,8 @@ def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _provenance(text: bytes) -> Provenance:
-    """Read the provenance. Raises ValueError if the text is invalid, and GoldenError if the version
-    is unknown.
+    """Read the provenance. Raises ValueError if the provenance is invalid, and GoldenError if its
+    version is unknown.
     """
     if len(text) > PROVENANCE_LIMIT_BYTES:
         raise ValueError(f"provenance has {len(text)} bytes")

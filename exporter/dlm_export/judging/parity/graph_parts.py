@@ -1,7 +1,7 @@
-"""Runs the graph of a bundle part by part, so that memory holds the weights of one part only.
+"""Runs a bundle's graph part by part, so that memory holds only the weights of one part.
 
-The parts run in ONNX Runtime, with the kernels of the native runtime. The outputs of a part become
-inputs of later parts. So the results are equal to a run of the whole graph.
+The parts run in ONNX Runtime, with the kernels of the native runtime. The results are equal to the
+results of the whole graph, because the outputs of each part become inputs of later parts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Values = Mapping[str, np.ndarray]
 """Maps the names of values in a graph to arrays."""
 
 
-# Maps each element type to the numpy type that stores it. If numpy lacks the element type, a
-# different type of the same size is used.
+# Maps each element type to the numpy type that stores the elements. If numpy lacks the element
+# type, a numpy type of the same size is used.
 _BITS: dict[ir.DataType, type[np.generic]] = {
     ir.DataType.FLOAT: np.float32,
     ir.DataType.FLOAT16: np.uint16,
@@ -73,11 +73,12 @@ def run_parts(
     *,
     is_simulated: bool,
 ) -> Iterator[tuple[Part, list[Values]]]:
-    """Run the parts of a graph in order, each for all ``passes``.
+    """Run the parts of a graph in order. Each part runs for all ``passes`` before the next part
+    runs.
 
-    Yields each part, and a list with one mapping per pass. ``wanted`` lists names of outputs. The
-    mapping contains the outputs of the part that ``wanted`` lists. ``folder`` contains the weight
-    file of the graph. ``is_simulated`` is the value of this name in the manifest. Raises PartError.
+    For each part, yields the part and a list with one mapping per pass. A mapping contains the
+    part's outputs whose names ``wanted`` lists. ``folder`` contains the graph's weight file.
+    ``is_simulated`` is the value of ``is_simulated`` in the manifest. Raises PartError.
     """
     held = [dict(given) for given in passes]
     for number, part in enumerate(parts):
@@ -107,10 +108,10 @@ def open_graph(
     is_simulated: bool = False,
     is_packed: bool = True,
 ) -> onnxruntime.InferenceSession:
-    """Open a graph, or a part of one, with the settings of the native runtime.
+    """Open a graph, or a part of a graph, with the settings of the native runtime.
 
     ``folder`` contains the weight file. ``folder`` may be ``None`` if the graph has no weights.
-    ``is_packed`` lets ONNX Runtime copy unquantised matrices to its own layout. Copying takes time
+    ``is_packed`` lets ONNX Runtime copy unquantised matrices to its own layout. The copy costs time
     and memory once, but makes each pass faster.
     """
     import onnxruntime

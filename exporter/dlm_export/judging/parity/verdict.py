@@ -1,11 +1,13 @@
 """Defines the tolerances and the results of parity checks.
 
 Parity is checked in two ways. At the end of every build, ``against_torch`` compares the bundle with
-dlm-export's own torch denoiser. This check cannot find mistakes in reading the checkpoint, because
-the bundle and the torch denoiser would have the same mistake. ``against_golden`` can find such
-mistakes, because it compares a bundle with logits of the released code.
+dlm-export's own torch denoiser. ``against_torch`` cannot find mistakes in reading the checkpoint,
+because the bundle and the torch denoiser would contain the same mistake. ``against_golden`` can
+find mistakes in reading the checkpoint, because it compares a bundle with logits of the released
+code.
 
-This module does not import torch, so that boards without torch can check golden files.
+This module does not import torch, so that devices without torch can compare a bundle with a golden
+file.
 """
 
 from __future__ import annotations
@@ -21,19 +23,19 @@ from dlm_runtime import Bundle
 from dlm_runtime.errors import DlmError, ExitCode
 
 OUR_DENOISER = "our torch denoiser"
-ROUTER = "fp32"  # shown as the format of routers, because routers always compute in fp32
-LOGITS = "logits"  # shown instead of a layer's name in the result for the final logits
+ROUTER = "fp32"  # the format that results show for routers, which always compute in fp32
+LOGITS = "logits"  # the name of the result for the final logits, instead of a layer's name
 
 
 class ParityError(DlmError):
-    """Raised if the results of a bundle differ from the reference by more than the tolerance."""
+    """Raised if a bundle's results differ from the reference's results by more than the tolerance."""
 
     exit_code = ExitCode.MISSED
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The tolerance for differences between a bundle and its reference.
+    """The tolerance for differences between the results of a bundle and of its reference.
 
     ``relative`` is the largest allowed difference of a logit, divided by the range of the logits.
     ``agreement`` is the smallest allowed share of identical canvases.
@@ -44,16 +46,16 @@ class Tolerance:
 
 
 # Torch computes in fp32. A bundle in fp32 differs from torch only in the order of additions. A
-# bundle in fp16 rounds to 11 significant bits in every layer. So the bundle may choose a different
-# token if two logits are nearly equal. A bundle in bf16 rounds to 8 significant bits, which is
-# eight times coarser.
+# bundle in fp16 rounds to 11 significant bits in every layer, so it may choose a different token
+# than torch if two logits are nearly equal. A bundle in bf16 rounds to 8 significant bits, which is
+# eight times coarser than fp16.
 TOLERANCES = {
     "fp32": Tolerance(2e-4, 1.0),
     "fp16": Tolerance(2e-2, 0.8),
     "bf16": Tolerance(1.6e-1, 0.5),
 }
-# If the cache is rounded, a key or value halfway between two codes may get either code. So the
-# bundle may choose a different token than torch if two logits are nearly equal.
+# If the cache is rounded, a key or value halfway between two codes may get either code. As a
+# result, the bundle may choose a different token than torch if two logits are nearly equal.
 ROUNDED_CACHE_AGREEMENT = 0.8
 # Tolerances for a single layer, and for the operators between two layers. The key is the precision
 # of all unquantised parts.
@@ -78,9 +80,9 @@ def tolerance_of(precision: str, cache_dtype: str) -> Tolerance:
 class GraphRow:
     """The comparison of logits at one mask ratio.
 
-    ``argmax_equal`` is the number of rows for which both denoisers predict the same token. In the
-    remaining rows, rounding may be the reason for the difference. This is so if the best two logits
-    are closer than twice the worst difference. ``argmax_ties`` counts these rows.
+    ``argmax_equal`` is the number of rows for which both denoisers predict the same token. In a
+    remaining row, rounding may be the reason for the different tokens, if the row's best two logits
+    are closer than twice the worst difference. ``argmax_ties`` is the number of such rows.
     """
 
     mask_ratio: float
@@ -109,13 +111,15 @@ class LayerRow:
     """The comparison of one quantised layer. The bundle and torch compute the layer from the same
     input.
 
-    Each figure is the worst difference, divided by the range of the values.
+    Each figure is the worst difference between the bundle and torch, divided by the range of the
+    values.
 
-    - ``input_relative`` compares the inputs of the layer, which checks the operators since the
-      previous layer.
-    - ``output_relative`` compares the outputs of the layer. Differences caused by an input halfway
-      between two codes are subtracted. If the layer is part of a fused operator, its output cannot
-      be read, so this figure is ``None``. The input of the next layer then checks this layer too.
+    - ``input_relative`` compares the layer's inputs, to check the operators between the previous
+      layer and this layer.
+    - ``output_relative`` compares the layer's outputs. Differences caused by an input halfway
+      between two codes are subtracted. If the layer is part of a fused operator,
+      ``output_relative`` is ``None``, because the layer's output cannot be read. In this case, the
+      comparison of the next layer's inputs also checks this layer.
 
     The result named ``LOGITS`` checks everything after the last quantised layer.
     """
@@ -132,11 +136,12 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Parity:
-    """The result of a parity check. ``reference`` describes the other side of the comparison.
+    """The result of a parity check. ``reference`` describes the denoiser that the bundle was
+    compared with.
 
-    If single layers were compared, each element of ``layers`` must meet the tolerance. ``graph``,
-    which compares whole passes, is then for information only, because a single different code
-    affects all later layers. If no layers were compared, ``graph`` and ``loop`` must meet the
+    If single layers were compared, each element of ``layers`` must meet the tolerance. The
+    comparison of whole passes, ``graph``, is then only for information, because a single different
+    code affects all later layers. If no layers were compared, ``graph`` and ``loop`` must meet the
     tolerance.
     """
 
@@ -149,9 +154,7 @@ class Parity:
 
     @property
     def misses(self) -> list[str]:
-        """Describe each missed tolerance in a sentence. The list is empty if all tolerances are
-        met.
-        """
+        """Return a list with a sentence for each missed tolerance."""
         if self.layers:
             return [miss for row in self.layers for miss in self._missed(row)]
         found = []
@@ -208,7 +211,7 @@ class Parity:
 
     @property
     def summary(self) -> str:
-        """Describe the first two missed tolerances, and say how many more tolerances were
+        """Describe the first two missed tolerances, and mention how many further tolerances were
         missed.
         """
         more = len(self.misses) - 2
@@ -225,7 +228,8 @@ def compare_logits(
     expected: Sequence[np.ndarray],
     on_done: Callable[[], None],
 ) -> list[GraphRow]:
-    """Compare the logits of a bundle with the expected logits, fp32 ``[R, V]`` per canvas.
+    """Compare a bundle's logits with the expected logits, which are an fp32 array ``[R, V]`` per
+    canvas.
 
     Returns one result per mask ratio. ``on_done`` is called after each mask ratio.
     """

@@ -12,12 +12,16 @@ from dlm_runtime.policy import Policy
 
 
 class MaskedLoss:
-    """Compares candidates with a reference by the cross-entropy at masked positions."""
+    """Compares candidates with a reference. The comparison uses the cross-entropy at masked
+    positions.
+    """
 
     def __init__(
         self, reference: Scorer, samples: Sequence[Sample], policy: Policy, seed: int
     ) -> None:
-        """Mask the samples. If the reference is a ``Seer``, compute its predictions immediately."""
+        """Mask the samples. If the reference is a ``Seer``, compute the reference's predictions
+        immediately.
+        """
         limit = reference.max_canvas_length
         self._canvases = [
             seen
@@ -36,8 +40,8 @@ class MaskedLoss:
     def of(self, candidate: Scorer) -> float:
         """Return the relative increase of cross-entropy from the reference to ``candidate``.
 
-        Returns infinity if the reference's cross-entropy is 0 and the candidate's cross-entropy is
-        not.
+        If the reference's cross-entropy is 0 and the candidate's cross-entropy is not 0, returns
+        infinity.
         """
         self._show(candidate)
         (found,) = compare_masked(self._reference, [candidate], self._canvases)

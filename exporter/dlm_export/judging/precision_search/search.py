@@ -1,10 +1,13 @@
-"""Finds the smallest or fastest formats whose loss is within a budget, for ``--precision auto``.
+"""Implements ``--precision auto``: finds the smallest or fastest formats whose loss is within a
+budget.
 
 1. ``sensitivity`` measures how much accuracy each layer loses in each format.
-2. ``trade_off`` orders all changes of a layer's format, from full precision everywhere to the
-   cheapest format everywhere. The cost of a format is its size in bytes, or its measured time.
-3. A bisection finds how many of these changes the budget allows. It measures the actual loss of
-   each combination that it tries, always with the same random masks.
+2. ``trade_off`` puts all format changes of single layers in an order. Before the first change, all
+   layers are in full precision. After the last change, all layers are in their cheapest formats.
+   The cost of a format is its size in bytes or its measured time.
+3. A bisection finds how many of the changes the budget allows, counted from the first change. The
+   bisection measures the actual loss of each combination of formats that it tries, always with the
+   same random masks.
 
 Torch simulates all formats, so the target device is not needed.
 """
@@ -46,19 +49,19 @@ from dlm_runtime.policy import Policy
 if TYPE_CHECKING:
     from dlm_export.planning.tuning import Tuning
 
-DEFAULT_BUDGET = 0.01  # allowed relative increase of cross-entropy at masked positions
-# The build uses the same solver, so the search measures the weights that the build will write.
+DEFAULT_BUDGET = 0.01  # largest allowed relative increase of cross-entropy at masked positions
+# The build uses this solver too, so the search measures the weights that the build will write.
 SOLVER = "gptq"
-PROBES = 8  # maximum number of measurements in the bisection; enough for 2**7 changes
+PROBES = 8  # maximum number of loss measurements in the bisection; enough for 2**7 changes
 
 
 @dataclass(frozen=True)
 class AutoOptions:
     """Options of the search.
 
-    ``formats`` lists the formats that a layer may get instead of full precision. ``None`` allows
-    the formats that the target recommends. If ``tune`` is true, the search minimises the measured
-    time instead of the size.
+    ``formats`` lists the formats that a layer may get instead of full precision. If ``formats`` is
+    ``None``, a layer may get each format that the target recommends. If ``tune`` is true, the
+    search minimises the measured time instead of the size.
     """
 
     formats: tuple[str, ...] | None = None
@@ -69,12 +72,12 @@ class AutoOptions:
 class CurvePoint:
     """One combination of formats that the search considered.
 
-    - ``weight_bytes``: size of all layers.
-    - ``seconds``: time that all layers take in one pass. ``None`` if no times were measured.
-    - ``predicted_kl``: sum of the losses of the single layers.
+    - ``weight_bytes``: total size of all layers in bytes.
+    - ``seconds``: total time that all layers take in one pass. ``None`` if no times were measured.
+    - ``predicted_kl``: sum of all layers' losses, each measured with only that layer quantised.
     - ``ce_increase``: measured relative increase of cross-entropy. ``None`` if the bisection
       skipped this combination.
-    - ``formats``: maps each format to its number of layers.
+    - ``formats``: maps each format to the number of layers in this format.
     """
 
     weight_bytes: int
@@ -90,7 +93,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of the search: the chosen recipe, and all combinations of formats that were
+    """The result of the search: the chosen recipe, and all combinations of formats that the search
     considered.
     """
 
@@ -114,11 +117,11 @@ def formats_for(targets: Sequence[Target], options: AutoOptions) -> tuple[str, .
 
 
 def searched(network: NetworkSpec) -> dict[str, tuple[LinearSpec, ...]]:
-    """Group the layers whose formats are chosen. All layers of a group get the same format.
+    """Group the layers whose formats the search chooses. All layers of a group get the same format.
 
-    The three expert matrices of a block form one group. Each other group contains one layer. The
-    head is included only if the head and the embedding table share a matrix. Otherwise, the head
-    stays in full precision. Returns a mapping from the path of each group to its layers.
+    All three expert matrices of a block form one group. Every other layer is a group of its own.
+    The head is included only if the head and the embedding table share a matrix. Otherwise, the
+    head stays in full precision. Returns a mapping from the path of each group to its layers.
     """
     units = network.units()
     return {path: layers for path, layers in units.items() if path != HEAD or network.tied_head}
@@ -147,14 +150,14 @@ def _bytes(table_bytes: int, layer: LinearSpec, format: str) -> int:
 def _by_layer(
     units: Mapping[str, Sequence[LinearSpec]], formats: Mapping[str, str]
 ) -> dict[str, str]:
-    """Convert the format of each group of layers to a format for each layer."""
+    """Convert a mapping from groups to formats into a mapping from layers to formats."""
     return {layer.path: name for unit, name in formats.items() for layer in units[unit]}
 
 
 class _RoundedHead(Head):
     """A head that multiplies by the quantised embedding table.
 
-    The input of the head is rounded in the way that the format requires.
+    The head's input is rounded as the head's format requires.
     """
 
     def __init__(self, head: Head, done: Quantisation) -> None:
@@ -177,8 +180,8 @@ class _Assigned(Layered):
         formats: Mapping[str, str],
         device: torch.device,
     ) -> None:
-        """``ready`` maps each format to the layers that are quantised to it. ``formats`` maps each
-        layer to its format.
+        """``ready`` maps each format to a quantisation of all layers in this format. ``formats``
+        maps each layer to its chosen format.
         """
         super().__init__(
             functools.partial(weights.tensor, source.parameters), source.network, device=device
@@ -221,25 +224,26 @@ def search(
     workplace: Workplace | None = None,
     fewest_tokens: int = FEWEST_TOKENS,
 ) -> Found:
-    """Find the cheapest formats for which cross-entropy rises by at most ``budget``.
+    """Find the cheapest formats that increase the cross-entropy by at most ``budget``.
 
-    The cross-entropy is measured at randomly masked positions. The same arguments always give the
-    same result.
+    The search measures the cross-entropy at randomly masked positions. The same arguments always
+    give the same result.
 
     Args:
         source: The checkpoint to quantise.
         states: Calibration states.
         samples: Samples on which cross-entropy is measured.
-        formats: Formats to choose from. A layer never gets a format that does not suit the layer's
-            shape.
+        formats: Formats to choose from. The search never chooses a format for a layer whose shape
+            does not suit the format.
         policy: Policy that determines the block length.
         budget: Largest relative increase of cross-entropy. ``None`` uses ``DEFAULT_BUDGET``.
         seed: Seed of the random masks.
         on_done: Called at most ``units`` times.
         exact: Measure the loss of each single layer, instead of estimating it.
         on_gpu: Apply the stricter rules of GPUs for the shapes of layers.
-        tuning: Measured times of layers. If given, the time is minimised instead of the size.
-        workplace: Memory and device to use.
+        tuning: Measured times of layers. If ``tuning`` is given, the search minimises the time
+            instead of the size.
+        workplace: The memory and device to use.
         fewest_tokens: See ``calibrate``.
 
     Raises:
@@ -303,7 +307,8 @@ def search(
         return increase
 
     measured: dict[int, float] = {}
-    # path[low] always meets the budget. path[0] is full precision, which meets every budget.
+    # ``path[low]`` always meets the budget. In ``path[0]``, all layers are in full precision, which
+    # meets every budget.
     low, high = 0, len(path) - 1
     measured[high] = measure(path[high])
     if measured[high] <= budget:

@@ -5,18 +5,19 @@ Two losses are measured: one over all masked positions, and one over the frontie
 the positions that are about to commit. All experts of a block count as one layer, because they have
 the same format.
 
-There are two methods. For each layer, the exact method quantises this layer and runs the whole
-denoiser. The second method estimates the losses of all layers together. The estimate needs one
-forward and one backward pass, and memory for one layer at a time.
+There are two methods: the exact method and the estimate. The exact method quantises each layer in
+turn and runs the whole denoiser. The estimate computes the losses of all layers together. The
+estimate needs one forward and one backward pass, and memory for one block at a time.
 
-The estimate is a second-order approximation. In this approximation, the loss of a layer is half the
-mean of ``(g . e)**2``. Here, ``e`` is the change of the layer's output that quantisation causes for
-the unquantised input. ``g`` is a random gradient at this output. The random gradients are sampled
-at the predictions, with the Fisher information as their covariance. Then they are backpropagated
+The estimate is a second-order approximation: the loss of a layer is half the mean of ``(g .
+e)**2``. ``e`` is the change of the layer's output that quantisation causes for the unquantised
+input. ``g`` is a random gradient at the layer's output. The random gradients are sampled at the
+predictions, with the Fisher information as their covariance. Then the gradients are backpropagated
 from the predictions to the layer (as in K-FAC, arXiv:1503.05671).
 
-A tied head uses the embedding table. Quantising the table changes the product of the head, and also
-the rows that are looked up at the start of a pass. The losses from these two changes are added.
+A tied head uses the embedding table. Quantising the table changes both the head's output and the
+table rows that are looked up at the start of a pass. The head's loss is the sum of the losses from
+both changes.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from dlm_export.quantising.numbers import Quantisation
 from dlm_export.workplace import Workplace
 
 SWEPT_STATES = 16
-LARGE_SWEPT = 2  # number of states for large denoisers, whose passes take seconds
+LARGE_SWEPT = 2  # number of calibration states for large denoisers, whose passes take seconds
 FRONTIER = 0.9  # a position is at the frontier if a token has at least this probability
 DRAWS = 4
-"""The number of random gradients for frontier positions. The same number is used for other masked
-positions. BENCHMARKS.md shows how much more gradients would improve the estimate.
+"""The number of random gradients for frontier positions, and also the number for all other masked
+positions. BENCHMARKS.md shows how much the estimate would improve with more gradients.
 """
 Losses = dict[str, tuple[float, float]]
 """Maps each layer or mixture of experts to ``(kl, frontier_kl)``, in nats per position."""
@@ -55,9 +56,7 @@ _Modules = dict[str, Linear | RoutedMLPs]
 
 
 def swept(states: Sequence[State], most: int = SWEPT_STATES) -> list[State]:
-    """Choose at most ``most`` evenly spaced states. Only states with masked positions are
-    chosen.
-    """
+    """Choose at most ``most`` evenly spaced states. All chosen states contain masked positions."""
     masked = [state for state in states if state.mask_ratio > 0]
     picked = np.linspace(0, len(masked) - 1, min(most, len(masked))).astype(int)
     return [masked[i] for i in dict.fromkeys(picked.tolist())]
@@ -71,9 +70,9 @@ def predicting_rows(canvas: np.ndarray, network: NetworkSpec) -> Tensor:
 
 
 def log_probs(logits: Tensor, network: NetworkSpec) -> Tensor:
-    """Convert raw logits ``[R, V]``, for R rows and V tokens, to log-probabilities.
+    """Convert raw logits ``[R, V]``, for R rows and V tokens, to log probabilities.
 
-    The mask token gets probability 0. ``logits`` is modified.
+    The mask token gets probability 0. The function changes ``logits`` in place.
     """
     logits[:, network.mask_token_id] = -torch.inf
     return logits.float().log_softmax(-1)
@@ -82,15 +81,16 @@ def log_probs(logits: Tensor, network: NetworkSpec) -> Tensor:
 def is_frontier(expected: Tensor) -> Tensor:
     """Return which of R positions are about to commit, as bool ``[R]``.
 
-    A position is about to commit if one of its tokens has at least the probability ``FRONTIER``.
-    The position with the most probable token is always about to commit.
+    A position is about to commit if a token has at least the probability ``FRONTIER`` at this
+    position. The position whose most probable token has the highest probability is always about to
+    commit.
     """
     best = expected.exp().max(-1).values
     return (best >= FRONTIER) | (best == best.max())
 
 
 def divergence(expected: Tensor, found: Tensor) -> Tensor:
-    """Return the KL divergence of each row between two tables of log-probabilities ``[R, V]``."""
+    """Return the KL divergence between two tables of log probabilities ``[R, V]``, for each row."""
     probs = expected.exp()
     return torch.where(probs > 0, probs * (expected - found), 0.0).sum(-1)
 
@@ -107,14 +107,14 @@ def estimate(
     memory_bytes: int | None = None,
     folder: Path | None = None,
 ) -> list[Losses]:
-    """Estimate the losses of all quantised layers, for each of ``choices``.
+    """Estimate the losses of all quantised layers, for each choice in ``choices``.
 
-    ``layered`` must be in fp32. If smoothing or AWQ was used, the weights of ``layered`` must
-    include the scales. ``on_done`` is called twice per transformer block.
+    ``layered`` must be in fp32. If smoothing or AWQ was used, the weights in ``layered`` must
+    already be multiplied by the scales. ``on_done`` is called twice per transformer block.
 
-    Memory holds one block, a quantised copy of this block for each of ``choices``, and the hidden
-    states before every block. Hidden states beyond ``memory_bytes`` are stored in a file in
-    ``folder``. Raises MemoryLimitError.
+    Memory holds one block, a quantised copy of the block for each choice in ``choices``, and the
+    hidden states before every block. Hidden states that exceed ``memory_bytes`` are stored in a
+    file in ``folder``. Raises MemoryLimitError.
     """
     c, canvases = layered.network, [state.canvas for state in states]
     carried = Carried(layered, canvases, memory_bytes=memory_bytes, folder=folder)
@@ -146,22 +146,22 @@ def estimate(
     return found
 
 
-# The first half of the gradients is for positions at the frontier. The second half is for all other
-# masked positions.
+# The first half of the gradients is for frontier positions. The second half is for all other masked
+# positions.
 _PARTS = (slice(0, DRAWS), slice(DRAWS, 2 * DRAWS))
 
 
 def directions(probs: Tensor, draws: int, generator: torch.Generator) -> Iterator[Tensor]:
     """Yield ``draws`` random gradients at the logits ``[R, V]`` of R predictions over V tokens.
 
-    The mean of the sum of the gradients' outer products is the Fisher information. For a prediction
-    p, the Fisher information is ``diag(p) - p p^T``. This is equal to the sum of ``b_j b_j^T`` over
-    all tokens j, where ``b_j = sqrt(p_j) (e_j - p)``.
+    The sum of the gradients' outer products has the Fisher information as its mean. For a
+    prediction p, the Fisher information is ``diag(p) - p p^T``. This matrix is equal to the sum of
+    ``b_j b_j^T`` over all tokens j, where ``b_j = sqrt(p_j) (e_j - p)``.
 
-    Each token j is randomly assigned to one of the gradients, and ``b_j`` is added to this gradient
-    with a random sign. So only the products of two distinct tokens in the same gradient are random.
-    The usual method, which samples labels from p, would need hundreds of gradients where p is close
-    to 0 or 1.
+    Each token j is randomly assigned to one gradient, and ``b_j`` is added to that gradient with a
+    random sign. As a result, only the products of two distinct tokens in the same gradient are
+    random. The usual method samples labels from p. That method would need hundreds of gradients if
+    probabilities in p are close to 0 or 1.
     """
     signs = torch.randint(0, 2, probs.shape, generator=generator) * 2 - 1
     draw = torch.randint(0, draws, probs.shape, generator=generator)
@@ -179,8 +179,9 @@ def _at_the_head(
 ) -> tuple[list[int], list[Losses]]:
     """Compute the losses of the head, and store the gradients at the output of the last block.
 
-    Returns the count of frontier positions, the count of other masked positions, and the losses of
-    the head for each of ``choices``.
+    Returns a list with two counts, and a list with the head's losses for each choice in
+    ``choices``. The counts are the number of frontier positions and the number of all other masked
+    positions.
     """
     layered, c = carried.layered, carried.layered.network
     norm, head, generator = layered.final_norm(), layered.head(), torch.Generator().manual_seed(0)
@@ -223,8 +224,8 @@ def _through(
 ) -> list[dict[str, Tensor]]:
     """Backpropagate the gradients through transformer block ``i``, and compute the block's losses.
 
-    Returns a mapping for each of ``choices``. The mapping's keys are the linear layers and mixtures
-    of experts. The mapping's values are the sums of ``(g . e)**2`` over all canvases, with one
+    Returns a mapping for each choice in ``choices``. The keys are the paths of linear layers and
+    mixtures of experts. The values are the sums of ``(g . e)**2`` over all canvases, with one
     element per random gradient g.
     """
     layered, block = carried.layered, carried.layered.block(i)
@@ -258,8 +259,9 @@ def _through(
                     square[path][number] += (
                         torch.linalg.vecdot(by_path[path].flatten(1), e).square().sum().cpu()
                     )
-            # This must come last, because it overwrites the incoming gradient. If the output of a
-            # layer is added to the result of the block, the layer's gradient is the same array.
+            # This assignment overwrites the incoming gradient, so it must come last. If a layer's
+            # output is added to the block's result, the layer's gradient is the same array as the
+            # incoming gradient.
             carried_back[batch.rows] = before.flatten(0, 1).cpu()
     return squares
 
@@ -269,9 +271,10 @@ def _at_the_table(
 ) -> list[Tensor | None]:
     """Compute the loss from looking up rows of a quantised embedding table.
 
-    For each of ``choices``, the function returns the sum of ``(g . e)**2`` over all canvases, with
-    one element per random gradient g. If the choice does not quantise a tied table, the function
-    returns ``None`` instead. ``gradients`` must be the gradients at the input of the first block.
+    For each choice in ``choices``, the function returns the sum of ``(g . e)**2`` over all
+    canvases, with one element per random gradient g. For a choice that does not quantise a tied
+    table, the function returns ``None``. ``gradients`` must be the gradients at the input of the
+    first block.
     """
     found: list[Tensor | None] = []
     for done in choices:
@@ -292,7 +295,7 @@ def _at_the_table(
 
 
 def _changed(twin: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Return the change of a layer's output that quantisation causes, for the same inputs.
+    """Return how much quantisation changes a layer's output, for the same inputs.
 
     ``twin`` is the quantised layer.
     """
@@ -301,8 +304,8 @@ def _changed(twin: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Ten
 
 
 def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -> _Modules:
-    """Create copies on the CPU of the layers and mixtures that ``done`` quantises, and quantise
-    them.
+    """Create copies on the CPU of the layers and mixtures that ``done`` quantises, and quantise the
+    copies.
     """
     twins: _Modules = {}
     inside: dict[str, nn.Module] = {}
@@ -380,15 +383,16 @@ def losses(
     exact: bool,
     workplace: Workplace | None = None,
 ) -> list[Losses]:
-    """Measure the loss of each quantised layer, for each of ``choices``.
+    """Measure the loss of each quantised layer, for each choice in ``choices``.
 
-    All choices must come from the same ``parameters``.
+    All choices must have been computed from the same ``parameters``.
     """
     place = workplace or Workplace()
     if not exact:
         layered = families.layered(parameters, network, device=place.device)
         most = place.activation_bytes
-        # Hidden states, inputs of all blocks, and gradients each get a third of the memory.
+        # A third of the memory is for hidden states, a third for the inputs of all blocks, and a
+        # third for gradients.
         shared = None if most is None else most // 3
         chosen = swept(
             states, LARGE_SWEPT if network.parameter_count() > calibrate.LARGE else SWEPT_STATES

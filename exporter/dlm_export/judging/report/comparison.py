@@ -1,6 +1,6 @@
 """Writes an HTML page that compares the size, accuracy and speed of bundles of one checkpoint.
 
-The accuracy figures come from the accuracy.json of each bundle. The figures are compared only if
+The accuracy figures come from each bundle's accuracy.json. The page compares the figures only if
 all bundles were judged on the same data, against the same denoiser. The caller measures the speed
 of all bundles in one run (``bench.side_by_side``). This module does not need torch.
 """
@@ -22,7 +22,7 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 TEMPLATE = "comparison.html.jinja"
 SAME_LOSS = (
-    # If the same reference runs on two machines, its loss may differ by this share.
+    # The largest relative difference between the losses of the same reference on two machines.
     1e-3
 )
 
@@ -35,10 +35,10 @@ class ComparisonError(DlmError):
 
 @dataclass(frozen=True)
 class Entry:
-    """A bundle in the comparison.
+    """A bundle that the page compares.
 
-    ``judgement`` comes from the bundle's accuracy.json. It is ``None`` if the bundle was not
-    judged.
+    ``judgement`` comes from the bundle's accuracy.json. If the bundle was not judged, ``judgement``
+    is ``None``.
     """
 
     folder: Path
@@ -51,7 +51,7 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """The total size of the bundle's files."""
+        """The total size of the bundle's files in bytes."""
         return sum(entry["bytes"] for entry in self.manifest["files"].values())
 
     @property
@@ -62,7 +62,7 @@ class Entry:
         return self.precision == "fp32"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the bundle's row of the table, as values that JSON can hold."""
+        """Return the bundle's table row, as values that JSON can hold."""
         j = self.judgement
         task = j["free_running"]["task"] if j else None
         return {
@@ -208,7 +208,8 @@ def write_comparison(
 ) -> None:
     """Write the page that compares ``entries``. Raises ReportError.
 
-    ``speeds`` is the result of ``bench.side_by_side`` for these bundles on ``machine``.
+    ``speeds`` is the result of ``bench.side_by_side`` for the bundles in ``entries`` on
+    ``machine``.
     """
 
     def make_context() -> dict[str, Any]:
@@ -245,9 +246,10 @@ def write_comparison(
 def _trade(
     title: str, quantity: str, entries: Sequence[Entry], at: Sequence[float]
 ) -> drawing.Figure | None:
-    """Plot the increase of each bundle's loss against its size or its time per pass (``at``).
+    """Plot the increase of each bundle's loss against the bundle's size or time per pass.
 
-    Returns ``None`` if the increase is known for fewer than two bundles.
+    ``at`` contains the size or time of each bundle. If the increase is known for fewer than two
+    bundles, the function returns ``None``.
     """
     points: list[TradePoint] = []
     for entry, where in zip(entries, at, strict=True):

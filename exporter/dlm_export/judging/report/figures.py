@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 
-# If a variant takes more than this many times the passes of the level ``high``, the figure of
+# If a variant needs more than this many times as many passes as the level ``high``, the figure of
 # effort levels gets a logarithmic axis.
 LONG_AXIS = 4
 
@@ -104,9 +104,9 @@ def draw_loss(judgement: Mapping[str, Any]) -> Figure:
 def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
     """Plot how much the range of each layer's inputs depends on the mask ratio.
 
-    There is one row per layer. Each row contains ten cells, for mask ratios from 0 to 1. For each
-    cell, the layer's largest input at these mask ratios is divided by the value of the layer's
-    smallest cell. A larger quotient gives a darker colour.
+    There is one row per layer. Each row contains ten cells, one for each tenth of the mask ratios
+    from 0 to 1. The value of a cell is the layer's largest input at the cell's mask ratios. The
+    value is divided by the smallest value in the row. A larger quotient gives a darker colour.
     """
     ranges = np.array([with_nan(row["by_bucket"]) for row in layers])
     ranges[ranges <= 0] = math.nan
@@ -159,8 +159,8 @@ def draw_drift(layers: Sequence[Mapping[str, Any]]) -> Figure:
 def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
     """Plot the loss of each layer if only that layer is quantised.
 
-    The loss is the KL divergence. Two losses are shown: one for positions about to commit, and one
-    for all masked positions.
+    The loss is the KL divergence. The figure shows two losses per layer: one for positions about to
+    commit, and one for all masked positions.
     """
     frontier = with_nan(row["frontier_kl"] for row in layers)
     everywhere = with_nan(row["kl"] for row in layers)
@@ -201,7 +201,9 @@ def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
-    """Plot histograms of the passes per prompt, for the reference and the candidate."""
+    """Plot two histograms of the passes per prompt, one for the reference and one for the
+    candidate.
+    """
     free = judgement["free_running"]
     theirs, ours = np.array(free["reference_nfe"]), np.array(free["candidate_nfe"])
     # Some counts of passes are estimates, which may not be integers.
@@ -277,8 +279,8 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
             )
         named = refit["refitted"]
         reach = max(abs(point["nfe"] - named["nfe"]) for point in curve)
-        # Also label both ends of the curve. A label is left out if it would overlap the label of
-        # the chosen threshold.
+        # Also label both ends of the curve. If a label would overlap the chosen threshold's label,
+        # leave the label out.
         for point in (
             named,
             *(
@@ -348,7 +350,7 @@ class TradePoint:
     """A bundle in the figure of ``draw_trade``.
 
     ``at`` is the bundle's size or time. ``increase`` is the relative increase of the loss from the
-    source to the bundle. ``interval`` is the 95% interval of the increase, or ``None`` if the
+    source to the bundle. ``interval`` is the 95% interval of ``increase``, or ``None`` if the
     interval is unknown.
     """
 

@@ -32,7 +32,7 @@ def formatted(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def as_number(value: float | None, digits: int = 4) -> str:
-    """Format a number with ``digits`` significant digits. Integers keep all their digits.
+    """Format a number with ``digits`` significant digits. An integer keeps all digits.
 
     Very large and very small numbers are written with an exponent.
     """

@@ -1,8 +1,8 @@
-"""Writes report.html, a page that shows how much accuracy a quantised bundle loses.
+"""Writes report.html, which is a page that shows how much accuracy a quantised bundle loses.
 
-The template ``report.html.jinja`` is filled with the manifest, accuracy.json and the figures of
-``figures.py``. The page loads no other files and runs no scripts. The page follows light or dark
-mode. The same results always give a page with the same bytes.
+The module fills the template ``report.html.jinja`` with values from the manifest and accuracy.json,
+and with the figures of ``figures.py``. The page loads no further files and runs no scripts. The
+page follows light or dark mode. The same results always give a page with the same bytes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dlm_runtime.errors import DlmError
 
 ACCURACY_FILE, REPORT_FILE = "accuracy.json", "report.html"
 TEMPLATE = "report.html.jinja"
-FIGURE_LAYERS = 14  # a figure shows at most this many layers
-# A table shows at most this many layers, because a network with experts may contain thousands of
-# layers.
+FIGURE_LAYERS = 14  # maximum number of layers in a figure
+# The maximum number of layers in a table. The limit is needed because a network with experts may
+# contain thousands of layers.
 TABLE_LAYERS = 400
-MAP_ROWS = 40  # the map of formats has at most this many rows
-SAMPLE_CHARACTERS = 1500  # generated texts are cut off after this many characters
+MAP_ROWS = 40  # maximum number of rows in the map of formats
+SAMPLE_CHARACTERS = 1500  # number of characters after which generated texts are cut off
 
 
 class ReportError(DlmError):
@@ -59,8 +59,8 @@ def write_report(
     Args:
         path: The file to write or replace.
         manifest: The bundle's manifest.
-        accuracy: The contents of accuracy.json. The entries ``judgement``, ``calibration`` and
-            ``parity`` may each be missing or ``None``.
+        accuracy: The contents of accuracy.json. Each of the entries ``judgement``, ``calibration``
+            and ``parity`` may be missing or ``None``.
         files: Maps each file of the bundle to its size in bytes.
         speed: ``Judgement.speed``, or ``None`` if the speed was not measured.
 
@@ -87,7 +87,7 @@ def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str
         TypeError,
         ValueError,
         UndefinedError,
-    ) as err:  # accuracy.json may have been edited
+    ) as err:  # the user may have edited accuracy.json
         raise ReportError(
             f"{path}: the results lack a value that the report shows ({err}). Evaluate again with this version of dlm-export."
         ) from err
@@ -101,8 +101,8 @@ def write_page(path: Path, template: str, make_context: Callable[[], Mapping[str
 def _context(
     manifest: Mapping[str, Any], accuracy: Mapping[str, Any], files: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the values that the template needs. If a section has no results, its value is
-    ``None``.
+    """Return the values that the template needs. If there are no results for a section, the
+    section's value is ``None``.
     """
     judgement, calibration = accuracy.get("judgement"), accuracy.get("calibration")
     precision = manifest["precision"]
@@ -159,7 +159,7 @@ def _context(
     }
 
 
-EXPERTS_NAMED = 12  # at most this many experts of a mixture are listed by index
+EXPERTS_NAMED = 12  # maximum number of experts that are listed by index, per mixture
 
 
 def _reached(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,14 +206,14 @@ def _shown(value: object) -> object:
     """
     if value is None:
         return numbers.MISSING
-    # Markup is a subclass of str. A Markup object contains HTML, so it is not changed.
+    # Do not change a Markup object, because it contains HTML. Markup is a subclass of str.
     return printable(value) if type(value) is str else value
 
 
 def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Convert nested data to a flat list, in the original order.
 
-    Each entry consists of a key such as "solver.name" and a value as JSON.
+    Each entry of the list consists of a key such as "solver.name", and a value as JSON text.
     """
     rows: list[tuple[str, str]] = []
     for key, value in recipe.items():
@@ -225,10 +225,10 @@ def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
 
 
 def _block_and_role(layer: str) -> tuple[int | None, str]:
-    """Split the path of a layer into the index of its block and its role in the block.
+    """Split a layer's path into the index of the layer's block and the layer's role in the block.
 
-    ``blocks.3.mlp.up`` gives (3, ``blocks.*.mlp.up``). The index is ``None`` for a layer outside
-    the blocks.
+    For example, ``blocks.3.mlp.up`` gives (3, ``blocks.*.mlp.up``). If the layer is outside the
+    blocks, the index is ``None``.
     """
     match = re.fullmatch(r"(.*?\.)?(0|[1-9]\d{0,5})(\..+)?", layer, re.ASCII | re.DOTALL)
     return (int(match[2]), f"{match[1] or ''}*{match[3] or ''}") if match else (None, layer)
@@ -246,10 +246,10 @@ def layer_map(layers: Mapping[str, str]) -> dict[str, Any]:
 
     - ``formats``: each format with its number of layers.
     - ``blocks``: the number of blocks.
-    - ``rows``: for each role, its ``cells`` and its ``summary``. A cell is a pair: the index of a
-      block, and the index of the layer's format in ``formats``. The second index is ``None`` if the
-      layer is not quantised. A role outside the blocks has a single cell. ``summary`` contains the
-      number of layers in each format.
+    - ``rows``: a list with the ``cells`` and the ``summary`` of each role. A cell is a pair: the
+      index of a block, and the index of the layer's format in ``formats``. If the layer is not
+      quantised, the second index is ``None``. A role outside the blocks has a single cell.
+      ``summary`` contains the number of layers in each format.
     """
     formats = Counter(layers.values()).most_common()
     index = {name: i for i, (name, _) in enumerate(formats)}
@@ -281,7 +281,7 @@ def compared(ours: str | None, theirs: str | None) -> list[tuple[bool, str]] | N
     """Split the text ``ours`` into pieces, and compare the pieces with the text ``theirs``.
 
     Returns a list of pairs. A pair consists of a flag and a piece. The flag is True if ``theirs``
-    does not contain the piece. Returns ``None`` if ``ours`` is ``None``.
+    does not contain the piece. If ``ours`` is ``None``, the function returns ``None``.
     """
     if ours is None:
         return None

@@ -1,7 +1,7 @@
 """Lets a bundle in the native runtime be one of the two denoisers of a comparison.
 
-Each pass computes a single canvas, as on a device. In a batch of several canvases, the range for
-quantising an activation would depend on all canvases of the batch.
+Each pass computes a single canvas, as on a device. If a pass computed several canvases, the range
+for quantising an activation would depend on all canvases of the pass.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class BundlePredictor:
     def speed(self) -> dict[str, Any] | None:
         """Return the speed of text generation so far, and a description of the machine.
 
-        Returns ``None`` if the bundle has generated no text, or if a CPU simulated its number
-        formats.
+        If the bundle has generated no text, or if a CPU simulates the bundle's number formats, the
+        function returns ``None``.
         """
         seconds = sum(done.timings["total"] for done in self._spent)
         passes = sum(done.nfe for done in self._spent)
@@ -92,7 +92,7 @@ def scores(turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
     """Compute the confidence of each position that a pass may commit.
 
     This function gives the same result as ``proposers.scores``, but uses numpy instead of torch.
-    The argument is fp32 logits ``[M, V]``, for M positions and a vocabulary of V tokens. Returns
+    ``logits`` is an fp32 array ``[M, V]``, for M positions and a vocabulary of V tokens. Returns
     float64 confidences ``[M]``.
     """
     by = scored_by(turn, policy)

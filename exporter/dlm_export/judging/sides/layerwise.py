@@ -1,8 +1,8 @@
 """Lets a torch denoiser that does not fit into memory be one of the two denoisers of a comparison.
 
-The layers of this denoiser are read one at a time, and each layer processes all canvases. So all
-canvases must be known in advance. Memory holds one layer, the hidden states of all canvases, and
-the head in its stored type.
+The denoiser's layers are read one at a time, and each layer processes all canvases. For this
+reason, all canvases must be known in advance. Memory holds one layer, the hidden states of all
+canvases, and the head in its stored type.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dlm_runtime import Policy
 
 
 class SweptPredictor:
-    """A ``Seer`` in torch. The method ``see`` runs all canvases through one layer after the
-    other.
+    """A ``Seer`` in torch. The method ``see`` runs all canvases through the first layer, then
+    through the second layer, and so on.
     """
 
     def __init__(

@@ -35,10 +35,10 @@ def new_tokens(
 ) -> int:
     """Return the number of tokens to generate after each prompt.
 
-    The result is the length of the longest answer, rounded up to whole blocks. But rounding does
-    not exceed the default length that the bundle records. Denoisers with full attention may fail at
-    greater lengths, because they were not trained with such lengths. The result is always so small
-    that the canvas with the longest prompt has enough room.
+    The number is the length of the longest answer, rounded up to whole blocks. Rounding does not
+    exceed the default length that the bundle records, because denoisers with full attention may
+    fail at lengths that they were not trained with. The number is always so small that the canvas
+    has enough room for the longest prompt and the generated tokens.
     """
     block_length = policy.block_length or 32
     starts = [sample.prompt_length or len(sample.tokens) // 2 for sample in samples]

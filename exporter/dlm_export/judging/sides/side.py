@@ -1,4 +1,4 @@
-"""Defines the interfaces of the two denoisers in a comparison. These denoisers are called sides."""
+"""Defines the interfaces of the two denoisers in a comparison, which are called sides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 
 class JudgeError(DlmError):
-    """Raised if two denoisers cannot be compared, or if the data is not suitable for judging."""
+    """Raised if two denoisers cannot be compared, or if the data is unsuitable for judging."""
 
     exit_code = ExitCode.WRONG_INPUT
 
@@ -23,7 +23,7 @@ View: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 
 class Side(Protocol):
-    """One of the two denoisers of a comparison."""
+    """A denoiser that takes part in a comparison."""
 
     name: str
     shift: int
@@ -38,7 +38,7 @@ class Scorer(Side, Protocol):
     """A denoiser that predicts tokens on a given canvas."""
 
     def logits(self, canvas: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Make one full pass over a canvas of L token ids, and return the raw logits of ``rows``.
+        """Make one full pass over a canvas of L token IDs, and return the raw logits of ``rows``.
 
         The result is fp32 ``[R, V]``, for R rows and a vocabulary of V tokens. Row ``i`` predicts
         position ``i + shift``. The canvas is not changed.
@@ -47,9 +47,9 @@ class Scorer(Side, Protocol):
     def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
         """Return the confidence of each position that a pass may commit, float64 ``[M]``.
 
-        ``turn`` describes the pass and its M positions. ``logits`` are the logits of these
-        positions, fp32 ``[M, V]``. The confidence is computed as in this denoiser's own decoding
-        loop.
+        ``turn`` describes the pass and the M positions that the pass may commit. ``logits``
+        contains the logits of the M positions, fp32 ``[M, V]``. The confidence is computed as in
+        this denoiser's own decoding loop.
         """
 
 
@@ -79,17 +79,17 @@ class Seer(Scorer, Protocol):
     def see(self, views: Sequence[View], walks: Sequence[Walk] = ()) -> None:
         """Compute the predictions for all canvases that will be requested later.
 
-        Each element of ``views`` is a canvas with the positions to predict. Each element of
-        ``walks`` is a list of passes, which form the run of a different denoiser. The results of
-        earlier calls are discarded.
+        Each element of ``views`` is a canvas and the positions to predict. Each element of
+        ``walks`` is a list of passes, which form a run of a different denoiser. Each call discards
+        the results of earlier calls.
         """
 
     def walked(self, walk: int, step: int) -> np.ndarray:
         """Return the raw logits of one pass in the run of a different denoiser, fp32 ``[R, V]``.
 
-        ``walk`` is the index of the run in the argument ``walks`` of ``see``. ``step`` is the index
-        of the pass in the run. This denoiser computes the pass with its own cache. The earlier
-        passes of the same run have filled this cache.
+        ``walk`` is the run's index in the argument ``walks`` of ``see``. ``step`` is the index of
+        the pass in the run. This denoiser has computed the pass with its own cache, which the
+        earlier passes of the same run have filled.
         """
 
 
@@ -118,7 +118,8 @@ def finite_logits(predictor: Scorer, canvas: np.ndarray, positions: np.ndarray) 
 def rows_of(positions: np.ndarray, shift: int) -> np.ndarray:
     """Return the rows of a denoiser's output that predict P ``positions``, as int ``[P]``.
 
-    If ``shift`` is 1, no row predicts position 0. Row 0 is used instead, as in the decoding loop.
+    If ``shift`` is 1, no row predicts position 0. For position 0, row 0 is used, as in the decoding
+    loop.
     """
     rows: np.ndarray = np.maximum(positions - shift, 0)
     return rows

@@ -1,6 +1,6 @@
 """Lets a torch denoiser be one of the two denoisers of a comparison.
 
-This module is separate from ``bundle``, because ``bundle`` must work without torch.
+This module is separate from the module ``bundle``, because ``bundle`` must work without torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class TorchPredictor:
 
     @torch.no_grad()
     def logits(self, canvas: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
-        """Implements ``Scorer.logits``. The head computes only ``rows``, as in a graph."""
+        """Implements ``Scorer.logits``. As in a graph, the head computes only the logits of
+        ``rows``.
+        """
         ids = (
             torch.from_numpy(np.asarray(canvas, np.int64))
             .unsqueeze(0)

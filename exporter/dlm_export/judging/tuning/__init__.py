@@ -1,1 +1,1 @@
-"""Fits the decoding loop to a bundle: commit threshold, effort levels and default loop."""
+"""Fits a bundle's decoding loop: the commit threshold, the effort levels and the default loop."""

@@ -1,8 +1,8 @@
-"""Chooses the default decoding loop of a bundle from the measurements of its effort levels.
+"""Chooses a bundle's default decoding loop from the measurements of the bundle's effort levels.
 
 A loop is acceptable if its quality is at least the quality of the loop that commits one token per
-pass. Both qualities are measured on the same samples. The acceptable loop with the fewest passes
-becomes the default.
+pass. Both qualities are measured on the same samples. The acceptable loop that needs the fewest
+passes becomes the default loop.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 LEAST_SAVING = 0.1
 """A faster loop replaces the preset's own loop only if the faster loop saves at least this share of
-the passes. This limit exists because a few dozen samples cannot show a small loss of quality. A
-smaller saving might not be worth such a loss.
+the passes. The limit exists because a few dozen samples cannot show a small loss of quality, and a
+smaller saving might not be worth a small loss.
 """
 
 
 def fastest(levels: Levels) -> LevelPoint | None:
     """Choose the fastest loop whose quality is at least the quality of one token per pass.
 
-    If the quality of the preset's own loop is sufficient too, the fastest loop is chosen only if it
-    saves at least ``LEAST_SAVING`` of the passes. Otherwise, the preset's own loop is chosen.
+    If the quality of the preset's own loop is sufficient too, and the fastest loop saves less than
+    ``LEAST_SAVING`` of the passes, the function chooses the preset's own loop.
 
     Returns ``None`` if there are too few samples, if the loop with one token per pass gives no
     right answer, or if no faster loop has the required quality.
@@ -51,9 +51,9 @@ def fastest(levels: Levels) -> LevelPoint | None:
 
 
 def with_fitted(manifest: Mapping[str, Any], levels: Levels) -> dict[str, Any]:
-    """Return a copy of the manifest with a new default loop, which ``fastest`` chooses.
+    """Return a copy of the manifest that contains a new default loop, which ``fastest`` chooses.
 
-    The new default loop replaces a default loop that was fitted earlier.
+    If the manifest already contains a fitted default loop, the new default loop replaces it.
     """
     name, presets = published_of(manifest), published_presets(manifest)
     point = fastest(levels)

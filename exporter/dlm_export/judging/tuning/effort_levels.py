@@ -1,19 +1,20 @@
 """Measures variants of a preset, and chooses some variants as the bundle's effort levels.
 
 A variant changes the preset's commit threshold or its number of passes per block. Some presets use
-a separate pass to store a finished block in the cache. The variants of such a preset may instead
-store the block in the first pass of the next block (``store=open``). This gives the same text in
-fewer passes, although some passes then compute two blocks.
+a separate pass to store a finished block in the cache. A variant of such a preset may instead store
+the finished block in the first pass of the next block (``store=open``). With ``store=open``, the
+text stays the same and there are fewer passes, although some passes compute two blocks.
 
 Every variant generates text for the same samples. The levels are chosen as follows:
 
-- ``high`` has the best quality of all variants, and stores blocks as the preset does.
-- ``medium`` has the fewest passes of all variants whose loss of quality is at most
+- ``high`` gives the best quality of all variants, and stores blocks as the preset does.
+- ``medium`` needs the fewest passes of all variants whose loss of quality is at most
   ``LOSSES["medium"]``.
-- ``low`` is chosen in the same way, with ``LOSSES["low"]``. But if this variant has more than half
-  of the passes of ``high``, the best variant with at most half of these passes is chosen. If there
-  is no such variant, the first choice stays.
-- ``instant`` has the fewest passes of all variants.
+- ``low`` needs the fewest passes of all variants whose loss of quality is at most
+  ``LOSSES["low"]``. If this variant needs more than half as many passes as ``high``, then ``low``
+  is instead the best variant that needs at most half as many passes as ``high``, if there is such a
+  variant.
+- ``instant`` needs the fewest passes of all variants.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ LEVELS = ("instant", "low", "medium", "high")
 LOSSES = {"medium": 0.02, "low": 0.1}
 """The maximum loss of quality for each level, as a share of the quality of ``high``."""
 THRESHOLDS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.99, 0.995)
-FEW_STEPS = (1, 2)  # fixed numbers of passes per block to try
+FEW_STEPS = (1, 2)  # fixed numbers of passes per block, one per variant
 CAREFUL: dict[str, Any] = {"commit": "static", "steps_per_block": 0}
-"""These changes to a preset make it commit one token per pass. If samples contain no answers, the
-texts of all other loops are compared with the text of this loop.
+"""The changes that make a preset commit one token per pass. If the samples contain no right
+answers, the texts of all variants are compared with the text of the preset after these changes.
 """
 
 
@@ -49,8 +50,8 @@ texts of all other loops are compared with the text of this loop.
 class LevelPoint:
     """One measured variant.
 
-    ``changes`` contains the fields that differ from the preset. ``quality`` is from 0 to 1. ``nfe``
-    is the mean number of passes per prompt.
+    ``changes`` contains the fields that differ from the preset's fields. ``quality`` is from 0 to
+    1. ``nfe`` is the mean number of passes per prompt.
     """
 
     changes: dict[str, Any]
@@ -66,7 +67,7 @@ class Levels:
       ``agreement`` means the share of tokens that are equal to the tokens of ``careful``.
     - ``samples``: the number of samples.
     - ``curve``: all measured variants, sorted by their number of passes.
-    - ``levels``: maps the name of each level to its variant.
+    - ``levels``: maps each level's name to the level's variant.
     """
 
     preset: str
@@ -85,10 +86,10 @@ class Levels:
         return asdict(self)
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of the manifest with these levels, and with a default loop chosen from
+        """Return a copy of the manifest that contains the levels, and a default loop chosen from
         ``curve``.
 
-        Earlier levels and an earlier fitted default loop are replaced.
+        The levels and the fitted default loop that the manifest already contains are replaced.
         """
         own = Policy(**manifest["loop"]["presets"][self.preset])
         loops = {
@@ -103,8 +104,9 @@ def variants(policy: Policy, shift: int) -> list[dict[str, Any]]:
 
     The first variant contains no changes. The last variant commits one token per pass.
 
-    ``store=open`` is not tried for denoisers with ``shift`` 1. Such a denoiser predicts the first
-    position of a block in the pass that stores the previous block, so that pass must be separate.
+    If the denoiser's ``shift`` is 1, no variant uses ``store=open``. A denoiser with ``shift`` 1
+    predicts the first position of a block in the pass that stores the previous block, so that pass
+    must be separate.
     """
     opens = policy.cache == "block" and policy.store == "pass" and shift == 0
     saved: dict[str, Any] = {"store": "open"} if opens else {}
@@ -189,8 +191,8 @@ def _quality(run: Run, careful: Run, sample: Sample, *, is_task: bool) -> float:
 def choose_levels(curve: Sequence[LevelPoint], own: LevelPoint) -> dict[str, LevelPoint]:
     """Choose the variant of each level. The docstring of this module explains the rules.
 
-    ``own`` is the preset without changes. Several variants may share the best quality. ``high`` is
-    then a variant with at least as many passes as ``own``, if there is such a variant.
+    ``own`` is the preset without changes. If several variants share the best quality, ``high`` is a
+    variant that needs at least as many passes as ``own``, if there is such a variant.
     """
     high = _best(curve, own)
     front = list(_front(curve, high))
@@ -212,7 +214,7 @@ def _best(points: Sequence[LevelPoint], own: LevelPoint) -> LevelPoint:
 
 
 def _front(points: Sequence[LevelPoint], high: LevelPoint) -> Iterator[LevelPoint]:
-    """Yield the variants whose quality is better than the quality of every faster variant.
+    """Yield each variant whose quality is better than the quality of all faster variants.
 
     The variants are yielded in ascending order of passes. The last variant is ``high``. Variants
     with quality 0 are left out.

@@ -1,4 +1,4 @@
-"""Fits effort levels to a finished bundle, and adds the levels to the bundle."""
+"""Fits effort levels for a finished bundle, and adds the levels to the bundle."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from dlm_runtime.manifest import MANIFEST_FILE
 
 @dataclass(frozen=True)
 class EffortOptions:
-    """Options for fitting effort levels to a bundle.
+    """Options for fitting a bundle's effort levels.
 
-    ``samples`` is the maximum number of samples to use. ``opening`` contains the options for
-    opening the bundle.
+    ``samples`` is the maximum number of samples to use. ``opening`` describes how the bundle is
+    opened.
     """
 
     data: CalibrationOptions = field(default_factory=CalibrationOptions)
@@ -40,7 +40,7 @@ def fit_bundle(
     progress: Progress,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Levels:
-    """Fit effort levels to a bundle, and write the levels to the bundle's manifest and report.
+    """Fit a bundle's effort levels, and write the levels to the bundle's manifest and report.
 
     No file is written before all measurements are finished. Raises DlmError.
     """
@@ -75,8 +75,8 @@ def fit_bundle(
             with replaced(folder / REPORT_FILE) as new:
                 write_report(new, made, recorded(folder), sizes, side.speed())
                 files = others | {REPORT_FILE: {"bytes": new.stat().st_size, "sha256": sha256(new)}}
-                # The report and the manifest cannot be replaced in one step. So first write a
-                # manifest that does not list the report. If the process is killed before the second
+                # First write a manifest that does not list the report, because the report and the
+                # manifest cannot be replaced in one step. If the process is killed before the final
                 # manifest is written, the bundle can still be opened.
                 write_manifest(folder, manifest, others)
         write_manifest(folder, made, files)

@@ -1,4 +1,4 @@
-"""Fits the commit threshold and the effort levels of a bundle during the build."""
+"""Fits a bundle's commit threshold and effort levels during the build."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def fit_threshold(
 ) -> Refit:
     """Check whether the bundle needs a different commit threshold than its source.
 
-    Both the bundle and the source generate text for ``samples``. These samples must not be used for
-    judging. See ``refit_threshold`` for the details.
+    Both the bundle and the source generate text for ``samples``, which must not be used for
+    judging. The docstring of ``refit_threshold`` explains the details.
     """
     policy = source.presets[preset].greedy()
     return refit_threshold(
@@ -49,7 +49,9 @@ def fit_effort(
     threshold: Refit,
     on_done: Callable[[], None],
 ) -> Levels:
-    """Fit the effort levels of the preset that ``threshold`` names, with the fitted threshold."""
+    """Fit the effort levels of the preset that ``threshold`` names. The preset uses the fitted
+    threshold.
+    """
     assert threshold.preset is not None
     fitted = {"threshold": threshold.refitted.threshold}
     policy = source.presets[threshold.preset].greedy().with_fields(fitted)

@@ -1,9 +1,9 @@
 """Fits the commit threshold of a preset to a quantised bundle.
 
-Quantisation shifts confidences, so a different threshold may be better. The source (the reference)
-generates text with the preset's threshold. The bundle (the candidate) generates text with several
-thresholds. The threshold changes only if paired bootstrap intervals over samples show that a
-different threshold is better.
+Quantisation shifts confidences, so a different threshold may be better for the bundle than for the
+source. The source (the reference) generates text with the preset's threshold. The bundle (the
+candidate) generates text with several thresholds. The threshold changes only if paired bootstrap
+intervals over samples show that a different threshold is better.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dlm_runtime import Policy
 from dlm_runtime.errors import RequestError
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.97, 0.98, 0.99, 0.995)
-# If the candidate's quality is lower than the reference's quality by at most this value, both count
-# as equally good, because a few dozen samples cannot show such a small loss.
+# If the candidate's quality is lower than the reference's quality by at most this value, the two
+# qualities count as equal, because a few dozen samples cannot show such a small loss.
 MARGIN = 0.05
 
 Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
@@ -34,8 +34,8 @@ Verdict = Literal["kept", "raised", "lowered", "lost", "untold"]
 
 @dataclass(frozen=True)
 class Point:
-    """The results with one threshold: the quality from 0 to 1, and the mean number of passes per
-    prompt.
+    """The results that one threshold gives: the quality from 0 to 1, and the mean number of passes
+    per prompt.
     """
 
     threshold: float
@@ -45,11 +45,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Refit:
-    """The result of fitting the threshold: the chosen threshold, and the figures that support it.
+    """The result of fitting the threshold: the chosen threshold, and the measurements that led to
+    it.
 
-    - ``original``: the candidate with the preset's threshold.
-    - ``reference``: the reference with the preset's threshold.
-    - ``refitted``: the candidate with the chosen threshold.
+    - ``original``: the candidate's results with the preset's threshold.
+    - ``reference``: the reference's results with the preset's threshold.
+    - ``refitted``: the candidate's results with the chosen threshold.
     - ``quality``: the kind of quality that was measured. ``task`` means the share of right answers.
       ``agreement`` means the share of tokens that are equal to the tokens of the reference with one
       token per pass.
@@ -140,17 +141,20 @@ def refit_threshold(
 
     If every sample has an answer and ``decode`` returns text, quality is the share of right
     answers. Otherwise, quality is the share of tokens that are equal to the tokens of the reference
-    with one token per pass. The loop with one token per pass is slow, so fewer samples are then
-    used. This loop makes at most as many passes as judging makes for masked positions.
+    with one token per pass. In the second case, fewer samples are used, because the loop with one
+    token per pass is slow. That loop makes at most as many passes as judging makes for masked
+    positions.
 
     There are two reasons to change the threshold:
 
-    - The candidate's quality is significantly worse than the reference's quality. The function then
-      finds the lowest threshold for which the quality is not significantly worse. This threshold is
-      chosen if it is significantly better than the policy's threshold.
-    - The candidate needs significantly more passes than the reference. The function then finds the
-      lowest threshold that loses no quality and needs at least as many passes as the reference.
-      Lower thresholds are not chosen, because so few samples might not show their loss of quality.
+    - The candidate's quality is significantly worse than the reference's quality. In this case, the
+      function finds the lowest threshold for which the quality is not significantly worse. If the
+      found threshold is significantly better than the policy's threshold, the found threshold is
+      chosen.
+    - The candidate needs significantly more passes than the reference. In this case, the function
+      finds the lowest threshold that loses no quality and needs at least as many passes as the
+      reference. Lower thresholds are not chosen, because the few samples might not show the lower
+      thresholds' loss of quality.
 
     ``on_done`` is called once per generated text (see ``refit_steps``). Raises JudgeError if there
     are no samples. Raises RequestError if the policy has no threshold.
@@ -174,8 +178,8 @@ def refit_threshold(
             on_done()
         return found
 
-    # This policy commits one token per pass and uses no cache. So it gives the best text that the
-    # reference can generate.
+    # This policy gives the best text that the reference can generate, because it commits one token
+    # per pass and uses no cache.
     slowest = policy.with_fields({"commit": "static", "steps_per_block": 0, "cache": "none"})
     best = [] if is_task else run(reference, slowest)
 
@@ -248,9 +252,9 @@ def refit_threshold(
 def _lowest(thresholds: Sequence[float], holds: Callable[[float], bool]) -> float | None:
     """Find the lowest threshold for which ``holds`` returns true, by bisection.
 
-    ``thresholds`` must be in ascending order. If ``holds`` is true for a threshold, ``holds`` must
-    also be true for all higher thresholds. Returns ``None`` if ``holds`` is false for all
-    thresholds.
+    ``thresholds`` must be in ascending order. If ``holds`` returns true for a threshold, ``holds``
+    must also return true for all higher thresholds. If ``holds`` returns false for all thresholds,
+    the function returns ``None``.
     """
     low, high = 0, len(thresholds)
     while low < high:
