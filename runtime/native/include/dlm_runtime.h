@@ -967,8 +967,8 @@ DLM_API void dlm_scheduler_get_stats(const dlm_scheduler* scheduler, dlm_schedul
                                      size_t struct_size);
 
 /* Waits until the job's request has ended, or until timeout_ms milliseconds have passed. If
- * timeout_ms is below 0, there is no time limit. Returns 1 if the request has ended, otherwise 0.
- * */
+ * timeout_ms is below 0, there is no time limit. Returns 1 if the request has ended, otherwise
+ * 0. */
 DLM_API int32_t dlm_job_wait(const dlm_job* job, double timeout_ms);
 
 /* If the job's request has ended, sets *result to the result of the request, and returns the status
