@@ -11,8 +11,8 @@
  * same results (dlm_result).
  *
  * Conventions
- * - A call that can fail returns dlm_status. The last argument of the call is the address where the
- *   call writes its result. If the call fails, the call writes NULL or 0 to this address.
+ * - A call that can fail returns dlm_status. If the call also has a result, the last argument is
+ *   the address of the result. If the call fails, the call writes NULL or 0 to this address.
  * - The caller destroys each object that it creates. Destroying NULL does nothing. The library uses
  *   the caller's pointers only during the call, unless the comment of a function or field says
  *   otherwise.
