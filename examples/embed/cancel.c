@@ -1,7 +1,8 @@
 /* Generates text until the text is complete, the time is over, or Ctrl-C is pressed:
  *   cancel BUNDLE NEW_TOKENS SECONDS PROMPT
- * A second thread ends the request. The program prints the text so far and the reason why the
- * request ended. README.md says how to build this program. */
+ * A second thread ends the request when the time is over or Ctrl-C is pressed. The program prints
+ * the text so far and the reason why the request ended. README.md explains how to build this
+ * program. */
 #define _POSIX_C_SOURCE 200809L
 #include <errno.h>
 #include <pthread.h>
@@ -13,7 +14,7 @@
 
 #include "dlm_runtime.h"
 
-#define SIG_OVER SIGUSR1 /* the main thread signals that the request is over */
+#define SIG_OVER SIGUSR1 /* the main thread sends this signal when the request has ended */
 
 struct watch {
   dlm_session* session;
@@ -40,8 +41,8 @@ static int wait_for(int one, int other, double seconds) {
 static void* watch(void* user) {
   const struct watch* const watched = user;
   int is_over = wait_for(SIG_OVER, SIGINT, watched->seconds) == SIG_OVER;
-  while (!is_over) { /* repeated, because dlm_session_cancel has no effect before the request has
-                        begun */
+  while (!is_over) { /* the call is repeated, because dlm_session_cancel has no effect before the
+                        request has begun */
     dlm_session_cancel(watched->session, 0);
     is_over = wait_for(SIG_OVER, SIG_OVER, 0.01) == SIG_OVER;
   }
@@ -59,7 +60,7 @@ static int report(dlm_status status, const char* sentence) {
   return 1;
 }
 
-/* Generates while a second thread watches. Returns the exit code. */
+/* Generates the text, while a second thread may end the request. Returns the exit code. */
 static int generate(dlm_session* session, int32_t new_tokens, double seconds, const char* prompt) {
   struct watch watched;
   watched.session = session;
@@ -78,7 +79,7 @@ static int generate(dlm_session* session, int32_t new_tokens, double seconds, co
   pthread_kill(thread, SIG_OVER);
   pthread_join(
       thread,
-      NULL); /* the thread must end before the session is destroyed, because it uses the session */
+      NULL); /* the thread uses the session, so the thread must end before dlm_session_destroy */
   if (status != DLM_OK) return report(status, dlm_session_last_error(session));
   int undecided = 0;
   for (size_t i = 0; i < result->length; ++i) undecided += result->undecided[i] != 0;

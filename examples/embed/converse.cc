@@ -1,7 +1,8 @@
-// A chat in C++ with dlm_runtime.hpp: converse BUNDLE NEW_TOKENS [MESSAGE...]
-// Answers each message, or each line of stdin, and prints the text while it is generated. Then it
-// submits all messages to a scheduler at once and compares the answers. README.md says how to build
-// this program.
+// Answers chat messages in C++ with dlm_runtime.hpp: converse BUNDLE NEW_TOKENS [MESSAGE...]
+// The program answers each MESSAGE, or each line of stdin if there is no MESSAGE. The program
+// prints each answer while the answer is generated. Then the program submits all messages to a
+// scheduler at once, and compares the new answers with the earlier answers. README.md says how to
+// build this program.
 #include <algorithm>
 #include <cstdlib>
 #include <iostream>
@@ -23,7 +24,7 @@ Lines lines_of(int argc, char** argv) {
   return lines;
 }
 
-// A request to answer one message.
+// Makes a request that answers one message.
 dlm::Request request_of(const std::string& line, std::int32_t max_new_tokens) {
   dlm::Request request;
   request.chat = {{"user", line}};

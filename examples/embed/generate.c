@@ -55,7 +55,7 @@ int main(int argc, char** argv) {
     printf("\n");
     fprintf(stderr, "%d passes, %.3f s\n", (int)result->stats->nfe, result->stats->total_s);
   }
-  dlm_session_destroy(session); /* must be destroyed before its bundle */
+  dlm_session_destroy(session); /* the session must be destroyed before its bundle */
   dlm_bundle_destroy(bundle);
   return status == DLM_OK ? 0 : 1;
 }

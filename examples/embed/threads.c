@@ -2,8 +2,8 @@
  * First, each thread runs one request in its own session. All sessions use the same bundle, so the
  * weights of the denoiser are in memory only once. Then a scheduler runs the same requests
  * together. The results of the threads and of the scheduler must be the same as the results of a
- * single session. The program prints the seconds and the memory that it used. README.md says how to
- * build the program. */
+ * single session. The program prints how many seconds and how much memory it used. README.md says
+ * how to build the program. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <stdint.h>
@@ -16,7 +16,7 @@
 
 enum { MOST_THREADS = 1024 };
 
-/* Data that all threads read. No thread writes to it. */
+/* Data that all threads read, and that no thread changes. */
 struct work {
   dlm_bundle* bundle;
   dlm_scheduler* scheduler;
@@ -114,8 +114,8 @@ static double now(void) {
   return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-/* The peak memory of the process in MiB. ru_maxrss of getrusage is not used, because it would
- * include the program that started this one. */
+/* Returns the peak memory of the process in MiB. This function does not use ru_maxrss of getrusage,
+ * because ru_maxrss would include the memory of the program that started this program. */
 static double held(void) {
   long kib = 0;
   char line[256];

@@ -6,16 +6,18 @@ package dlm
 */
 import "C"
 
-// Automaton is a compiled constraint: the texts that a request may generate. It is compiled for the
-// vocabulary of one bundle. Any number of goroutines may share it.
+// Automaton is a compiled constraint, which defines the texts that a request may generate. An
+// Automaton is compiled for the vocabulary of one bundle. Any number of goroutines may share an
+// Automaton.
 type Automaton struct{ handle *C.dlm_automaton }
 
-// Kind is the form in which a constraint is written.
+// Kind is the form of a constraint's content.
 type Kind int32
 
-// The kinds of constraints. Regex has the syntax of Rust's regex crate. Enum is a JSON list of
-// strings. JSONObject has no content. Tree is JSON in the form that docs/guides/c-api.md describes.
-// Grammar is a grammar in GBNF. Decisions has the questions of a decision, as dlm_runtime.h describes.
+// The kinds of constraints. A Regex is a regular expression in the syntax of Rust's regex crate. An
+// Enum is a JSON list of strings. The content of JSONObject is empty. A Tree is JSON in the form
+// that docs/guides/c-api.md describes. A Grammar is a context-free grammar in GBNF. Decisions are
+// questions as JSON, in the form that dlm_runtime.h describes.
 const (
 	Regex      Kind = C.DLM_CONSTRAINT_REGEX
 	Schema     Kind = C.DLM_CONSTRAINT_SCHEMA
@@ -36,7 +38,7 @@ func OpenAutomaton(path string) (*Automaton, error) {
 	return compile(nil, C.DLM_CONSTRAINT_FILE, []byte(path))
 }
 
-// ReadAutomaton reads and checks the content of such a file.
+// ReadAutomaton reads and checks the content of a file that `dlm-export compile` wrote.
 func ReadAutomaton(data []byte) (*Automaton, error) {
 	return compile(nil, C.DLM_CONSTRAINT_COMPILED, data)
 }
@@ -58,7 +60,7 @@ func compile(bundle *C.dlm_bundle, kind Kind, content []byte) (*Automaton, error
 	return a, nil
 }
 
-// Close frees the automaton. Requests that have already begun with it continue.
+// Close frees the automaton. Running requests can still use the automaton.
 func (a *Automaton) Close() {
 	C.dlm_automaton_destroy(a.handle)
 	a.handle = nil

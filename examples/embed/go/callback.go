@@ -6,14 +6,15 @@ import "C"
 
 import "runtime/cgo"
 
-// listener has the caller's function, and the value with which the function panicked, if it did.
+// listener contains the caller's function. If the function panicked, listener also contains the
+// value of the panic.
 type listener struct {
 	onText   func(delta string) bool
 	panicked any
 }
 
-// dlmGoOnText calls the listener's function. A panic must not unwind through C, so its value is
-// kept and the request ends.
+// dlmGoOnText calls the listener's function. A panic must not unwind through C, so dlmGoOnText
+// stores the value of the panic and ends the request.
 //
 //export dlmGoOnText
 func dlmGoOnText(user C.uintptr_t, delta *C.char, size C.size_t) (end C.int32_t) {

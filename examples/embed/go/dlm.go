@@ -1,10 +1,12 @@
 // Package dlm wraps libdlm_runtime, which generates text from bundles of dlm-export.
 //
-// Open a Bundle once and share it between goroutines. Each goroutine generates with a Session. A
-// program with many requests at the same time submits them to a Scheduler, which runs them in
-// shared passes. Options sets the length of a request, its Policy and its constraint (Automaton).
+// Open a Bundle once and share the Bundle between goroutines. Each goroutine generates with its own
+// Session. If a program runs many requests at the same time, the program submits the requests to a
+// Scheduler. The Scheduler runs the requests in shared passes. Options sets a request's length,
+// Policy and constraint (Automaton).
 //
-// Everything that is opened must be closed, and a Bundle must be closed last.
+// The program must close each object that it creates. Close a Bundle after all objects that use the
+// Bundle.
 package dlm
 
 /*
@@ -18,7 +20,8 @@ static int32_t on_step(void *user, const dlm_step *step) {
   return step->text_size == 0 ? 0 : dlmGoOnText((uintptr_t)user, (char *)step->text, step->text_size);
 }
 
-// Casts that Go cannot express: a function, and a cgo.Handle as a pointer.
+// Go cannot take the address of on_step, and cannot convert a cgo.Handle to a pointer. So this
+// function does both.
 static void tell_steps(dlm_request *request, uintptr_t user) {
   request->text = DLM_TEXT_STEPS;
   request->on_step = on_step;
@@ -36,13 +39,13 @@ import (
 	"unsafe"
 )
 
-// Error says why a call failed.
+// Error contains the reason why a call failed.
 type Error struct {
 	Status   int    // the dlm_status of dlm_runtime.h, such as 2 for DLM_NOT_FOUND
 	Sentence string // what happened, for people
 }
 
-// Error returns the name of the status and the sentence.
+// Error returns the name of the status, followed by the error message.
 func (e *Error) Error() string {
 	return fmt.Sprintf("%s: %s", C.GoString(C.dlm_status_name(C.dlm_status(e.Status))), e.Sentence)
 }
@@ -61,8 +64,8 @@ func check(call func(message *C.char, capacity C.size_t) C.dlm_status) error {
 // Bundle is an open bundle.
 type Bundle struct{ handle *C.dlm_bundle }
 
-// Open opens the bundle in a folder, checks its hashes, and loads ONNX Runtime. threads is the
-// number of threads that it uses; 0 means all cores.
+// Open opens the bundle in a folder, checks the hashes of the bundle's files, and loads ONNX
+// Runtime. threads is the number of threads that ONNX Runtime uses; 0 means one thread per core.
 func Open(path string, threads int) (*Bundle, error) {
 	name := C.CString(path)
 	defer C.free(unsafe.Pointer(name))
@@ -79,16 +82,16 @@ func Open(path string, threads int) (*Bundle, error) {
 	return b, nil
 }
 
-// Close frees the bundle. Close its sessions, schedulers and jobs first.
+// Close frees the bundle. Close the bundle's sessions, schedulers and jobs first.
 func (b *Bundle) Close() {
 	C.dlm_bundle_destroy(b.handle)
 	b.handle = nil
 }
 
-// Engine returns the engine that runs the bundle, as one line for people.
+// Engine returns one line of text that describes the bundle's engine.
 func (b *Bundle) Engine() string { return C.GoString(C.dlm_bundle_describe(b.handle).engine) }
 
-// MaxNewTokens returns the number of new tokens of a request whose Options do not set it.
+// MaxNewTokens returns the number of new tokens of a request whose Options do not set MaxNewTokens.
 func (b *Bundle) MaxNewTokens() int {
 	return int(C.dlm_bundle_describe(b.handle).denoiser.max_new_tokens)
 }
@@ -96,7 +99,7 @@ func (b *Bundle) MaxNewTokens() int {
 // Session generates one request at a time.
 type Session struct{ handle *C.dlm_session }
 
-// NewSession creates a session of the bundle. Close it before the bundle.
+// NewSession creates a session of the bundle. Close the session before the bundle.
 func (b *Bundle) NewSession() (*Session, error) {
 	s := &Session{}
 	if err := check(func(message *C.char, capacity C.size_t) C.dlm_status {
@@ -113,7 +116,8 @@ func (s *Session) Close() {
 	s.handle = nil
 }
 
-// NoNewTokens is a value of Options.MaxNewTokens. Nothing is then generated after the prompt.
+// NoNewTokens is a value of Options.MaxNewTokens. With this value, a request generates no tokens
+// after the prompt.
 const NoNewTokens = -1
 
 // Options are the options of a request. The zero value means the bundle's default length and
@@ -131,7 +135,8 @@ type Options struct {
 	OnText        func(delta string) bool // receives the text that each step adds; false ends the request with an error. For sessions
 }
 
-// raw copies the options, and the data that they point to, to C memory. free releases it.
+// raw copies the options, and the data to which the options point, to C memory. The function `free`
+// releases this memory.
 func (o *Options) raw() (request *C.dlm_request, free func()) {
 	request = (*C.dlm_request)(C.calloc(1, C.sizeof_dlm_request))
 	C.dlm_request_init(request, C.sizeof_dlm_request)
@@ -171,7 +176,8 @@ func (o *Options) raw() (request *C.dlm_request, free func()) {
 	}
 }
 
-// A source sets the prompt or the chat of a request, in C memory. free releases it.
+// A source sets the prompt or the chat of a request. The prompt or chat is in C memory, which the
+// function `free` releases.
 type source func(request *C.dlm_request) (free func())
 
 func promptOf(prompt string) source {
@@ -208,7 +214,7 @@ type Message struct {
 	Content string
 }
 
-// Generation is what a request generated.
+// Generation is the result of a request.
 type Generation struct {
 	Text             string    // without the prompt, up to the first end token
 	Finish           string    // "stop", "length", "steps", "deadline", "cancelled" or "constraint"; "unknown": of a newer library
@@ -232,13 +238,13 @@ func newGeneration(result *C.dlm_result) *Generation {
 	return &Generation{text, finish, int(result.stats.nfe), int(result.prompt_tokens), int(result.completion_tokens), probs}
 }
 
-// GenerateText generates the text after a prompt. When ctx is done, the request ends and returns
-// its text so far.
+// GenerateText generates the text after a prompt. When ctx is done, the request ends, and
+// GenerateText returns the text so far.
 func (s *Session) GenerateText(ctx context.Context, prompt string, options Options) (*Generation, error) {
 	return s.generate(ctx, promptOf(prompt), options)
 }
 
-// newMessages copies a chat to C memory. free releases it.
+// newMessages copies a chat to C memory. The function `free` releases this memory.
 func newMessages(chat []Message) (messages *C.dlm_message, free func()) {
 	messages = (*C.dlm_message)(C.calloc(C.size_t(len(chat)+1), C.sizeof_dlm_message))
 	copied := unsafe.Slice(messages, len(chat))
@@ -254,8 +260,8 @@ func newMessages(chat []Message) (messages *C.dlm_message, free func()) {
 	}
 }
 
-// GenerateChat generates the assistant's answer to a chat. When ctx is done, the request ends and
-// returns its text so far.
+// GenerateChat generates the assistant's answer to a chat. When ctx is done, the request ends, and
+// GenerateChat returns the text so far.
 func (s *Session) GenerateChat(ctx context.Context, chat []Message, options Options) (*Generation, error) {
 	return s.generate(ctx, chatOf(chat), options)
 }
@@ -282,8 +288,8 @@ func (s *Session) generate(ctx context.Context, given source, options Options) (
 	return newGeneration(result), nil
 }
 
-// cancelWith cancels the session's request when ctx is done. The returned function ends this watch
-// and waits for its goroutine.
+// cancelWith starts a goroutine that cancels the session's request when ctx is done. The returned
+// function ends the goroutine and waits for its end.
 func (s *Session) cancelWith(ctx context.Context) func() {
 	over, ended := make(chan struct{}), make(chan struct{})
 	go func() {

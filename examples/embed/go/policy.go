@@ -15,9 +15,9 @@ import (
 	"unsafe"
 )
 
-// Policy is a decoding loop. It is one of the bundle's presets or effort levels, and its fields can
-// be changed. The fields are those of dlm_policy in dlm_runtime.h. A Policy must not be used after
-// its bundle is closed.
+// Policy decides which tokens are committed after each pass. A Policy starts as a preset or an
+// effort level of a bundle, and the program can change its fields. dlm_policy in dlm_runtime.h
+// documents the fields. Do not use a Policy after its bundle is closed.
 type Policy struct{ fields C.dlm_policy }
 
 // Preset returns the preset of the bundle with this name, such as "fast-dllm". If the name is
@@ -26,8 +26,8 @@ func (b *Bundle) Preset(name string) (*Policy, error) {
 	return b.policy(name, "")
 }
 
-// Effort returns the loop of an effort level: "instant", "low", "medium" or "high". It fails if the
-// bundle has no levels. `dlm-export effort` adds them.
+// Effort returns the policy of an effort level: "instant", "low", "medium" or "high". Effort fails
+// if the bundle contains no effort levels. `dlm-export effort` adds effort levels to a bundle.
 func (b *Bundle) Effort(level string) (*Policy, error) {
 	return b.policy("", level)
 }
@@ -77,7 +77,7 @@ func (p *Policy) Set(name string, value float64) error {
 	return nil
 }
 
-// SetChoice changes a field that names a choice, such as ("select", "sample").
+// SetChoice changes a field whose value is a string, such as ("select", "sample").
 func (p *Policy) SetChoice(name, value string) error {
 	field, err := fieldOf(name)
 	if err != nil {

@@ -5,14 +5,15 @@ import "C"
 
 import "context"
 
-// Scheduler runs requests of any number of goroutines in shared passes. The passes run on a thread
-// that the scheduler starts.
+// Scheduler runs the requests of any number of goroutines in shared passes. The scheduler starts a
+// thread that runs the passes.
 type Scheduler struct {
 	handle *C.dlm_scheduler
 	ended  chan struct{}
 }
 
-// NewScheduler creates a scheduler with the default limits of dlm_scheduler_options, and starts its thread.
+// NewScheduler creates a scheduler with the default limits of dlm_scheduler_options, and starts the
+// scheduler's thread.
 func (b *Bundle) NewScheduler() (*Scheduler, error) {
 	s := &Scheduler{ended: make(chan struct{})}
 	if err := check(func(message *C.char, capacity C.size_t) C.dlm_status {
@@ -28,8 +29,8 @@ func (b *Bundle) NewScheduler() (*Scheduler, error) {
 	return s, nil
 }
 
-// Close ends all unfinished requests with "cancelled" and frees the scheduler. Its jobs remain
-// valid until they are closed.
+// Close cancels all unfinished requests and frees the scheduler. Each job of the scheduler remains
+// valid until the job is closed.
 func (s *Scheduler) Close() {
 	C.dlm_scheduler_stop(s.handle)
 	<-s.ended
@@ -37,13 +38,13 @@ func (s *Scheduler) Close() {
 	s.handle = nil
 }
 
-// SubmitText submits a request for the text after a prompt. It fails with DLM_BUSY (status 10) if
-// too many requests are waiting.
+// SubmitText submits a request that generates the text after a prompt. SubmitText fails with
+// DLM_BUSY (status 10) if too many requests are waiting.
 func (s *Scheduler) SubmitText(prompt string, options Options) (*Job, error) {
 	return s.submit(promptOf(prompt), options)
 }
 
-// SubmitChat submits a request for the assistant's answer to a chat.
+// SubmitChat submits a request that generates the assistant's answer to a chat.
 func (s *Scheduler) SubmitChat(chat []Message, options Options) (*Job, error) {
 	return s.submit(chatOf(chat), options)
 }
@@ -67,8 +68,9 @@ func (s *Scheduler) submit(given source, options Options) (*Job, error) {
 // Job is a request that was submitted to a Scheduler.
 type Job struct{ handle *C.dlm_job }
 
-// Wait waits for the request and returns what it generated, or the error with which it failed. If
-// ctx is done before that, the request ends and returns its text so far.
+// Wait waits until the request has ended. Then Wait returns the request's result, or an error if
+// the request failed. If ctx is done before that, Wait ends the request and returns the text so
+// far.
 func (j *Job) Wait(ctx context.Context) (*Generation, error) {
 	done, watched := make(chan struct{}), make(chan struct{})
 	go func() {
@@ -89,11 +91,12 @@ func (j *Job) Wait(ctx context.Context) (*Generation, error) {
 	return newGeneration(result), nil
 }
 
-// Cancel ends the request within one pass, with its text so far. Any goroutine may call it.
+// Cancel ends the request within one pass. The result contains the text so far. Any goroutine may
+// call Cancel.
 func (j *Job) Cancel() { C.dlm_job_cancel(j.handle) }
 
-// Close frees the job. If its request is not finished, it is cancelled. Close a job before its
-// bundle.
+// Close frees the job. If the job's request is not finished, Close cancels the request. Close a job
+// before its bundle.
 func (j *Job) Close() {
 	C.dlm_job_destroy(j.handle)
 	j.handle = nil

@@ -229,7 +229,8 @@ void completion_destroy(completion* of) {
   if (of == NULL) return;
   if (of->job != NULL) {
     dlm_job_cancel(of->job);
-    dlm_job_wait(of->job, -1); /* until then, on_step uses the fields that are freed below */
+    dlm_job_wait(of->job, -1); /* until the request has ended, on_step may use the fields that are
+                                  freed below */
     dlm_job_destroy(of->job);
   }
   buffer_free(&of->fresh);

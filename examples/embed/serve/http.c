@@ -12,8 +12,8 @@
 
 enum {
   POLL_MS = 100,    /* how often to check whether the client is still connected */
-  MOST_DROPPED = 16 /* if a body is too large, the service reads and discards at most this many
-                       times the limit */
+  MOST_DROPPED = 16 /* if a body is too large, the service reads at most this many times the limit,
+                       and discards the body */
 };
 
 /* An HTTP request and its answer. */
@@ -94,7 +94,7 @@ static enum MHD_Result refuse(struct MHD_Connection* connection, exchange* of, u
   return send_refusal(connection, of, &why);
 }
 
-/* Waits for the next bytes of a stream's events. */
+/* Waits for the next bytes of a stream's events, and copies these bytes to the answer. */
 static ssize_t read_events(void* user, uint64_t position, char* to, size_t room) {
   exchange* const of = user;
   (void)position;

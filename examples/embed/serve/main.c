@@ -1,5 +1,5 @@
-/* An HTTP service of completions: serve BUNDLE [--port N] ... README.md says how to build and use
- * the service. One scheduler runs all requests together. After SIGTERM or SIGINT, the service
+/* An HTTP service for completions: serve BUNDLE [--port N] ... README.md says how to build and use
+ * the service. One scheduler runs the requests of all clients. After SIGTERM or SIGINT, the service
  * rejects new requests, finishes the running requests, and exits with 0. */
 #define _POSIX_C_SOURCE 200809L
 #include <microhttpd.h>
@@ -103,7 +103,8 @@ static dlm_status open_service(service* to, const struct settings* settings, cha
   if (status != DLM_OK) return status;
   dlm_policy_init(&to->policy, sizeof to->policy);
   status = dlm_bundle_policy(to->bundle, settings->preset, NULL, message, capacity, &to->policy);
-  const dlm_text* text = NULL; /* a bundle without a tokenizer cannot be served */
+  const dlm_text* text = NULL; /* the call fails if the bundle has no tokenizer, because the service
+                                  needs a tokenizer */
   if (status == DLM_OK) status = dlm_bundle_text(to->bundle, message, capacity, &text);
   if (status != DLM_OK) return status;
   dlm_scheduler_options scheduling;
@@ -117,8 +118,8 @@ static void* make_passes(void* scheduler) {
   char message[512];
   const dlm_status status = dlm_scheduler_run(scheduler, 0, NULL, NULL, message, sizeof message);
   if (status == DLM_OK) return NULL;
-  report(status, message); /* the service cannot run passes any more, so the service ends; a
-                              supervisor restarts the service */
+  report(status, message); /* the service ends, because the service cannot run passes any more; a
+                              supervisor can restart the service */
   _exit(1);
 }
 
@@ -193,7 +194,7 @@ int main(int argc, char** argv) {
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
   pthread_sigmask(SIG_BLOCK, &signals, NULL);
-  signal(SIGPIPE, SIG_IGN); /* otherwise, a client that disconnects would end the program */
+  signal(SIGPIPE, SIG_IGN); /* without this line, a client that disconnects would end the program */
   static service of;
   pthread_mutex_init(&of.mutex, NULL);
   const char* const slash = strrchr(settings.bundle, '/');

@@ -16,14 +16,14 @@ typedef struct buffer {
   size_t size, capacity;
 } buffer;
 int buffer_append(buffer* to, const char* data,
-                  size_t size); /* if there is no memory, returns 0 and adds no bytes */
+                  size_t size); /* adds bytes; if there is no memory, returns 0 and adds no bytes */
 void buffer_free(buffer* of);
 
 typedef struct limits {
   size_t body_bytes;    /* largest size of a request's body */
   int32_t max_tokens;   /* largest number of new tokens of a request */
   double deadline_ms;   /* time from a request's arrival to its last pass */
-  double drain_ms;      /* time that running requests get when the service stops */
+  double drain_ms;      /* when the service stops: time for running requests to finish */
   unsigned connections; /* largest number of connections at the same time */
 } limits;
 
@@ -44,7 +44,7 @@ typedef struct service {
   uint64_t answered[600]; /* number of answered HTTP requests, by HTTP status */
 } service;
 
-/* The reason why a request is rejected: the HTTP status and a message. */
+/* The reason why a request is rejected. The reason consists of an HTTP status and a message. */
 typedef struct refusal {
   unsigned status;
   char message[1024];
@@ -52,12 +52,12 @@ typedef struct refusal {
 
 /* ---- completion.c ---- */
 
-/* A completion request. Two threads use it: the thread of its connection and the scheduler's
- * thread. */
+/* A completion request. Two threads use a completion request: the thread of its connection and the
+ * scheduler's thread. */
 typedef struct completion completion;
 
-/* Reads the JSON of a body and submits the request to the scheduler. `number` identifies the
- * request. If an error occurs, returns NULL and sets *why. */
+/* Reads the JSON in the body of an HTTP request and submits a request to the scheduler. `number`
+ * identifies the request. If an error occurs, returns NULL and sets *why. */
 completion* completion_start(service* of, uint64_t number, int is_chat, const char* body,
                              size_t size, refusal* why);
 int completion_is_stream(const completion* of);

@@ -2,8 +2,9 @@
 // a mutator for files that consist of numbers.
 //
 // A target is one source file that defines LLVMFuzzerTestOneInput. With clang, it is linked with
-// libFuzzer. With other compilers, replay.cc runs it on existing files. docs/guides/developing.md
-// explains how to run both.
+// libFuzzer. With other compilers, the target is linked with replay.cc, which runs the target on
+// existing files. docs/guides/developing.md explains how to run targets with libFuzzer and with
+// replay.cc.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +30,8 @@ inline void claim(bool holds, const char* what, int line) {
 }
 #define CLAIM(condition) fuzz::claim((condition), #condition, __LINE__)
 
-// True for a message in the form that users should see: one line, not empty, and printable.
+// Returns true if a message has the form that users should see. The message must be one line, not
+// empty, and printable.
 inline bool is_sentence(std::string_view text) {
   if (text.empty()) return false;
   for (const char c : text)
@@ -37,13 +39,14 @@ inline bool is_sentence(std::string_view text) {
   return true;
 }
 
-// True for a status that an invalid input may cause. DLM_INTERNAL always means a defect, so the
-// result is false for it.
+// Returns true for a status that an invalid input may cause. Returns false for DLM_INTERNAL,
+// because DLM_INTERNAL always means a defect.
 inline bool is_refusal(dlm_status status) {
   return status > DLM_OK && status <= DLM_BUSY && status != DLM_INTERNAL;
 }
 
-// The bytes of the fuzz input, which are read from start to end. After the end, all bytes are zero.
+// The bytes of the fuzz input, which the target reads from start to end. After the end, all bytes
+// are zero.
 class Input {
  public:
   Input(const uint8_t* data, size_t size) : data_(data), left_(size) {}
@@ -73,8 +76,8 @@ class Input {
 };
 
 // Mutates a file of little-endian int32 numbers. The numbers start at offset `first`. Most
-// mutations change a number in place, so that the sizes in the header stay right. Some mutations
-// are those of libFuzzer.
+// mutations change a number in place, so that the sizes in the header stay right. For all other
+// mutations, this function calls libFuzzer's own mutator.
 inline size_t mutate_numbers(uint8_t* data, size_t size, size_t max_size, size_t first,
                              unsigned seed) {
   static constexpr int32_t kEdges[] = {
@@ -99,7 +102,7 @@ inline size_t mutate_numbers(uint8_t* data, size_t size, size_t max_size, size_t
         break;
       case 2:
         std::memcpy(&value, data + first + 4 * draw(numbers), 4);
-        break;  // replaces the number by another number of the file
+        break;  // replaces the number by a different number of the file
       default:
         value ^= 1 << draw(32);
     }

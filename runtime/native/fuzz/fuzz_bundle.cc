@@ -1,10 +1,10 @@
-// Fuzz target that opens a bundle whose manifest can be any text. Either opening fails with a
-// message, or every query of the bundle must work.
+// A fuzz target that opens a bundle whose manifest can be any text. If opening does not fail with
+// an error message, every query of the bundle must work.
 //
 // The input is manifest.json, followed by a NUL and the contents of the listed files. Each content
-// is cut, or padded with zeros, to the listed size. In the manifest, 64 times the letter "a" stands
-// for the SHA-256 of the first file. Without this, hash errors would hide the code that runs after
-// the check.
+// is cut, or padded with zeros, to the listed size. In the manifest, the target replaces 64 letters
+// "a" by the SHA-256 of the first file. Without this replacement, hash errors would prevent the
+// code after the hash check from running.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -23,7 +23,7 @@ namespace {
 
 constexpr size_t kMostFiles = 8, kMostBytes = 1 << 16;
 
-// A temporary folder, in memory if possible. It is removed when the program ends normally.
+// A temporary folder, in memory if possible. The folder is removed when the program ends normally.
 struct Folder {
   Folder() {
     std::string name =
@@ -40,7 +40,7 @@ const std::filesystem::path& folder() {
   return made.path;
 }
 
-// True for file names that the target may create.
+// Returns true for file names that the target may create.
 bool is_plain(const std::string& name) {
   const auto is_word = [](char c) {
     return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '.' || c == '-' || c == '/';
@@ -112,14 +112,16 @@ void ask(dlm_bundle* bundle) {
   CLAIM(status == DLM_OK ? text != nullptr
                          : fuzz::is_refusal(status) && fuzz::is_sentence(message));
   dlm_session* session = nullptr;
-  // A session for a longer canvas could need much memory.
+  // A session is created only for short canvases, because a session for a longer canvas could need
+  // much memory.
   if (denoiser.max_canvas_length > 1 << 12) return;
   if (dlm_session_create(bundle, message, sizeof message, &session) != DLM_OK)
     CLAIM(fuzz::is_sentence(message));
   dlm_request request;
   dlm_request_init(&request, sizeof request);
   request.max_new_tokens = 1;
-  CLAIM(dlm_session_generate(session, &request, nullptr) != DLM_OK);  // there is no engine
+  CLAIM(dlm_session_generate(session, &request, nullptr) != DLM_OK);  // expected, because there is
+                                                                      // no engine
   CLAIM(fuzz::is_sentence(dlm_session_last_error(session)));
   dlm_session_destroy(session);
 }
@@ -148,7 +150,8 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   write(std::string(whole.substr(0, end)), whole.substr(std::min(end + 1, whole.size())));
   open("none", 0);
   open("none", 1);
-  // The library is built without TensorRT, so only the manifest's entries are checked.
+  // The library is built without TensorRT, so opening checks only the manifest's entries for
+  // engines.
   open("tensorrt", 1);
   return 0;
 }

@@ -1,8 +1,8 @@
-// Fuzz target that calls the C ABI in any order. The denoiser is a callback. Handles are valid or
-// NULL. Policies and options can have any values. Buffers are short. Callbacks fail or call the ABI
-// themselves.
+// A fuzz target that calls the functions of the C ABI in any order. The denoiser is a callback.
+// Handles are valid or NULL. Policies and options can have any values. Buffers are short. Some
+// callbacks fail, and some callbacks call the C ABI.
 //
-// Each byte of the input makes a choice. The first bytes choose a denoiser. The other bytes choose
+// Each byte of the input makes a choice. The first bytes choose a denoiser. All later bytes choose
 // calls and their arguments.
 #include <algorithm>
 #include <array>
@@ -290,8 +290,8 @@ class World {
     jobs_.erase(std::find(jobs_.begin(), jobs_.end(), job));
   }
 
-  // Calls the session from a callback. Calls that are allowed there must work, and all others must
-  // fail.
+  // Calls the session from a callback. The calls that a callback may make must work, and all other
+  // calls must fail.
   int32_t call_back() {
     const uint8_t what = input_.byte();
     if (what % 16 == 1) dlm_session_cancel(session_, 0);
@@ -305,7 +305,7 @@ class World {
     return static_cast<World*>(user)->call_back();
   }
 
-  // Decodes each token to one character of one or two bytes. Some tokens are half a character.
+  // Decodes each token to one character of one or two bytes, or to half a character.
   static dlm_status decode(void* user, const int32_t* tokens, size_t count, char* string,
                            size_t capacity, size_t* size) {
     World& world = *static_cast<World*>(user);
@@ -321,7 +321,7 @@ class World {
   static dlm_status pass(void* user, const dlm_pass* pass) {
     World& world = *static_cast<World*>(user);
     const uint8_t what = world.input_.byte();
-    // Reads all memory that the pass may read, and writes all memory that it may write.
+    // Reads all memory that a pass may read, and writes all memory that a pass may write.
     for (int32_t layer = 0; layer < pass->layers; ++layer) {
       if (pass->cached > 0) world.seen_ += *static_cast<const uint8_t*>(pass->past_keys[layer]);
       if (pass->present_keys != nullptr) *static_cast<uint8_t*>(pass->present_keys[layer]) = what;

@@ -1,5 +1,5 @@
-// Fuzz target that compiles a constraint for a vocabulary. Compiling must end with an error
-// message, or with an automaton whose texts are of the requested kind. The time, the memory and the
+// A fuzz target that compiles a constraint for a vocabulary. Compiling must end with an error
+// message, or with an automaton whose texts satisfy the constraint. The time, the memory and the
 // size of the automaton must stay within their limits.
 //
 // The input starts with six bytes that choose the options. Then there are several texts, each of
@@ -16,7 +16,7 @@
 #include "constraints/automaton.h"
 #include "fuzz.h"
 
-// GCC's sanitizers have these functions, but GCC has no header that declares them.
+// GCC's sanitizers define these functions, but no header of GCC declares these functions.
 extern "C" {
 size_t __sanitizer_get_allocated_size(const volatile void* pointer);
 int __sanitizer_install_malloc_and_free_hooks(void (*allocated)(const volatile void*, size_t),
@@ -29,8 +29,8 @@ constexpr size_t kMostContent = 4096, kMostTokens = 64;
 constexpr double kSeconds = 0.25;
 constexpr size_t kMemory = 48 << 20;
 constexpr int64_t kStates = 2000, kEdges = 100'000;
-// Memory that the limits do not cover: for the vocabulary, for the JSON of the content, and for the
-// automaton.
+// The memory that the limits do not include. This memory is for the vocabulary, the parsed JSON of
+// the content, and the automaton.
 constexpr size_t kOtherMemory = 32 << 20;
 constexpr double kOtherSeconds = 0.25;
 
@@ -189,9 +189,9 @@ int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   CLAIM(memory <= static_cast<int64_t>(2 * kMemory + kOtherMemory));
   if (status != DLM_OK) return 0;
   const dlm_automaton_info& info = *dlm_automaton_describe(automaton);
-  // The limit plus one, because there is one more state after the end token.
+  // The limit is increased by one, because there is one more state after the end token.
   CLAIM(info.states <= kStates + 1 && info.edges <= kEdges);
-  if (kind == DLM_CONSTRAINT_DECISIONS) {  // it has no form that could be written
+  if (kind == DLM_CONSTRAINT_DECISIONS) {  // an automaton of this kind cannot be written
     dlm_automaton_destroy(automaton);
     return 0;
   }

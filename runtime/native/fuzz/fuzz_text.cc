@@ -1,7 +1,7 @@
-// Fuzz target that reads a compiled text file and uses it. It encodes a text, decodes the ids both
-// at once and in pieces, and encodes a chat.
+// A fuzz target that reads a compiled text file. With this file, the target encodes a text, decodes
+// the ids both at once and in pieces, and encodes a chat.
 //
-// The input is one byte with the size of the text, then the text, then the file.
+// The input is one byte that gives the size of the text, then the text, then the text file.
 #include <vector>
 
 #include "api/handles.h"

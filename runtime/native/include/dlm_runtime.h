@@ -1,40 +1,39 @@
 /* dlm_runtime.h: the C ABI of libdlm_runtime, the native runtime of dlm-export.
  *
- * The library opens a bundle (a folder that `dlm-export build` wrote). The library then uses the
- * bundle's denoiser to fill the mask tokens of a canvas:
+ * The library opens a bundle, which is a folder that `dlm-export build` wrote. The library then
+ * uses the bundle's denoiser to fill the mask tokens of a canvas:
  *
  *   dlm_bundle_open -> dlm_session_create -> dlm_session_generate -> read dlm_result
  *
  * A request (dlm_request) describes a canvas and how to fill its mask tokens. A session runs
- * requests on the caller's thread. A scheduler (dlm_scheduler) accepts requests from any thread,
- * and one thread of the program runs these requests. A session and a scheduler return the same
- * results (dlm_result).
+ * requests on the caller's thread. A scheduler (dlm_scheduler) accepts requests from any thread.
+ * One thread of the program runs all requests of a scheduler. A session and a scheduler return the
+ * same results (dlm_result).
  *
  * Conventions
- * - A call that can fail returns dlm_status, and writes its result to the address in its last
- *   argument. If the call fails, it writes NULL or 0 to this address.
+ * - A call that can fail returns dlm_status. If the call also has a result, the last argument is
+ *   the address of the result. If the call fails, the call writes NULL or 0 to this address.
  * - The caller destroys each object that it creates. Destroying NULL does nothing. The library uses
  *   the caller's pointers only during the call, unless the comment of a function or field says
  *   otherwise.
- * - Every struct that may get new fields in later versions starts with struct_size. New fields are
- *   added only at its end.
- * - If the caller fills a struct, the caller first calls the _init function with sizeof(struct),
- *   and then changes fields. The default of each field is in parentheses or marked "default". If
- *   the caller's struct is larger than the library's version of this struct, the call fails with
+ * - If later versions may add fields to a struct, the struct starts with struct_size. New fields
+ *   are added only at the end of the struct.
+ * - To fill a struct, the caller first calls the struct's _init function with sizeof(struct), and
+ *   then changes fields. The default of each field is in parentheses or marked "default". If
+ *   struct_size is larger than the size of the struct in the library's version, the call fails with
  *   INVALID_ARGUMENT, because the library would ignore the last fields.
- * - If the library fills a struct, the library owns the struct and returns a pointer to it.
- *   struct_size is the number of bytes of this struct that the caller may read.
+ * - If the library fills a struct, the library owns the struct and returns a pointer to the struct.
+ *   struct_size is then the number of bytes that the caller may read from the struct.
  * - A call fails with INVALID_ARGUMENT if a number is outside its range. A range such as 1..8
  *   includes both ends.
  * - New versions may add values to enumerations such as DLM_FINISH_... and DLM_TEXT_.... The
  *   library rejects unknown values. Programs should accept unknown values.
  * - Any number of threads may use a bundle or a scheduler at the same time. Only one thread at a
- *   time may use a session or a job. There are two exceptions: any thread may call
- *   dlm_session_cancel and dlm_job_cancel at any time. A bundle must outlive its sessions and
- *   schedulers.
+ *   time may use a session or a job, except that any thread may call dlm_session_cancel and
+ *   dlm_job_cancel at any time. A bundle must outlive its sessions and schedulers.
  * - The library prints nothing, keeps no global state, never calls exit, and throws no exception.
- * - Text is UTF-8. If a text is passed without a size, a NUL must end the text. Token ids are
- *   int32. A canvas is an array of token ids. */
+ * - Text is UTF-8. If a function or struct takes a text without its size, a NUL must end the text.
+ *   Token ids are int32. A canvas is an array of token ids. */
 #ifndef DLM_RUNTIME_H
 #define DLM_RUNTIME_H
 
@@ -47,70 +46,76 @@ extern "C" {
 
 #define DLM_API __attribute__((visibility("default")))
 
-/* DLM_ABI_VERSION increases when a change breaks compiled programs. DLM_ABI_VERSION does not
- * increase when a function is added, or when a field is added at the end of a struct with
+/* DLM_ABI_VERSION increases when a change of the ABI breaks compiled programs. DLM_ABI_VERSION does
+ * not increase when a function is added, or when a field is added at the end of a struct with
  * struct_size. */
 #define DLM_ABI_VERSION 1
-DLM_API uint32_t dlm_abi_version(void); /* DLM_ABI_VERSION of the loaded library */
-DLM_API const char* dlm_version(void);  /* for example "0.1.0"; static */
+DLM_API uint32_t dlm_abi_version(void); /* returns the DLM_ABI_VERSION of the loaded library */
+DLM_API const char* dlm_version(void);  /* returns a static string, for example "0.1.0" */
 
 typedef int32_t dlm_status;
 enum {
   DLM_OK = 0,
   DLM_INVALID_ARGUMENT = 1, /* the request is invalid, for example an id outside the vocabulary */
-  DLM_NOT_FOUND = 2,        /* a bundle, one of its files, or a preset does not exist */
+  DLM_NOT_FOUND = 2,        /* a bundle, a file of the bundle, or a preset does not exist */
   DLM_BAD_BUNDLE = 3,       /* the bundle is damaged, or this library does not know the bundle's
                                version */
-  DLM_UNSUPPORTED = 4,      /* this library or this denoiser does not support a valid request */
+  DLM_UNSUPPORTED = 4,      /* the request is valid, but this library or this denoiser does not
+                               support it */
   DLM_ENGINE_FAILED = 5,  /* the engine reported an error, or the engine's results are not finite */
   DLM_OUT_OF_MEMORY = 6,  /* the host or the device has no memory left */
-  DLM_CANCELLED = 7,      /* a callback ended the request */
-  DLM_INTERNAL = 8,       /* a defect of this library; please report it with the message */
+  DLM_CANCELLED = 7,      /* a callback of the program ended the request */
+  DLM_INTERNAL = 8,       /* a defect of this library; please report the defect and the error
+                             message */
   DLM_ENGINE_MISSING = 9, /* the engine's library is missing, too old, or cannot be loaded */
-  DLM_BUSY = 10           /* the scheduler's queue is full: submit the request again later */
+  DLM_BUSY = 10           /* the scheduler's queue of requests is full; submit the request again
+                             later */
 };
-DLM_API const char* dlm_status_name(dlm_status status); /* static, never NULL */
+DLM_API const char* dlm_status_name(dlm_status status); /* returns a static string, never NULL */
 
 /* ---- Denoisers and passes -------------------------------------------------------------------- */
 
-/* The properties of a denoiser that the decoding loop needs. In this header, these letters are
- * sizes of arrays. B is the number of requests in a pass, T the number of tokens of each request,
- * and S the number of cached tokens. R is the number of scored rows, V the size of the vocabulary,
- * and K the number of candidates per row. */
+/* The properties of a denoiser that the decoding loop needs. This header uses letters for the sizes
+ * of arrays. B is the number of requests in a pass. T is the number of tokens that the pass
+ * computes for each request. S is the number of cached tokens of each request. R is the number of
+ * scored rows of each request. V is the size of the vocabulary. K is the number of candidates per
+ * row. */
 typedef struct dlm_denoiser {
   size_t struct_size;
   int32_t vocab_size;        /* V, 3..16777216 */
   int32_t mask_token_id;     /* 0..V-1 */
   int32_t max_canvas_length; /* tokens, 1..16777216 */
   int32_t layers;            /* 1..1024 */
-  int32_t kv_heads;  /* number of key and value heads in every layer, 1..4096; 0 if this number
-                        differs between layers (only in a bundle from files) */
-  int32_t head_size; /* size of a head in every layer, 1..4096; 0 if this size differs between
-                        layers (only in a bundle from files) */
+  int32_t kv_heads;  /* number of key and value heads in every layer, 1..4096; 0 if layers have
+                        distinct numbers of heads (only in a bundle from files) */
+  int32_t head_size; /* size of a head in every layer, 1..4096; 0 if layers have distinct head sizes
+                        (only in a bundle from files) */
   int32_t top_k; /* K, the number of candidates that a pass returns per row, 2..64, less than V */
   int32_t kv_element_bytes; /* bytes of a number in a key or value: 4 for fp32, 2 for fp16 or
                                bf16, 1 for int8 (then each row also stores a scale of 2 bytes) */
   int32_t shift;            /* 1 if the row of position i predicts position i + 1; 0 if the row
                                predicts position i */
   int32_t has_cache;        /* 1 if passes can read and write cached keys and values; 0 if not */
-  const int32_t* eos_token_ids; /* [eos_count], the end tokens, 0..V-1, without the mask token */
+  const int32_t* eos_token_ids; /* [eos_count], the ids of the end tokens, 0..V-1. The mask token
+                                   must not be an end token */
   size_t eos_count;             /* 0..1024 */
-  int64_t visible_block;  /* 0..16777216. 0: attention is full, so every row sees all positions. A
-                             number n above 0: attention is block-causal. Each block has n
-                             positions, the first block starts at position 0, and no row sees a
-                             later block */
-  int32_t max_new_tokens; /* number of new tokens of a request that sets DLM_DEFAULT_NEW_TOKENS;
-                             1..16777216 (128) */
+  int64_t visible_block;  /* 0..16777216. If visible_block is 0, attention is full, so every row
+                             sees all positions. If visible_block is n > 0, attention is
+                             block-causal: each block has n positions, the first block starts at
+                             position 0, and a row does not see blocks after its own block */
+  int32_t max_new_tokens; /* number of new tokens of a request whose max_new_tokens is
+                             DLM_DEFAULT_NEW_TOKENS; 1..16777216 (128) */
 } dlm_denoiser;
 DLM_API void dlm_denoiser_init(dlm_denoiser* denoiser, size_t struct_size);
 
-/* One pass of the denoiser, over the same positions of B independent canvases. The engine reads the
- * const arrays and writes the other arrays. In each layer, the keys have the shape [B, kv_heads,
- * rows, head_size], and already contain the position encoding. The values have the same shape.
- * `rows` is S for past keys and values, and T for present keys and values. */
+/* One pass of the denoiser over B independent canvases. The pass covers the same positions of all
+ * canvases. The engine reads the const arrays and writes the non-const arrays. In each layer, keys
+ * and values are arrays of the shape [B, kv_heads, rows, head_size]. For past keys and values,
+ * `rows` is S. For present keys and values, `rows` is T. Keys already contain the position
+ * encoding. */
 typedef struct dlm_pass {
   size_t struct_size;
-  int32_t batch;               /* B; above 1 only if a request uses guidance or if several requests
+  int32_t batch;               /* B; above 1 only if a request uses guidance, or if several requests
                                   share the pass */
   int32_t tokens;              /* T */
   int32_t cached;              /* S */
@@ -122,15 +127,17 @@ typedef struct dlm_pass {
   const void *const *past_keys, *const *past_values;
   void *const *present_keys, *const *present_values; /* NULL if the pass stores no keys and
                                                         values */
-  int32_t* top_tokens; /* [B, R, K], the most likely tokens, best first. Equally likely tokens
-                          are in the order of their ids. The mask token is never in top_tokens */
-  float* top_probs;    /* [B, R, K], the probabilities of top_tokens: softmax in fp32 without the
+  int32_t* top_tokens; /* [B, R, K], the ids of the most likely tokens, most likely first. Equally
+                          likely tokens are in the order of their ids. top_tokens never contains the
                           mask token */
-  float* entropy;      /* [B, R], the sum of p ln(p + 1e-10) without the mask token, 0 or less; NULL
-                          if not needed */
-  float* logits;       /* [B, R, V], raw logits; NULL if not needed. A logit is finite, or -infinity
-                          for a token that is ruled out. The mask token's logit is ignored. NaN or
-                          +infinity ends the request with ENGINE_FAILED */
+  float* top_probs;    /* [B, R, K], the probabilities of top_tokens, computed by softmax in fp32
+                          over all tokens except the mask token */
+  float* entropy;      /* [B, R], the sum of p ln(p + 1e-10) over all tokens except the mask token,
+                          0 or less; NULL if the caller does not need the sums */
+  float* logits;       /* [B, R, V], raw logits; NULL if the caller does not need them. A logit is
+                          finite, or -infinity for a token that is ruled out. The mask token's logit
+                          is ignored. If any other logit is NaN or +infinity, the request ends with
+                          ENGINE_FAILED */
 } dlm_pass;
 
 /* Runs one pass. If the status is not DLM_OK, the requests of the pass end with this status. */
@@ -139,9 +146,9 @@ typedef dlm_status (*dlm_pass_fn)(void* user, const dlm_pass* pass);
 /* ---- Policy ---------------------------------------------------------------------------------- */
 
 /* A policy decides which tokens are committed after each pass. A preset of the bundle sets all
- * fields of a policy. Callers may then change some of these fields. Some fields are strings, so
+ * fields of a policy. The caller may then change some of these fields. Some fields are strings, so
  * that a policy is written in the same way in C, in Python and in manifest.json. The library does
- * not copy these strings. Use literals or strings that the bundle owns. */
+ * not copy the strings of a policy. Use literals or strings that the bundle owns. */
 typedef struct dlm_policy {
   size_t struct_size;
   const char* select;  /* "argmax" (default): take the most likely token | "sample": draw a token
@@ -150,53 +157,54 @@ typedef struct dlm_policy {
   const char* commit;  /* "static" (default) | "threshold" | "dynamic" | "factor" |
                           "entropy_bound" | "timestep" | "sequential" */
   const char* compare; /* ">=" (default) | ">": how a score is compared with the threshold */
-  const char* remask;  /* "none" (default) | "edit": passes may still replace tokens of a finished
-                          block; see edit_threshold */
+  const char* remask;  /* "none" (default) | "edit": after a block is finished, passes may replace
+                          tokens of the block; see edit_threshold */
   const char*
       cache; /* "none" (default) | "prefix", "dual": for full attention | "block", "block-dual":
                 for block-causal attention. With "block-dual", some passes run only a sub-block */
-  const char* stop;        /* "eos" (default): after a block with an end token, later blocks are not
-                              filled | "none" */
-  int32_t block_length;    /* tokens, 0..16777216 (32). 0: the whole generation is one block.
-                              With block-causal attention, blocks are counted from position 0.
-                              Then 0 means visible_block, and other numbers must be multiples of
+  const char* stop;        /* "eos" (default): if a finished block contains an end token, later
+                              blocks are not filled | "none": all blocks are filled */
+  int32_t block_length;    /* tokens, 0..16777216 (32). 0: the whole generation is one block. If
+                              attention is block-causal, the first block starts at position 0, the
+                              number 0 means visible_block, and other numbers must be multiples of
                               visible_block */
   int32_t steps_per_block; /* planned number of passes per block, 0..16777216; 0 (default): one
                               pass per token */
-  int32_t refresh;         /* tokens, 0..16777216, for cache "prefix" and "dual". 0 (default):
-                              every block starts with a pass over the whole canvas. N: only the
-                              first block does. A later block starts with a pass over the block
-                              before it and over the positions of the later block's other passes.
-                              This first pass also covers at least N tokens before the later
-                              block */
+  int32_t refresh;         /* tokens, 0..16777216, for cache "prefix" and "dual". 0 (default): every
+                              block starts with a pass over the whole canvas. N: only the first
+                              block starts with a pass over the whole canvas. The first pass of a
+                              later block covers the previous block, at least N tokens before the
+                              later block, and the positions that the later block's other passes
+                              cover */
   double threshold;        /* for commit "threshold" and "dynamic", 0..1 (0.9) */
   double factor;           /* for commit "factor", 0..1e9 (1) */
   double entropy_bound;    /* for commit "entropy_bound", nats, 0..1e9 (0.1) */
   double timestep_eps;     /* for commit "timestep", 1e-9..1 (1e-3) */
-  double temperature; /* number by which logits are divided. For select "sample": above 0, up to
+  double temperature; /* the number that divides the logits. For select "sample": above 0, up to
                          1e300. For select "argmax": 0 (default) */
   uint64_t seed; /* seed for score "random" and select "sample" (0). The same seed gives the same
-                    text with any engine, number of threads and batch, unless floating-point noise
-                    of the engine changes the text */
-  const char* store; /* for cache "block": how a finished block is stored. "pass" (default): one
-                        more pass over the block stores exact rows | "open": this additional pass
-                        also runs the next block and commits tokens in the next block; the final
-                        canvas is the same as with "pass" | "reuse": the rows of the block's last
-                        pass are stored, although some of the block's tokens were still masked in
-                        that pass */
-  int32_t sub_block_length; /* for block-causal attention: number of positions of a block that are
-                               decided before the next positions of the block, 0..16777216.
-                               block_length must be a multiple of sub_block_length. 0 (default): all
-                               positions of the block are decided together */
+                    text for every engine, number of threads and batch size, unless the engine's
+                    floating-point noise changes the text */
+  const char* store; /* for cache "block": how the keys and values of a finished block are stored.
+                        "pass" (default): one additional pass over the block stores exact rows |
+                        "open": the additional pass also runs the next block and commits tokens in
+                        the next block; the final canvas is the same as with "pass" | "reuse": the
+                        rows of the block's last pass are stored, although some of the block's
+                        tokens were still masked in the last pass */
+  int32_t sub_block_length; /* for block-causal attention: length of a sub-block, 0..16777216. Each
+                               block is divided into sub-blocks, which are decided one after
+                               another. block_length must be a multiple of sub_block_length. 0
+                               (default): a block has no sub-blocks */
   int32_t edit_passes;      /* for remask "edit": largest number of passes over a finished block,
                                0..16777216 (16). Editing stops earlier if a pass changes nothing */
-  double edit_threshold;    /* for remask "edit", 0..1 (0.9). A token of a finished block is
-                               replaced if the probability of a different token is above
-                               edit_threshold */
-  double top_p;  /* for select "sample", 0..1 (1). A token is drawn from the smallest set of most
-                    likely tokens whose total probability is above top_p */
-  int32_t top_k; /* for select "sample", 0..16777216. A token is drawn from the top_k most likely
-                    tokens. 0 (default): a token is drawn from all tokens */
+  double edit_threshold;    /* for remask "edit", 0..1 (0.9). If the probability of a different
+                               token is above edit_threshold, the different token replaces the token
+                               of a finished block */
+  double top_p;  /* for select "sample", 0..1 (1). The token is drawn from the n most likely tokens,
+                    where n is the smallest number for which the total probability of these tokens
+                    is above top_p */
+  int32_t top_k; /* for select "sample", 0..16777216. The token is drawn from the top_k most likely
+                    tokens. 0 (default): the token is drawn from all tokens */
   const char* score_of; /* the distribution from which scores are computed. "prediction"
                            (default): the denoiser's softmax | "draw", for select "sample": the
                            distribution from which tokens are drawn, after temperature, top_p and
@@ -204,11 +212,11 @@ typedef struct dlm_policy {
                            each token over all texts that satisfy the constraint; for a request
                            without a constraint, "marginal" is the same as "prediction" */
   double cfg_scale;     /* w, the scale of classifier-free guidance, 0..1000. 0 (default): no
-                           guidance. Otherwise each pass also runs a second canvas, in which mask
-                           tokens replace all given tokens. If `with` are the logits of the first
-                           canvas and `without` are the logits of the second canvas, the guided
-                           logits are without + (w + 1)(with - without). UNSUPPORTED if the engine
-                           runs only one canvas per pass */
+                           guidance. If w is above 0, each pass also runs a second canvas, in which
+                           mask tokens replace all given tokens. The guided logits are without + (w
+                           + 1)(with - without). Here `with` means the logits of the first canvas,
+                           and `without` means the logits of the second canvas. The request fails
+                           with UNSUPPORTED if the engine runs only one canvas per pass */
 } dlm_policy;
 /* Sets *policy to the policy of LLaDA: commit "static", score "confidence", blocks of 32 tokens,
  * and no cache. */
@@ -221,7 +229,8 @@ typedef struct dlm_policy_field {
   int32_t kind;               /* DLM_FIELD_... */
   size_t offset;              /* bytes from the start of dlm_policy */
   const char* const* choices; /* for DLM_FIELD_CHOICE: the possible strings, then NULL; the first
-                                 is the default. NULL for other kinds */
+                                 string is the default. For fields of a different kind, `choices` is
+                                 NULL */
   double initial;             /* the default; not for DLM_FIELD_CHOICE */
   double lowest, highest;     /* the range, which includes `lowest` and `highest`; not for
                                  DLM_FIELD_CHOICE */
@@ -245,24 +254,25 @@ typedef struct dlm_open_options {
   size_t struct_size;
   const char* engine;         /* "auto" (default) | "onnxruntime" | "tensorrt" | "none". "auto"
                                  means "tensorrt" if the bundle was built for GPUs, and otherwise
-                                 "onnxruntime". "none" opens and checks the bundle, but cannot
-                                 run passes */
-  const char* engine_library; /* path of libonnxruntime, libnvinfer or libtensorrt_rtx. NULL
-                                 (default): the library at the path in $DLM_ONNXRUNTIME or
-                                 $DLM_TENSORRT is loaded. If this variable is not set, the
-                                 system's library is loaded */
+                                 "onnxruntime". With "none", the library opens and checks the
+                                 bundle, but cannot run passes */
+  const char* engine_library; /* path of libonnxruntime, libnvinfer or libtensorrt_rtx. If
+                                 engine_library is NULL (default), the path is in $DLM_ONNXRUNTIME
+                                 or $DLM_TENSORRT. If this variable is not set, the system's library
+                                 is loaded */
   int32_t threads;      /* for "onnxruntime", 0..4096; 0 (default): one thread per core. The library
                            never starts more threads than the number of cores that the process may
                            use */
-  int32_t check_hashes; /* 1 (default): compare the SHA-256 of every file with the manifest. 0:
-                           compare only the sizes of files. With 1, a large file is not hashed again
-                           if the file has not changed since its hash was last found right. Every
-                           file is always hashed if $DLM_HASH_FILES is "always" (default:
-                           "changed"), or if engine is "none" */
+  int32_t check_hashes; /* 1 (default): the SHA-256 hashes and the sizes of files are compared with
+                           the manifest. A large file is not hashed again if the file has not
+                           changed since an earlier comparison succeeded. But every file is hashed
+                           if $DLM_HASH_FILES is "always" (default: "changed"), or if engine is
+                           "none". 0: only the sizes of files are compared */
   const char* provider; /* for "onnxruntime": "cpu" (default) | "cuda" | "tensorrt" |
                            "nv_tensorrt_rtx". With a GPU provider, engine "auto" means
                            "onnxruntime" */
-  int32_t device;       /* index of the GPU for the GPU providers; CUDA counts GPUs from 0 (0) */
+  int32_t device;       /* for the GPU providers: CUDA's index of the GPU; the first GPU has the
+                           index 0 (0) */
   int32_t allow_fallback; /* 1: the CPU runs nodes that the provider cannot run, and
                              dlm_bundle_info.engine lists these nodes. 0 (default): opening fails
                              with UNSUPPORTED, and the message lists these nodes */
@@ -271,26 +281,27 @@ DLM_API void dlm_open_options_init(dlm_open_options* options, size_t struct_size
 
 /* Notes on engines
  *
- * On a CPU, "onnxruntime" uses the kernels of this library where these kernels are faster. The
- * library chooses the first of these kernel sets that the processor supports: "amx-int8",
- * "avx512-vnni", "avx-vnni", "avx2" or "neon-dotprod". $DLM_KERNELS selects one of the other sets,
- * or "none". To test for "amx-int8", the library asks the operating system for permission to use
- * AMX registers. In threads that use these registers, signal frames are then 8 KiB larger.
+ * On a CPU, "onnxruntime" uses the kernels of this library if they are faster than ONNX Runtime's
+ * kernels. The library chooses the first of these kernel sets that the processor supports:
+ * "amx-int8", "avx512-vnni", "avx-vnni", "avx2" or "neon-dotprod". $DLM_KERNELS selects a different
+ * set, or "none". To test for "amx-int8", the library asks the operating system for permission to
+ * use AMX registers. In threads that use AMX registers, signal frames are then 8 KiB larger.
  *
  * The official builds of ONNX Runtime store a device id and send telemetry, unless
- * $ORT_DISABLE_TELEMETRY is 1 before ONNX Runtime starts. Opening a bundle with engine
- * "onnxruntime" sets the variable to 1 if it is not set. If other threads of the program may read
- * the environment at that time, set the variable before you start these threads.
+ * $ORT_DISABLE_TELEMETRY is 1 before ONNX Runtime starts. If $ORT_DISABLE_TELEMETRY is not set,
+ * opening a bundle with engine "onnxruntime" sets the variable to 1. If other threads of the
+ * program may read the environment while a bundle is opened, set the variable before you start
+ * these threads.
  *
- * GPU providers need ONNX Runtime 1.24 or newer, built with the provider (onnxruntime-gpu). GPU
- * providers also need the library of the GPU driver ($DLM_CUDA_LIBRARY, by default libcuda.so.1).
- * If the bundle contains a graph for GPUs, the provider runs that graph. A session stores its keys
- * and values on the device.
+ * GPU providers need a build of ONNX Runtime 1.24 or newer that includes the provider
+ * (onnxruntime-gpu). GPU providers also need the library of the GPU driver ($DLM_CUDA_LIBRARY, by
+ * default libcuda.so.1). If the bundle contains a graph for GPUs, the provider runs the graph for
+ * GPUs. Sessions store their keys and values on the GPU.
  *
  * "tensorrt" needs a build of this library with TensorRT's headers. "tensorrt" runs on the first
- * CUDA device, which $CUDA_VISIBLE_DEVICES can select. The bundle must contain an engine file for
- * this device and for exactly the loaded version of TensorRT. If no engine file fits, the error
- * message gives the reason for each engine file. */
+ * CUDA device. $CUDA_VISIBLE_DEVICES can select this device. The bundle must contain an engine file
+ * that was built for the same kind of device and for the same version of TensorRT. If no engine
+ * file can run, the error message gives the reason for each engine file. */
 
 /* One of the kernel sets of this library. */
 typedef struct dlm_kernel_set {
@@ -299,22 +310,22 @@ typedef struct dlm_kernel_set {
                           run on this processor */
 } dlm_kernel_set;
 
-/* Returns the kernel set with this index, for the processor architecture of this library. Indices
- * start at 0, and the fastest set comes first. Returns NULL after the last set. The result is
- * static. */
+/* Returns the kernel set with this index. The sets are those for the processor architecture of this
+ * library, fastest first. The first index is 0. Returns NULL if the index is too large. The result
+ * is static. */
 DLM_API const dlm_kernel_set* dlm_kernel_set_at(size_t index);
 
 /* Opens the bundle in the folder `path`, checks the bundle, and loads its engine. options may be
- * NULL. If the call fails, it writes the reason to `message`, a buffer of message_capacity bytes,
- * and ends the reason with a NUL. message may be NULL. In all calls of this library, `message` and
+ * NULL. If the call fails, the call writes the reason to `message`, a buffer of message_capacity
+ * bytes. A NUL ends the reason. message may be NULL. In all calls of this library, `message` and
  * message_capacity have this meaning. Errors: NOT_FOUND, BAD_BUNDLE, UNSUPPORTED, ENGINE_MISSING,
  * ENGINE_FAILED, OUT_OF_MEMORY. */
 DLM_API dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, char* message,
                                    size_t message_capacity, dlm_bundle** bundle);
 
-/* Creates a bundle without files. The function `run` runs the passes of this bundle. The library
- * copies *denoiser. `user` must outlive the bundle. The threads that run sessions and schedulers
- * call `run`, possibly at the same time. */
+/* Creates a bundle without files. The function `run` runs the passes of this bundle. Several
+ * threads may call `run` at the same time, because each thread that runs a session or a scheduler
+ * calls `run`. The library copies *denoiser. `user` must outlive the bundle. */
 DLM_API dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pass_fn run,
                                             void* user, char* message, size_t message_capacity,
                                             dlm_bundle** bundle);
@@ -324,30 +335,31 @@ DLM_API void dlm_bundle_destroy(dlm_bundle* bundle);
 typedef struct dlm_bundle_info {
   size_t struct_size;
   const dlm_denoiser* denoiser;
-  const char* manifest; /* text of manifest.json; "" if dlm_bundle_from_callback created the
+  const char* manifest; /* the text of manifest.json; "" if dlm_bundle_from_callback created the
                            bundle */
-  const char* engine;   /* one line for people, for example "onnxruntime 1.31.1 (CPU)" */
+  const char* engine;   /* one line of text that describes the engine, for example "onnxruntime
+                           1.31.1 (CPU)" */
 } dlm_bundle_info;
 DLM_API const dlm_bundle_info* dlm_bundle_describe(const dlm_bundle* bundle); /* returns NULL if
                                                                                  bundle is NULL */
 
 /* Sets *policy to a preset of the bundle. Call dlm_policy_init on *policy first. preset is a name,
  * or NULL for the bundle's default preset. effort is NULL, "instant", "low", "medium" or "high".
- * "instant" needs the fewest passes. An effort level selects a tuned form of the preset. The effort
- * levels of a bundle are fitted for only one of its presets. INVALID_ARGUMENT if the effort levels
- * were not fitted for the given preset. NOT_FOUND if a name is unknown; the message lists the valid
- * names. */
+ * "instant" needs the fewest passes. An effort level selects a tuned form of the preset. A bundle
+ * contains effort levels for only one of its presets. INVALID_ARGUMENT if the bundle contains no
+ * effort levels for the given preset. NOT_FOUND if preset or effort is an unknown name; the message
+ * lists the valid names. */
 DLM_API dlm_status dlm_bundle_policy(const dlm_bundle* bundle, const char* preset,
                                      const char* effort, char* message, size_t message_capacity,
                                      dlm_policy* policy);
 
 /* ---- Text ------------------------------------------------------------------------------------ */
 
-/* A tokenizer and a chat template, compiled into one of the bundle's files. A dlm_text returns the
+/* A tokenizer and a chat template, compiled into the bundle's text file. A dlm_text returns the
  * same token ids as the Hugging Face tokenizers library, and renders chats to the same text as
- * Jinja. The build compares these ids and chats, and writes no such file if there is a difference.
- * Any number of threads may use a dlm_text at the same time. Each string is passed with its size in
- * bytes, and may contain NUL. INVALID_ARGUMENT for invalid UTF-8. */
+ * Jinja. The build compares the ids and the rendered chats, and writes no text file if there is a
+ * difference. Any number of threads may use a dlm_text at the same time. Each string is passed with
+ * its size in bytes, and may contain NUL. INVALID_ARGUMENT for invalid UTF-8. */
 typedef struct dlm_text dlm_text;
 
 /* Returns the bundle's dlm_text, which the bundle owns. The first call reads the bundle's text
@@ -355,7 +367,7 @@ typedef struct dlm_text dlm_text;
 DLM_API dlm_status dlm_bundle_text(dlm_bundle* bundle, char* message, size_t message_capacity,
                                    const dlm_text** text);
 
-/* Makes a dlm_text from the content of a bundle's text file. The library copies the data.
+/* Makes a dlm_text from `data`, the content of a bundle's text file. The library copies the data.
  * BAD_BUNDLE if the data is damaged. */
 DLM_API dlm_status dlm_text_read(const void* data, size_t size, char* message,
                                  size_t message_capacity, dlm_text** text);
@@ -365,46 +377,47 @@ DLM_API void dlm_text_destroy(dlm_text* text); /* must not be called for a resul
 /* Flags of dlm_text_encode and dlm_chat_encode. */
 enum {
   DLM_ENCODE_PROMPT = 1, /* add the tokens that the tokenizer puts around a prompt */
-  DLM_ENCODE_SPECIAL = 2 /* the text of a special token, such as "<|eos|>", becomes this token;
-                            without the flag, the text stays ordinary text */
+  DLM_ENCODE_SPECIAL = 2 /* the text of a special token, such as "<|eos|>", is encoded as this
+                            special token; without the flag, it is encoded as ordinary text */
 };
 
 /* Encodes a text. flags is a sum of DLM_ENCODE_ values. *count is set to the number of ids. The
  * function writes at most `capacity` ids, so a first call may pass capacity 0 to get the number of
- * ids. INVALID_ARGUMENT if the text encodes to a special token, but flags does not include
+ * ids. INVALID_ARGUMENT if the ids would include a special token, but flags does not include
  * DLM_ENCODE_SPECIAL. */
 DLM_API dlm_status dlm_text_encode(const dlm_text* text, const char* string, size_t size,
                                    int32_t flags, char* message, size_t message_capacity,
                                    int32_t* tokens, size_t capacity, size_t* count);
 
-/* Decodes token ids. The text leaves out special tokens. Bytes that are not a complete character
- * become U+FFFD. *size is set to the size of the text in bytes. At most `capacity` bytes are
- * written, without a NUL at the end. */
+/* Decodes token ids to text, and skips special tokens. If some bytes are not a complete character,
+ * the text contains U+FFFD instead. *size is set to the size of the text in bytes. The function
+ * writes at most `capacity` bytes, without a NUL at the end. */
 DLM_API dlm_status dlm_text_decode(const dlm_text* text, const int32_t* tokens, size_t count,
                                    char* message, size_t message_capacity, char* string,
                                    size_t capacity, size_t* size);
 
-/* A message of a chat. Messages are passed in arrays, so this struct cannot get new fields within
- * an ABI version. */
+/* A message of a chat. Callers pass arrays of this struct, so new fields cannot be added within an
+ * ABI version. */
 typedef struct dlm_message {
   const char* role; /* a role that the template knows: "system", "user", "assistant", "tool" */
   const char* content;
   size_t content_size; /* bytes */
 } dlm_message;
 
-/* Renders a chat as text. The text ends where the assistant's reply starts. size and capacity have
- * the same meaning as in dlm_text_decode. UNSUPPORTED if the template does more than insert the
- * contents of messages between fixed texts. The error message then gives the index of the chat
- * message and the reason. */
+/* Renders a chat as text. The text ends at the position where the assistant's reply starts. size
+ * and capacity have the same meaning as in dlm_text_decode. UNSUPPORTED if the template does more
+ * than insert the contents of messages between fixed texts. In this case, the error message gives
+ * the index of the chat message and the reason. */
 DLM_API dlm_status dlm_chat_render(const dlm_text* text, const dlm_message* messages,
                                    size_t message_count, char* message, size_t message_capacity,
                                    char* string, size_t capacity, size_t* size);
 
-/* Encodes a chat. The ids end where the assistant's reply starts. The text of each special token
- * that the template writes becomes that token. In the content of a message, the text of a special
- * token stays ordinary text, unless flags is DLM_ENCODE_SPECIAL. Do not encode the result of
- * dlm_chat_render instead, because the rendered text does not show which special tokens come from
- * the template. count and capacity have the same meaning as in dlm_text_encode. */
+/* Encodes a chat. The ids end at the position where the assistant's reply starts. If the template
+ * writes the text of a special token, the text is encoded as this special token. If the content of
+ * a message contains the text of a special token, the text is encoded as ordinary text, unless
+ * flags is DLM_ENCODE_SPECIAL. Do not pass the result of dlm_chat_render to dlm_text_encode
+ * instead, because the rendered text does not show which special tokens come from the template.
+ * count and capacity have the same meaning as in dlm_text_encode. */
 DLM_API dlm_status dlm_chat_encode(const dlm_text* text, const dlm_message* messages,
                                    size_t message_count, int32_t flags, char* message,
                                    size_t message_capacity, int32_t* tokens, size_t capacity,
@@ -412,9 +425,9 @@ DLM_API dlm_status dlm_chat_encode(const dlm_text* text, const dlm_message* mess
 
 /* ---- Constraints ----------------------------------------------------------------------------- */
 
-/* A compiled constraint: an automaton over token ids that accepts the allowed texts. Each automaton
- * is compiled for one vocabulary. Any number of requests and threads may use an automaton at the
- * same time. */
+/* A compiled constraint, which is an automaton that reads token ids and accepts the allowed texts.
+ * Each automaton is compiled for one vocabulary. Any number of requests and threads may use an
+ * automaton at the same time. */
 typedef struct dlm_automaton dlm_automaton;
 
 /* The kinds of dlm_constraint.content. A constraint always applies to the whole generated text. */
@@ -424,88 +437,93 @@ enum {
                                      schema */
   DLM_CONSTRAINT_ENUM = 2,        /* a JSON list of strings; the text is one of these strings */
   DLM_CONSTRAINT_JSON_OBJECT = 3, /* any JSON object; content is "" */
-  DLM_CONSTRAINT_TREE = 4,        /* a tree of JSON objects, which combines texts, regular
+  DLM_CONSTRAINT_TREE = 4,        /* a tree of JSON objects. A tree can combine texts, regular
                                      expressions, schemas, grammars, JSON Lines, CSV and XML.
-                                     docs/guides/c-api.md lists the members of these objects */
+                                     docs/guides/c-api.md lists the members of the JSON objects */
   DLM_CONSTRAINT_GRAMMAR = 5,     /* a context-free grammar in GBNF, the notation of llama.cpp */
   DLM_CONSTRAINT_COMPILED = 6, /* the data that dlm_automaton_write or dlm-export compile writes */
-  DLM_CONSTRAINT_FILE = 7,     /* the path of a file with such data */
+  DLM_CONSTRAINT_FILE = 7,     /* the path of a file that contains the data of
+                                  DLM_CONSTRAINT_COMPILED */
   DLM_CONSTRAINT_DECISIONS = 8 /* the questions of a decision, as JSON: {"parts": [...], "is_open":
-                                  false}. A part is either a fixed text or a question, which is a
-                                  list of 1 to 255 options. The generated text consists of the parts
-                                  in this order, with one option in place of each question. If
-                                  is_open is false, an end token follows. If is_open is true, any
-                                  tokens may follow. dlm_result.option_probs contains the
-                                  probability of each option */
+                                  false}. A part is either a fixed text or a question. A question is
+                                  a list of 1 to 255 options. The generated text consists of the
+                                  parts in the given order, with one option in place of each
+                                  question. After the last part comes an end token if is_open is
+                                  false, or any tokens if is_open is true. dlm_result.option_probs
+                                  contains the probability of each option */
 };
 
 /* Encodes a text with the program's tokenizer, and returns the id of the first token. Returns -1 if
- * this token is not known. */
+ * the first token is not known. */
 typedef int32_t (*dlm_first_token_fn)(void* user, const char* string, size_t size);
 
-/* The source text of a constraint, with options for compiling it and limits. Defaults are in
- * parentheses. */
+/* The source text of a constraint, and the options and limits for compiling the constraint.
+ * Defaults are in parentheses. */
 typedef struct dlm_constraint {
   size_t struct_size;
   int32_t kind;        /* DLM_CONSTRAINT_... (DLM_CONSTRAINT_REGEX) */
-  const char* content; /* the constraint itself; its form depends on kind; must be set (NULL) */
+  const char* content; /* the source text of the constraint, in the form that `kind` selects; must
+                          be set (NULL) */
   size_t content_size; /* bytes (0) */
-  const char* before;  /* fixed text before the generated text. The constraint applies to the fixed
-                          text and the generated text together. NULL: there is no fixed text
+  const char* before;  /* fixed text before the generated text; NULL if there is no such text. The
+                          constraint applies to the fixed texts and the generated text together
                           (NULL) */
-  const char* behind;  /* fixed text after the generated text. The constraint applies to this text
-                          too. NULL: there is no such text (NULL) */
+  const char* behind;  /* fixed text after the generated text; NULL if there is no such text. The
+                          constraint applies to the fixed texts and the generated text together
+                          (NULL) */
 
   /* Options for JSON. */
   const char* item_separator; /* text between items and between properties (",") */
   const char* key_separator;  /* text between a property's name and its value (":") */
-  int32_t indent;    /* spaces of indentation per level, 0..64; each item is on a line of its own.
-                        -1: no line breaks (-1) */
-  int32_t has_lines; /* 1: if the whole text is an array, each of its items is on a line of its
-                        own (0) */
+  int32_t indent;    /* spaces of indentation per level, 0..64. Each item then is on a line of its
+                        own. -1: the JSON text has no line breaks (-1) */
+  int32_t has_lines; /* 1: if the whole text is an array, each item of this array is on a line of
+                        its own (0) */
   int32_t max_depth; /* largest number of times that a recursive schema may contain itself, 0..64.
-                        Where a schema allows any value, max_depth is the largest nesting depth of
-                        arrays and objects. In a grammar, max_depth is the largest nesting depth of
-                        recursive references. -1 (default): 3, or less if the automaton would exceed
-                        the limits */
-  int32_t any_order; /* 1: an object with at most 6 properties may have them in any order. 0
-                        (default): properties are in the order of the schema */
+                        If a part of a schema allows any value, max_depth is also the largest
+                        nesting depth of arrays and objects in this value. In a grammar, max_depth
+                        is the largest nesting depth of recursive references. -1 (default): the
+                        library uses 3, or a smaller number if the automaton would exceed the
+                        limits */
+  int32_t any_order; /* 1: if an object has at most 6 properties, the properties may be in any
+                        order. 0 (default): properties are in the order of the schema */
   int32_t more_properties; /* 1: objects may have properties that the schema allows but does not
                               name. 0 (default): objects must not have such properties */
 
   /* Limits. If compiling reaches a limit, the call fails with INVALID_ARGUMENT. */
-  double seconds;        /* processor time in seconds, 0 or more (30) */
+  double seconds;        /* largest processor time for compiling, in seconds, 0 or more (30) */
   uint64_t memory_bytes; /* largest number of bytes that compiling uses at the same time (192
                             MiB) */
   int64_t states;        /* largest number of states of the automaton, 0 or more (131072) */
   int64_t edges;         /* largest number of edges of the automaton, 0 or more (4194304) */
 
   /* The vocabulary. Only programs that have their own tokenizer set these fields. */
-  const char* const* tokens; /* [token_count], the bytes of each token. The entry of a token is NULL
-                                if the token never occurs in a text. If tokens itself is NULL, the
+  const char* const* tokens; /* [token_count], the bytes of each token. If a token never occurs in a
+                                text, the token's entry is NULL. If `tokens` itself is NULL, the
                                 bundle's vocabulary is used (NULL) */
   const size_t* token_sizes; /* [token_count], the size of each token in bytes (NULL) */
   size_t token_count;        /* (0) */
-  int32_t vocab_size; /* size of the denoiser's vocabulary, 1..2^24; used only if there is no bundle
-                         (0) */
-  const int32_t* eos_token_ids;   /* [eos_count], end tokens; used only if there is no bundle
-                                     (NULL) */
+  int32_t vocab_size; /* size of the denoiser's vocabulary, 1..2^24; used only if the program passes
+                         no bundle (0) */
+  const int32_t* eos_token_ids;   /* [eos_count], ids of the end tokens; used only if the program
+                                     passes no bundle (NULL) */
   size_t eos_count;               /* (0) */
-  dlm_first_token_fn first_token; /* finds the first token of a text. NULL: the first token of a
-                                     text is never known (NULL) */
+  dlm_first_token_fn first_token; /* finds the first token of a text. If first_token is NULL, the
+                                     library does not know the first token of any text (NULL) */
   void* user;                     /* passed to first_token (NULL) */
 
-  const uint8_t* made_of; /* 32 bytes that are stored in the file, to identify the constraint's
-                             source; NULL: zeros (NULL) */
+  const uint8_t* made_of; /* 32 bytes that identify the constraint's source. dlm_automaton_write
+                             stores these bytes. If made_of is NULL, all 32 bytes are 0 (NULL) */
 } dlm_constraint;
 DLM_API void dlm_constraint_init(dlm_constraint* constraint, size_t struct_size);
 
 /* Compiles a constraint for a bundle. bundle may be NULL if the fields tokens, vocab_size and
  * eos_token_ids of the constraint are set. Any thread may call this function. The first call for a
  * bundle also builds an index of the bundle's vocabulary. Building this index takes about as long
- * as reading the vocabulary. The first call with a program's own tokens builds an index of these
- * tokens. INVALID_ARGUMENT if the content is invalid or not supported; the message says where in
- * the content the problem is. UNSUPPORTED if the bundle contains no text file and `tokens` is NULL.
+ * as reading the vocabulary. If the program passes its own tokens, the first call with these tokens
+ * builds an index of the tokens. INVALID_ARGUMENT if the content is invalid or not supported; the
+ * message gives the position in the content. UNSUPPORTED if the bundle contains no text file and
+ * `tokens` is NULL.
  *
  * For the kinds DLM_CONSTRAINT_COMPILED and DLM_CONSTRAINT_FILE, the function only reads and checks
  * the compiled data. The function uses only the fields kind, content and content_size, and bundle
@@ -515,13 +533,13 @@ DLM_API dlm_status dlm_automaton_compile(dlm_bundle* bundle, const dlm_constrain
                                          char* message, size_t message_capacity,
                                          dlm_automaton** automaton);
 
-/* Writes an automaton in the form of DLM_CONSTRAINT_COMPILED. *size is set to the full size in
- * bytes. At most `capacity` bytes are written to data. */
+/* Writes an automaton as the data of DLM_CONSTRAINT_COMPILED. *size is set to the full size of the
+ * data in bytes. The function writes at most `capacity` bytes to `data`. */
 DLM_API dlm_status dlm_automaton_write(const dlm_automaton* automaton, char* message,
                                        size_t message_capacity, void* data, size_t capacity,
                                        size_t* size);
-DLM_API void dlm_automaton_destroy(dlm_automaton* automaton); /* requests that are running keep
-                                                                 the automaton alive */
+DLM_API void dlm_automaton_destroy(dlm_automaton* automaton); /* running requests keep the automaton
+                                                                 alive */
 
 /* The properties of an automaton. This struct is valid as long as the automaton exists. */
 typedef struct dlm_automaton_info {
@@ -531,12 +549,12 @@ typedef struct dlm_automaton_info {
   int32_t classes;  /* number of classes; a class is a set of tokens that behave in the same way
                        in every state */
   int32_t groups;   /* number of groups; a group is the set of all classes that lead from one state
-                       to the same next state */
+                       to one next state */
   int32_t edges;    /* number of edges; an edge is a pair of states, together with the group that
                        leads from the first state to the second state */
   const char* warnings; /* one warning per line, for example about keywords of a schema that look
-                           misspelled. "" if there are no warnings, or if the automaton was read
-                           instead of compiled */
+                           misspelled. "" if there are no warnings, or if the program read the
+                           automaton instead of compiling the constraint */
 } dlm_automaton_info;
 DLM_API const dlm_automaton_info* dlm_automaton_describe(const dlm_automaton* automaton);
 
@@ -552,26 +570,27 @@ typedef struct dlm_step {
                             the position */
   const float* score;    /* [length], the score of each proposal in `guess`; 0 if the guess is -1 */
   const uint8_t* undecided; /* [length], 1 if the position is undecided, otherwise 0. At an
-                               undecided position, `canvas` contains the token that the denoiser
-                               sees */
+                               undecided position, `canvas` contains the token that the next pass
+                               reads */
   int32_t length;
   int32_t block_start, block_end; /* the block that is being filled: positions
                                      block_start..block_end-1 */
   int32_t nfe;                    /* number of passes so far */
   int32_t committed;              /* number of positions that this step committed */
-  int32_t done;     /* 1 if the request has ended and this is its last step; dlm_result then gives
-                       the reason */
-  const char* text; /* for DLM_TEXT_STEPS: the text that this step adds, then NUL. This text
-                       contains only complete characters that will not change. For other values of
-                       dlm_request.text: "" */
+  int32_t done;     /* 1 if the request has ended, so this step is the last step; dlm_result.finish
+                       gives the reason */
+  const char* text; /* if dlm_request.text is DLM_TEXT_STEPS, the text that this step adds, then
+                       NUL. The text contains only complete characters that will not change. If
+                       dlm_request.text has a different value, `text` is "" */
   size_t text_size; /* size of `text` in bytes, without the NUL */
 } dlm_step;
 
 /* The library calls this function after each pass of a request, on the thread that runs the pass.
  * If the request ends without a further pass, the library calls this function once more. If the
- * function returns a number other than 0, the request ends with DLM_CANCELLED. In a callback of a
- * session, all calls on this session return INVALID_ARGUMENT, except dlm_session_cancel. A callback
- * of a scheduler must not wait for a job, and must not run or destroy the scheduler. */
+ * function returns a number other than 0, the request ends with DLM_CANCELLED. If a callback of a
+ * session makes a call on this session, the call returns INVALID_ARGUMENT, except
+ * dlm_session_cancel. A callback of a scheduler must not wait for a job, and must not run or
+ * destroy the scheduler. */
 typedef int32_t (*dlm_step_fn)(void* user, const dlm_step* step);
 
 /* Decodes token ids, for programs that have their own tokenizer. The function writes at most
@@ -583,92 +602,93 @@ typedef dlm_status (*dlm_decode_fn)(void* user, const int32_t* tokens, size_t co
 
 #define DLM_DEFAULT_NEW_TOKENS (-1)
 
-/* Values of dlm_request.text. These values select the texts that the library makes for a
- * request. */
+/* Values of dlm_request.text, which select the texts that the library makes for a request. */
 enum {
-  DLM_TEXT_NONE = 0,   /* no text, unless there are stop strings */
+  DLM_TEXT_NONE = 0,   /* the library makes no text, unless the request has stop strings */
   DLM_TEXT_RESULT = 1, /* the text of the result */
   DLM_TEXT_STEPS = 2   /* the text of the result, and the text that each step adds */
 };
 
 /* A request describes a canvas and how to fill its mask tokens. The default of a field is 0 or
- * NULL, unless its comment states another default. The library copies all data to which the request
- * points. The program may destroy the constraint after the request has started. `user` must remain
- * valid until the request has ended. */
+ * NULL, unless the field's comment states a different default. The library copies all data to which
+ * the request points. The program may destroy the constraint after the request has started. `user`
+ * must remain valid until the request has ended. */
 typedef struct dlm_request {
   size_t struct_size;
 
-  /* The tokens that the caller gives. Set either `tokens`, `prompt` or `messages`, or none of these
-   * three. If `tokens` contains mask tokens, the request fills these mask tokens too. A prompt or a
-   * chat needs the bundle's text (dlm_bundle_text). */
+  /* The tokens that the caller gives. Set at most one of `tokens`, `prompt` and `messages`. If
+   * `tokens` contains mask tokens, the request fills these mask tokens too. A prompt or a chat
+   * needs the bundle's text (dlm_bundle_text). */
   const int32_t* tokens;
   size_t token_count;
   const char* prompt;
   size_t prompt_size; /* bytes */
   const dlm_message* messages;
   size_t message_count;
-  int32_t special_tokens; /* 1: in the prompt and in messages, the text of a special token
-                             becomes this token. 0 (default): this text stays ordinary text */
+  int32_t special_tokens; /* 1: in the prompt and in messages, the text of a special token is
+                             encoded as this special token. 0 (default): it is encoded as ordinary
+                             text */
 
   /* The tokens that the request generates. */
   int32_t max_new_tokens;   /* number of mask tokens to add after the given tokens, 0 or more;
                                DLM_DEFAULT_NEW_TOKENS (default): the bundle's max_new_tokens */
-  const dlm_policy* policy; /* NULL (default): the bundle's default preset. A bundle of
-                               dlm_bundle_from_callback then uses the policy of dlm_policy_init */
+  const dlm_policy* policy; /* NULL (default): the bundle's default preset, or the policy of
+                               dlm_policy_init if dlm_bundle_from_callback created the bundle */
   int32_t steps; /* planned number of passes for the whole generation. The library divides this
-                    number evenly among the blocks. 0 (default): steps_per_block of the policy is
-                    used */
+                    number evenly among the blocks. 0 (default): the library uses the policy's
+                    steps_per_block */
   const dlm_automaton*
-      constraint; /* NULL (default): any text is allowed. Otherwise the tokens from the first to
-                     the last undecided position are a text that the automaton accepts. End tokens
-                     follow the text if there is room. The constraint holds for every policy, and
-                     however the request ends */
-  int32_t constrained_tokens; /* number of given tokens before the first undecided position that
-                                 belong to the constrained text (0). These given tokens must be the
-                                 tokens into which the tokenizer would split their text */
+      constraint; /* NULL (default): any text is allowed. Otherwise the tokens from the first to the
+                     last undecided position are a text that the automaton accepts. End tokens
+                     follow the text if there is room. The text satisfies the constraint with every
+                     policy, and for every reason why the request may end */
+  int32_t constrained_tokens; /* the constrained text starts with this number of given tokens, which
+                                 are the last tokens before the first undecided position (0). The
+                                 tokenizer must split the text of these given tokens into the same
+                                 tokens */
 
   /* Limits that end the request before all positions are decided. */
   int32_t max_steps;  /* the largest number of passes, 0 or more; 0 (default): no limit */
-  double deadline_ms; /* milliseconds from the call that starts or submits the request, 0..1e12.
-                         A pass that is running at the deadline is completed. 0 (default): no
+  double deadline_ms; /* milliseconds after the call that starts or submits the request, 0..1e12. If
+                         a pass is running at the deadline, the pass is completed. 0 (default): no
                          deadline */
-  const char* const* stop_strings; /* [stop_count]; no stop string may be empty. The text ends
-                                      before the stop string that is complete first */
+  const char* const* stop_strings; /* [stop_count], texts that are not empty. The result's text ends
+                                      before the first stop string that is complete */
   size_t stop_count;
 
   /* What the request returns. */
   int32_t text;         /* DLM_TEXT_... (DLM_TEXT_NONE) */
-  int32_t text_start;   /* canvas position where the text starts; -1 (default): after the given
-                           tokens, or 0 if max_new_tokens is 0 */
-  dlm_decode_fn decode; /* NULL (default): use the bundle's text */
+  int32_t text_start;   /* canvas position where the result's text starts. -1 (default): the text
+                           starts after the given tokens, or at position 0 if max_new_tokens is 0 */
+  dlm_decode_fn decode; /* NULL (default): the library decodes with the bundle's text */
   dlm_step_fn on_step;  /* may be NULL (default) */
-  void* user;           /* passed to both callbacks */
+  void* user;           /* the library passes `user` to decode and on_step */
 
   int32_t top_log_probs; /* number of alternative tokens to report for each position, 0..20; see
                             dlm_result.top_tokens. 0 (default): no alternatives */
 } dlm_request;
 DLM_API void dlm_request_init(dlm_request* request, size_t struct_size);
 
-/* Counts and times of one request. If several requests share a pass, the pass is counted for each
- * of these requests. The time of the pass is divided among these requests, so the times of all
- * requests add up to the elapsed time. */
+/* Counts and times of one request. If several requests share a pass, the counts of each of these
+ * requests include the pass. The library divides the time of the pass among the requests, so the
+ * times of all requests add up to the elapsed time. */
 typedef struct dlm_stats {
   size_t struct_size;
   int32_t nfe; /* number of passes of the request: prefill_passes + denoise_passes + store_passes */
-  int32_t prefill_passes; /* passes that fill or refresh a cache. These are passes over given
-                             tokens and, with cache "prefix" or "dual", the first pass of each
+  int32_t prefill_passes; /* passes that fill or refresh a cache: passes over given tokens and, if
+                             the policy's cache is "prefix" or "dual", the first pass of each
                              block */
   int32_t denoise_passes; /* passes that decide tokens */
   int32_t store_passes;   /* for cache "block": passes that store finished blocks */
   double prefill_s;       /* seconds in the engine, for prefill_passes and store_passes */
   double passes_s;        /* seconds in the engine, for denoise_passes */
-  double selection_s;     /* seconds for scoring, ranking and committing */
+  double selection_s;     /* seconds for scoring, ranking and committing tokens */
   double cache_s;         /* seconds for moving keys and values between passes */
   double total_s; /* seconds from start to end, without the time in the program's callbacks. total_s
                      is more than the sum of the other times, because total_s includes the loop's
                      bookkeeping */
-  uint64_t cache_bytes; /* largest number of bytes that the keys and values of the request used;
-                           0 without a cache */
+  uint64_t cache_bytes; /* largest number of bytes that the keys and values of the request used at
+                           the same time; 0 without a cache */
 } dlm_stats;
 
 /* The reason why a request ended. */
@@ -685,60 +705,65 @@ enum {
 };
 
 /* The result of a request. If the request ended before all positions were decided, the library
- * fills each undecided position with the token that the last pass proposed for this position. If
- * there is no proposal, the library uses the first end token, or the mask token if the denoiser has
- * no end token. If there is a constraint, the library first completes the text of the constraint.
- * The session or job owns the result. */
+ * fills the undecided positions. If the request has a constraint, the library first completes the
+ * text of the constraint. Each remaining undecided position gets the token that the last pass
+ * proposed for the position. If the last pass proposed no token for the position, the position gets
+ * the first end token, or the mask token if the denoiser has no end token. The session or job owns
+ * the result. */
 typedef struct dlm_result {
   size_t struct_size;
-  dlm_status status;         /* DLM_OK, or the error with which the request failed. After an error,
+  dlm_status status;         /* DLM_OK, or an error status if the request failed. After an error,
                                 only message and stats are set */
-  const char* message;       /* reason of the failure; "" if the request did not fail */
+  const char* message;       /* the reason why the request failed; "" if the request did not fail */
   int32_t finish;            /* DLM_FINISH_... */
   int32_t prompt_tokens;     /* number of given tokens */
   int32_t completion_tokens; /* number of generated tokens before the first end token or stop
                                 string */
   const int32_t* tokens;     /* [length], the canvas */
-  const float* log_probs;    /* [length], ln p of each token at the time when it was committed. p is
-                                the probability in the denoiser's softmax without the mask token.
-                                NaN at positions that were not committed. All other entries are
-                                finite: if a probability rounds to 0, the entry is -744.44, which is
-                                ln of the smallest positive double */
+  const float* log_probs;    /* [length], ln p for each committed token. p is the token's
+                                probability in the pass that committed the token, computed by
+                                softmax over all tokens except the mask token. If no pass committed
+                                a position, the entry is NaN. All other entries are finite: if p
+                                rounds to 0, the entry is -744.44, the logarithm of the smallest
+                                positive double */
   const uint8_t* undecided;  /* [length], 1 if the position was undecided when the request ended */
   size_t length;             /* length of the canvas in tokens */
-  const char* text;          /* text up to the first end token or stop string, then NUL; "" for
+  const char* text;          /* the text before the first end token or stop string, then NUL; "" for
                                 DLM_TEXT_NONE */
   size_t text_size;          /* size of `text` in bytes, without the NUL */
-  int32_t is_text_decided;   /* 1 if all tokens of the text are decided, and the tokens that end the
-                                text are decided too */
+  int32_t is_text_decided;   /* 1 if all tokens of the text and the tokens that end the text are
+                                decided, otherwise 0 */
   double constraint_log_prob_loss; /* how much less likely the constraint made the text, in nats, 0
-                                      or more. This loss is a sum over the positions. Each position
-                                      adds ln p of the denoiser's best token minus ln p of the
-                                      committed token, both in the last pass that scored the
-                                      position. This difference is at most 745. A position that no
-                                      pass scored adds 0. Without a constraint, the sum is 0 */
+                                      or more. This loss is a sum over the positions of the canvas.
+                                      Each position adds ln p of the denoiser's most likely token
+                                      minus ln p of the committed token. The library takes p from
+                                      the last pass that scored the position. The difference at a
+                                      position is at most 745. A position that no pass scored adds
+                                      0. Without a constraint, the loss is 0 */
   const dlm_stats* stats;
-  /* For each position, the most likely tokens in the pass that committed the position, most likely
-   * first. If the committed token was unlikely, this list does not contain the committed token. At
-   * positions that no pass committed, all entries of top_tokens are -1 and all entries of
-   * top_log_probs are NaN. If the vocabulary has fewer than top_count tokens, the remaining entries
-   * are also -1 and NaN. */
+  /* The next two arrays list alternatives for each position: the most likely tokens in the pass
+   * that committed the position, most likely first. If the committed token was unlikely, the list
+   * does not contain the committed token. If an entry is unused, top_tokens contains -1 and
+   * top_log_probs contains NaN. All entries of a position are unused if no pass committed the
+   * position. The last entries are unused if the vocabulary has fewer than top_count tokens. */
   const int32_t* top_tokens;  /* [length, top_count] */
   const float* top_log_probs; /* [length, top_count], ln p of each token in top_tokens, where p is
                                  defined as for log_probs */
   size_t top_count;           /* dlm_request.top_log_probs */
   const double* option_probs; /* [option_count], for DLM_CONSTRAINT_DECISIONS: the probability of
                                  each option of the first question, then of each option of the
-                                 second question, and so on. The probabilities are computed from the
-                                 first pass over each block. If the whole text is in one block
-                                 (block_length 0), the probability of an option is the total
-                                 probability of all texts with this option, divided by the total
-                                 probability of all texts of the constraint. The probability of a
-                                 text is the product of its tokens' probabilities at temperature 1.
-                                 If the text is in several blocks, the probability of a token in a
-                                 later block is conditional on the tokens committed before. Options
-                                 that cannot be distinguished share their probability equally. NULL
-                                 for other kinds of constraints, or if no pass was made */
+                                 second question, and so on. The library computes the probabilities
+                                 from the first pass over each block. If the whole text is in one
+                                 block (block_length 0), the probability of an option is a quotient.
+                                 The dividend is the total probability of all allowed texts that
+                                 contain the option. The divisor is the total probability of all
+                                 allowed texts. The probability of a text is the product of its
+                                 tokens' probabilities at temperature 1. If the text is in several
+                                 blocks, the probability of a token in a later block depends on the
+                                 tokens that were committed in earlier blocks. If options cannot be
+                                 distinguished, the options share their probability equally.
+                                 option_probs is NULL if the constraint is of a different kind, or
+                                 if the library made no pass */
   size_t option_count;
 } dlm_result;
 
@@ -758,18 +783,18 @@ DLM_API void dlm_session_destroy(dlm_session* session); /* must not be called fr
 DLM_API const char* dlm_session_last_error(const dlm_session* session);
 
 /* The library calls this function before every pass of a session or scheduler, on the thread that
- * runs the pass. With this function, a program can react to a signal within one pass. For a
- * session, a return value other than 0 ends the running call with DLM_CANCELLED, and drops the
- * session's requests. The function may call dlm_session_cancel. */
+ * runs the pass. In this function, a program can react to a signal within one pass. If the function
+ * of a session returns a number other than 0, the running call ends with DLM_CANCELLED, and the
+ * session drops its requests. The function may call dlm_session_cancel. */
 typedef int32_t (*dlm_before_pass_fn)(void* user);
 
 /* Sets the function that the library calls before every pass of the session. The function stays set
- * until dlm_session_before_pass is called again. NULL removes the function. */
+ * until the next call of dlm_session_before_pass. NULL removes the function. */
 DLM_API dlm_status dlm_session_before_pass(dlm_session* session, dlm_before_pass_fn before_pass,
                                            void* user);
 
-/* Runs a request until it ends, and returns the status of its result. *result is valid until the
- * session starts another request. result may be NULL. If the request is invalid, *result is set to
+/* Runs a request until the request ends, and returns dlm_result.status. *result is valid until the
+ * session starts a new request. result may be NULL. If the request is invalid, *result is set to
  * NULL.
  */
 DLM_API dlm_status dlm_session_generate(dlm_session* session, const dlm_request* request,
@@ -778,73 +803,77 @@ DLM_API dlm_status dlm_session_generate(dlm_session* session, const dlm_request*
 /* Runs several requests until they end, at most max_batch (1..4096) at a time. Each request has its
  * own options. If requests share a pass, the pass reads the denoiser's weights only once.
  *
- * On a CPU, all requests share passes. With other engines, requests share passes only if their
- * canvases have the same length. If these requests use a cache, their mask tokens must also be in
- * the same blocks, and store must not be "reuse". At the end of each block, requests that share
- * passes wait for the slowest of these requests. Each request gives the same result as when this
- * request runs alone, except for floating-point noise of the engine.
+ * On a CPU, all requests share passes. On a GPU or with a callback, requests share passes only if
+ * their canvases have the same length. If these requests use a cache, their mask tokens must also
+ * be in the same blocks, and store must not be "reuse". At the end of each block, all requests of a
+ * shared pass wait for the slowest request of the pass. The result of each request is the same as
+ * if the request ran alone, except for the engine's floating-point noise.
  *
- * If a request is invalid, the call fails before any pass. If a request fails later, only this
- * request ends. The call then returns the status of the first request that failed, and the message
- * contains the index of this request, counted from 0. dlm_session_result returns the results.
- * UNSUPPORTED if max_batch is more than the engine allows. "tensorrt" runs one request at a time.
+ * If a request is invalid, the call fails before any pass. If a request fails during a pass, only
+ * this request ends. After all requests have ended, the call returns the status of the request with
+ * the lowest index that failed, and the message contains this index. The first index is 0.
+ * dlm_session_result returns the results. UNSUPPORTED if max_batch is more than the engine allows.
+ * "tensorrt" runs one request at a time.
  */
 DLM_API dlm_status dlm_session_generate_batch(dlm_session* session,
                                               const dlm_request* const* requests,
                                               size_t request_count, int32_t max_batch);
 
 /* These two functions run a request like dlm_session_generate, but one pass at a time. Call
- * dlm_session_start once. Then call dlm_session_step until step->done is 1. Starting another
- * request drops the running request. If dlm_session_step fails, the request has ended. */
+ * dlm_session_start once. Then call dlm_session_step until step->done is 1. If a session starts a
+ * new request, the session drops the running request. If dlm_session_step fails, the request has
+ * ended. */
 DLM_API dlm_status dlm_session_start(dlm_session* session, const dlm_request* request);
 DLM_API dlm_status dlm_session_step(dlm_session* session, const dlm_step** step);
 
 /* Returns the result of a request that has ended. `number` is the index of the request in
  * dlm_session_generate_batch, and 0 after other calls. The result is valid until the session starts
- * another request. The call returns DLM_OK even if the request failed. INVALID_ARGUMENT if there is
- * no request with this index that has ended. */
+ * a new request. The call returns DLM_OK even if the request failed. INVALID_ARGUMENT if no request
+ * has this index, or if the request has not ended. */
 DLM_API dlm_status dlm_session_result(dlm_session* session, size_t number,
                                       const dlm_result** result);
 
-/* Ends a running request within one pass. The result contains the canvas at that time, and `finish`
- * is DLM_FINISH_CANCELLED. `number` has the same meaning as in dlm_session_result, or is
- * DLM_ALL_REQUESTS. Any thread and any callback may call this function. The function does nothing
- * if there is no running request with this index. */
+/* Ends a running request within one pass. The result contains the canvas at the time when the
+ * request ended, and `finish` is DLM_FINISH_CANCELLED. `number` is the index of the request as in
+ * dlm_session_result, or DLM_ALL_REQUESTS. Any thread and any callback may call this function. If
+ * no running request has this index, the function does nothing. */
 #define DLM_ALL_REQUESTS SIZE_MAX
 DLM_API void dlm_session_cancel(dlm_session* session, size_t number);
 
 /* Runs one full pass over tokens [count], without filling mask tokens. Writes the raw logits
- * [row_count, V] of the given rows. A row is a position, 0..count-1. Rows are not shifted, even if
- * dlm_denoiser.shift is 1. row_count is 1..count. `capacity` is the number of floats that fit into
- * `logits`. If a request is running, the call drops that request. */
+ * [row_count, V] of the given rows to `logits`. A row is a position, 0..count-1. Rows are not
+ * shifted, even if dlm_denoiser.shift is 1. row_count is 1..count. `capacity` is the number of
+ * floats that fit into `logits`. If a request is running, the session drops the request. */
 DLM_API dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_t count,
                                       const int32_t* rows, size_t row_count, float* logits,
                                       size_t capacity);
 
-/* Measures passes over arbitrary tokens. For each pass, writes the time in seconds to the array
- * `seconds` [repeats]. Each pass runs `batch` requests (1..4096). Each request has `tokens` new
- * tokens and `cached` cached tokens, and scores `rows` rows (1..tokens). If `cached` is above 0, a
- * full pass fills the cache first. The time of this full pass is not measured. If `repeats` is 0,
- * the call only checks the arguments. If a request is running, the call drops that request.
- * INVALID_ARGUMENT or UNSUPPORTED if the denoiser or the engine does not support such a pass. */
+/* Measures the time of `repeats` passes over arbitrary tokens. Writes the time of each pass in
+ * seconds to the array `seconds` [repeats]. Each pass runs `batch` requests (1..4096). For each
+ * request, the pass computes `tokens` tokens, reads `cached` cached tokens, and scores `rows` rows
+ * (1..tokens). If `cached` is above 0, a full pass fills the cache first. The call does not measure
+ * this full pass. If `repeats` is 0, the call only checks the arguments. If a request is running,
+ * the session drops the request. INVALID_ARGUMENT or UNSUPPORTED if the denoiser or the engine
+ * cannot run a pass with these arguments. */
 DLM_API dlm_status dlm_session_time_passes(dlm_session* session, int32_t batch, int32_t tokens,
                                            int32_t cached, int32_t rows, double* seconds,
                                            size_t repeats);
 
 /* ---- Scheduler: requests from any thread, passes on one -------------------------------------- */
 
-/* On a CPU ("onnxruntime"), all running requests share every pass. Between two passes, finished
- * requests leave, and waiting requests start. With other engines, the requests take turns, one pass
- * each. Each request gives the same result as when this request runs alone, except for
- * floating-point noise of the engine. Requests start in the order in which they were submitted.
- * Each pass prefers the requests that have waited longest. */
+/* A scheduler runs requests from many threads. On a CPU ("onnxruntime"), all running requests share
+ * every pass. Between two passes, finished requests leave, and waiting requests start. On a GPU or
+ * with a callback, the requests take turns, one pass each. The result of each request is the same
+ * as if the request ran alone, except for the engine's floating-point noise. Requests start in the
+ * order in which they were submitted. Each pass prefers the requests that have waited longest. */
 typedef struct dlm_scheduler dlm_scheduler;
 typedef struct dlm_job dlm_job; /* a submitted request */
 
-/* A linear model of the time of a pass in milliseconds. The time of a pass is the sum of a fixed
- * time, a time per token, a time per scored row, and a time per pair of a token and a position that
- * the token sees. Each of these times is 0 or more. `dlm-export bench --cost` measures these times.
- * There is no _init function for this struct, so set struct_size yourself. */
+/* A linear model that predicts the time of a pass. All times are in milliseconds, 0 or more. The
+ * predicted time is pass_ms, plus token_ms for each token, plus row_ms for each scored row, plus
+ * pair_ms for each pair that consists of a token and a position that the token sees. `dlm-export
+ * bench --cost` measures pass_ms, token_ms, row_ms and pair_ms. There is no _init function for this
+ * struct, so set struct_size yourself. */
 typedef struct dlm_pass_cost {
   size_t struct_size; /* sizeof(dlm_pass_cost) */
   double pass_ms, token_ms, row_ms, pair_ms;
@@ -853,28 +882,29 @@ typedef struct dlm_pass_cost {
 typedef struct dlm_scheduler_options {
   size_t struct_size;
   int32_t max_running;  /* largest number of requests that run at the same time, 1..4096 (16) */
-  int32_t max_waiting;  /* largest number of requests in the queue, 1..1048576 (1024); submitting
-                           more requests fails with BUSY */
-  int32_t max_tokens;   /* largest number of tokens in a pass that requests share, 1 or more
-                           (512). Requests that do not fit wait for the next pass. If the pass of a
-                           single request has more tokens than max_tokens, this request runs
-                           alone */
-  uint64_t cache_bytes; /* largest number of bytes for the keys and values of all running
-                           requests together. A request starts when there is room for all keys
-                           and values of its canvas. 0 (default): 1 GiB, or more if the longest
-                           canvas needs more */
+  int32_t max_waiting;  /* largest number of requests in the queue, 1..1048576 (1024). If the queue
+                           is full, submitting a request fails with BUSY */
+  int32_t max_tokens;   /* largest number of tokens in a pass that several requests share, 1 or more
+                           (512). If a request does not fit into a pass, the request waits for the
+                           next pass. If a single request's part of a pass has more than max_tokens
+                           tokens, the request runs alone */
+  uint64_t cache_bytes; /* largest number of bytes for the keys and values of all running requests
+                           together. A request starts when there is room for all keys and values of
+                           the request's canvas. 0 (default): 1 GiB, or more if the longest canvas
+                           needs more than 1 GiB */
   double max_pass_ms;   /* largest predicted time of a pass over the current blocks of all running
                            requests, in milliseconds, 0 or more. A request starts only if the
-                           predicted time stays within max_pass_ms, or if no other request is
-                           running. 0 (default): no limit */
-  const dlm_pass_cost* cost; /* model that predicts times, for max_pass_ms and expected_s; NULL
-                                (default): there is no model. If recent passes took longer than
-                                predicted, the library raises its predictions before it compares
-                                them with max_pass_ms */
-  int32_t ended_fd; /* an eventfd, or the writing end of a non-blocking pipe; -1 (default): none.
-                       Each time a request has ended, the scheduler writes the number 1 to ended_fd,
-                       as 8 bytes. So a program can wait for many jobs with one poll. ended_fd must
-                       stay open until the scheduler is destroyed */
+                           predicted time is then at most max_pass_ms, or if no request is running.
+                           0 (default): no limit */
+  const dlm_pass_cost* cost; /* the model that predicts times for max_pass_ms and for
+                                dlm_scheduler_stats.expected_s. NULL (default): there is no model.
+                                If recent passes took longer than predicted, the library increases a
+                                prediction before comparing the prediction with max_pass_ms */
+  int32_t ended_fd; /* an eventfd, or the writing end of a non-blocking pipe; -1 (default): the
+                       scheduler writes nothing. Each time a request has ended, the scheduler writes
+                       the number 1 to ended_fd, as 8 bytes. So a program can wait for many jobs
+                       with one call of poll(). ended_fd must stay open until the scheduler is
+                       destroyed */
 } dlm_scheduler_options;
 DLM_API void dlm_scheduler_options_init(dlm_scheduler_options* options, size_t struct_size);
 
@@ -888,23 +918,24 @@ DLM_API dlm_status dlm_scheduler_create(dlm_bundle* bundle, const dlm_scheduler_
  * function must not be called while dlm_scheduler_run is active. */
 DLM_API void dlm_scheduler_destroy(dlm_scheduler* scheduler);
 
-/* Submits a request. Any thread may call this function. The caller must destroy the job. The thread
- * in dlm_scheduler_run calls the request's callbacks until the request has ended, even if the job
- * is destroyed before that. BUSY if the queue is full. INVALID_ARGUMENT if the request is invalid,
- * or if the keys and values of its canvas need more than cache_bytes. If dlm_scheduler_run has
- * failed, this call returns the same status until the scheduler is run again. */
+/* Submits a request. Any thread may call this function. The caller must destroy the job. Until the
+ * request has ended, the thread in dlm_scheduler_run calls the request's callbacks, even if the job
+ * was destroyed. BUSY if the queue is full. INVALID_ARGUMENT if the request is invalid, or if the
+ * keys and values of the request's canvas need more than cache_bytes. If dlm_scheduler_run has
+ * failed, this call returns the status of dlm_scheduler_run until dlm_scheduler_run is called
+ * again. */
 DLM_API dlm_status dlm_scheduler_submit(dlm_scheduler* scheduler, const dlm_request* request,
                                         char* message, size_t message_capacity, dlm_job** job);
 
 /* Runs passes on the calling thread until dlm_scheduler_stop is called. If until_idle is 1, the
  * call also returns when no request remains. before_pass may be NULL. If before_pass returns a
- * number other than 0, the call returns DLM_CANCELLED. The requests then remain, and the next call
- * continues to run them.
+ * number other than 0, the call returns DLM_CANCELLED. In this case, the requests remain, and the
+ * next call continues to run the requests.
  *
  * If a request fails, only this request ends. If the call itself fails (out of memory, or an
  * exception from before_pass), every request that has not ended fails with the status and message
- * of this call, so that no thread waits forever. The scheduler can then be run again.
- * INVALID_ARGUMENT if another thread is in this call. */
+ * of the call, so that no thread waits forever. After that, dlm_scheduler_run can be called again.
+ * INVALID_ARGUMENT if a different thread is in dlm_scheduler_run. */
 DLM_API dlm_status dlm_scheduler_run(dlm_scheduler* scheduler, int32_t until_idle,
                                      dlm_before_pass_fn before_pass, void* user, char* message,
                                      size_t message_capacity);
@@ -915,18 +946,19 @@ DLM_API void dlm_scheduler_stop(dlm_scheduler* scheduler);
 
 typedef struct dlm_scheduler_stats {
   size_t struct_size;
-  int32_t waiting, running; /* `waiting`: number of requests that wait. `running`: number of
+  int32_t waiting, running; /* `waiting`: number of requests in the queue. `running`: number of
                                requests that run */
-  int64_t submitted, finished, refused; /* numbers of requests so far: all submitted requests,
-                                           requests that have ended, and requests that were rejected
-                                           with DLM_BUSY */
+  int64_t submitted, finished, refused; /* counts of requests so far. `submitted`: all submitted
+                                           requests. `finished`: requests that have ended.
+                                           `refused`: requests that were rejected with DLM_BUSY */
   int64_t passes;                       /* number of passes */
-  int64_t shares;       /* the number of requests in a pass, summed over all passes */
+  int64_t shares;       /* the number of requests in each pass, summed over all passes */
   double busy_s;        /* seconds spent in passes and commits */
-  uint64_t cache_bytes; /* largest number of bytes of keys and values stored at the same time */
+  uint64_t cache_bytes; /* largest number of bytes that the keys and values of all requests used at
+                           the same time */
   double passes_s;      /* seconds spent in passes, without commits */
-  double expected_s;    /* seconds that the cost model predicts for these passes; 0 without a
-                           cost model, or if the engine cannot share passes */
+  double expected_s;    /* seconds that the cost model predicts for the passes in passes_s; 0
+                           without a cost model, or if the engine cannot share passes */
 } dlm_scheduler_stats;
 
 /* Copies the current statistics to *stats. `struct_size` is the size of *stats in bytes. Any thread
@@ -934,22 +966,25 @@ typedef struct dlm_scheduler_stats {
 DLM_API void dlm_scheduler_get_stats(const dlm_scheduler* scheduler, dlm_scheduler_stats* stats,
                                      size_t struct_size);
 
-/* Waits until the request has ended, or until timeout_ms milliseconds have passed. If timeout_ms is
- * below 0, there is no time limit. Returns 1 if the request has ended, otherwise 0. */
+/* Waits until the job's request has ended, or until timeout_ms milliseconds have passed. If
+ * timeout_ms is below 0, there is no time limit. Returns 1 if the request has ended, otherwise
+ * 0. */
 DLM_API int32_t dlm_job_wait(const dlm_job* job, double timeout_ms);
 
-/* Returns the status of the job's request and sets *result to the result of this request, if the
- * request has ended. The result is valid until the job is destroyed. If the request has not ended,
- * the status is INVALID_ARGUMENT, and *result is set to NULL. */
+/* If the job's request has ended, sets *result to the result of the request, and returns the status
+ * of the request. The result is valid until the job is destroyed. If the request has not ended,
+ * sets *result to NULL, and returns INVALID_ARGUMENT. */
 DLM_API dlm_status dlm_job_result(const dlm_job* job, const dlm_result** result);
 
-/* Ends the job's request within one pass. The result contains the canvas at that time, and `finish`
- * is DLM_FINISH_CANCELLED. Any thread and any callback may call this function. */
+/* Ends the job's request within one pass. The result contains the canvas at the time when the
+ * request ended, and `finish` is DLM_FINISH_CANCELLED. Any thread and any callback may call this
+ * function. */
 DLM_API void dlm_job_cancel(dlm_job* job);
 
-/* Destroys the job. If the job's request has not ended, the function cancels the request. The
- * current pass may then still call the request's callbacks. To be sure that no more callbacks run,
- * call dlm_job_cancel and dlm_job_wait before dlm_job_destroy. A job may outlive its scheduler. */
+/* Destroys the job. If the job's request has not ended, the function cancels the request. But the
+ * library may still call the request's callbacks during the current pass. To be sure that no more
+ * callbacks run, call dlm_job_cancel and dlm_job_wait before dlm_job_destroy. A job may outlive its
+ * scheduler. */
 DLM_API void dlm_job_destroy(dlm_job* job);
 
 #ifdef __cplusplus

@@ -1,14 +1,15 @@
-// dlm_runtime.hpp: C++17 classes for the C ABI of dlm_runtime.h. The classes are header-only, and
-// call only the C ABI.
+// dlm_runtime.hpp: C++17 classes for the C ABI of dlm_runtime.h. This header contains all code of
+// the classes. The code calls only the C ABI.
 //
-// - Handles are classes. A handle can be moved but not copied. A session, scheduler, job or text
-//   keeps its bundle open.
+// - Each handle of the C ABI is a class. An object of such a class can be moved but not copied. A
+//   session, scheduler or text keeps its bundle open.
 // - A call that fails throws dlm_runtime::Error, with the status and the message.
 // - Callbacks are std::function. If a callback throws an exception, the callback's request ends,
 //   and the C++ call that ran the callback throws the exception again. So no exception passes
 //   through C code.
-// - dlm_runtime.h documents each call, and says which threads may make the call. Text is UTF-8.
-// - The namespace is not `dlm`, because the library uses that name and may be linked statically.
+// - dlm_runtime.h documents each C function, and which threads may call it. Text is UTF-8.
+// - The namespace is not `dlm`, because the library itself uses the namespace `dlm`, and the
+//   library may be linked statically.
 #ifndef DLM_RUNTIME_HPP
 #define DLM_RUNTIME_HPP
 
@@ -40,8 +41,8 @@ class Error : public std::runtime_error {
   dlm_status status_;
 };
 
-// The structs of the C ABI, with constructors that set the defaults. These structs do not copy
-// strings. Use literals or strings that the bundle owns.
+// The next three structs are structs of the C ABI with constructors that set the defaults. These
+// three structs do not copy strings. Use literals or strings that the bundle owns.
 struct Policy : dlm_policy {
   Policy() { dlm_policy_init(this, sizeof(dlm_policy)); }
 };
@@ -65,27 +66,27 @@ struct Message {
   std::string role, content;
 };
 
-// A dlm_request. Set only one of tokens, prompt and chat.
+// The C++ form of dlm_request. Set at most one of tokens, prompt and chat.
 struct Request {
   std::vector<std::int32_t> tokens;
   std::optional<std::string> prompt;
   std::vector<Message> chat;
   bool special_tokens = false;
   std::optional<Policy> policy;                          // empty: the bundle's default preset
-  std::int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;  // nullptr: the bundle's default preset
+  std::int32_t max_new_tokens = DLM_DEFAULT_NEW_TOKENS;  // default: the bundle's number
   std::int32_t steps = 0;
   const Automaton* constraint = nullptr;
   std::int32_t constrained_tokens = 0;
   std::int32_t max_steps = 0;
   double deadline_ms = 0;
   std::vector<std::string> stop_strings;
-  bool text = false;  // true: Result contains the text; a prompt, a chat or on_text implies true
+  bool text = false;  // true: Result contains the text; a prompt, a chat or on_text also sets this
   StepFn on_step;
   TextFn on_text;                  // called with the text that each step adds
   std::int32_t top_log_probs = 0;  // number of alternative tokens to report for each position
 };
 
-// A copy of dlm_result.
+// A copy of a dlm_result.
 struct Result {
   std::vector<std::int32_t> tokens;  // the canvas
   std::string text;
@@ -111,7 +112,7 @@ struct Destroyer {
 template <class Handle, void (*destroy)(Handle*)>
 using Owned = std::unique_ptr<Handle, Destroyer<Handle, destroy>>;
 
-// Calls a C function, and passes a buffer for its message. If the C function fails, throws Error.
+// Calls a C function with a buffer for the error message. If the C function fails, throws Error.
 template <class Call>
 void check(Call call) {
   char message[1024];
@@ -127,8 +128,8 @@ Handle* made(Call call) {
   return out;
 }
 
-// Holds an exception that a callback threw while C code runs. Rethrows the exception when the C
-// call has returned.
+// Holds an exception that a callback threw, until the C call that ran the callback has returned.
+// The caller of the C function then calls rethrow().
 class Thrown {
  public:
   template <class Function>
@@ -160,8 +161,8 @@ inline std::vector<dlm_message> messages_of(const std::vector<Message>& chat) {
   return out;
 }
 
-// A request, together with the memory to which its pointers and callbacks refer. This object must
-// exist until the request has ended.
+// A dlm_request, together with the memory to which its pointers and callbacks refer. A Prepared
+// object must exist until the request has ended.
 class Prepared {
  public:
   explicit Prepared(Request request);
@@ -202,7 +203,7 @@ inline Result result_of(const dlm_result& from) {
 
 }  // namespace detail
 
-// A compiled constraint, which restricts the text of requests.
+// A compiled constraint. The constraint restricts the texts that requests generate.
 class Automaton {
  public:
   // Opens a file that `dlm-export compile` wrote, or reads the content of such a file.
@@ -211,7 +212,7 @@ class Automaton {
   Automaton(const void* data, std::size_t bytes)
       : Automaton(nullptr, DLM_CONSTRAINT_COMPILED, static_cast<const char*>(data), bytes) {}
   // Compiles a constraint for a bundle's vocabulary. `kind` is one of DLM_CONSTRAINT_..., and
-  // determines the form of `content`.
+  // selects the form of `content`.
   Automaton(const Bundle& bundle, std::int32_t kind, const std::string& content);
   std::int32_t shortest() const { return dlm_automaton_describe(get())->shortest; }
   dlm_automaton* get() const noexcept { return handle_.get(); }
@@ -314,7 +315,7 @@ class Text {
   static std::vector<std::int32_t> ids(Call call) {
     std::vector<std::int32_t> out;
     std::size_t count = 0;
-    do {  // the first call returns the number of ids, the second call returns the ids
+    do {  // the first call returns only the number of ids, and the second call returns the ids
       out.resize(count);
       detail::check([&](char* text, std::size_t size) { return call(text, size, out, &count); });
     } while (count > out.size());
@@ -343,12 +344,13 @@ class Bundle {
           return dlm_bundle_open(path.c_str(), &options, text, size, out);
         })) {}
   explicit Bundle(dlm_bundle* taken)
-      : handle_(taken, dlm_bundle_destroy) {}  // takes over the handle
+      : handle_(taken, dlm_bundle_destroy) {}  // the Bundle object then owns the handle
   Bundle(Bundle&&) noexcept = default;
   Bundle& operator=(Bundle&&) noexcept = default;
 
-  // preset is a name, or NULL for the default preset. effort is NULL or an effort level. The effort
-  // levels of a bundle exist for only one of its presets.
+  // Returns the policy of a preset. preset is a name, or NULL for the default preset. effort is
+  // NULL or the name of an effort level. A bundle contains effort levels for only one of its
+  // presets.
   Policy policy(const char* preset = nullptr, const char* effort = nullptr) const {
     Policy policy;
     detail::check([&](char* text, std::size_t size) {
@@ -392,8 +394,8 @@ class Session {
     check(dlm_session_generate(get(), prepared.get(), &found), prepared.thrown);
     return detail::result_of(*found);
   }
-  // Runs the requests, at most max_batch (1..4096) of them at a time. If requests fail, throws the
-  // error of the first failed request.
+  // Runs at most max_batch (1..4096) of the requests at a time. If requests fail, throws the error
+  // of the failed request with the lowest index.
   std::vector<Result> generate_batch(std::vector<Request> requests, std::int32_t max_batch = 8) {
     std::vector<std::unique_ptr<detail::Prepared>> prepared;
     std::vector<const dlm_request*> given;
@@ -410,8 +412,8 @@ class Session {
     for (std::size_t number = 0; number < given.size(); ++number) results.push_back(result(number));
     return results;
   }
-  // start() and step() run a request with one pass per call. The returned step is valid until the
-  // next call.
+  // start() begins a request. Each call of step() then runs one pass of the request. The step that
+  // step() returns is valid until the next call on the session.
   void start(Request request) {
     started_ = std::make_unique<detail::Prepared>(std::move(request));
     check(dlm_session_start(get(), started_->get()), started_->thrown);
@@ -430,8 +432,8 @@ class Session {
     if (found->status != DLM_OK) throw Error(found->status, found->message);
     return detail::result_of(*found);
   }
-  // Sets the function that is called before every pass. An empty function removes the current
-  // function.
+  // Sets the function that the session calls before every pass. An empty function removes the
+  // current function.
   void before_pass(BeforePassFn function) {
     asked_->function = std::move(function);
     const dlm_before_pass_fn ask = [](void* user) {
@@ -441,7 +443,7 @@ class Session {
     detail::Thrown none;
     check(dlm_session_before_pass(get(), asked_->function ? ask : nullptr, asked_.get()), none);
   }
-  void cancel(std::size_t number = DLM_ALL_REQUESTS) noexcept {  // any thread may call it
+  void cancel(std::size_t number = DLM_ALL_REQUESTS) noexcept {  // any thread may call cancel
     dlm_session_cancel(get(), number);
   }
   dlm_session* get() const noexcept { return handle_.get(); }
@@ -465,7 +467,7 @@ class Session {
 
 namespace detail {
 
-// A request of a scheduler, together with the objects that its callbacks use.
+// A request of a scheduler, together with the objects that the request's callbacks use.
 struct Handed {
   explicit Handed(Request request) : prepared(std::move(request)) {}
 
@@ -473,8 +475,8 @@ struct Handed {
   Owned<dlm_job, dlm_job_destroy> job;  // destroyed first
 };
 
-// Requests whose Job was destroyed before the request had ended. The objects of these requests stay
-// alive, because the current pass may still use these objects.
+// Holds each request whose Job was destroyed before the request had ended. The request's objects
+// stay alive here, because the current pass may still use the objects.
 class Orphans {
  public:
   void take(std::unique_ptr<Handed> one) {
@@ -519,9 +521,9 @@ class Job {
   // Waits until the request has ended, or until timeout_ms milliseconds have passed. If timeout_ms
   // is below 0, there is no time limit. Returns true if the request has ended.
   bool wait(double timeout_ms = -1) const { return dlm_job_wait(get(), timeout_ms) != 0; }
-  void cancel() noexcept { dlm_job_cancel(get()); }  // any thread may call it
+  void cancel() noexcept { dlm_job_cancel(get()); }  // any thread may call this function
 
-  // Returns the result of a request that has ended. Throws an error if the request failed.
+  // Returns the result of the request, which must have ended. If the request failed, throws Error.
   Result result() const {
     const dlm_result* found = nullptr;
     const dlm_status status = dlm_job_result(get(), &found);
@@ -578,7 +580,7 @@ class Scheduler {
     asked.thrown.rethrow();
     if (status != DLM_OK) throw Error(status, message);
   }
-  void stop() noexcept { dlm_scheduler_stop(get()); }  // any thread may call it
+  void stop() noexcept { dlm_scheduler_stop(get()); }  // any thread may call this function
   dlm_scheduler_stats stats() const {
     dlm_scheduler_stats out;
     dlm_scheduler_get_stats(get(), &out, sizeof out);
@@ -588,7 +590,7 @@ class Scheduler {
 
  private:
   std::shared_ptr<dlm_bundle> bundle_;
-  std::shared_ptr<detail::Orphans> orphans_;  // destroyed after the objects that call this function
+  std::shared_ptr<detail::Orphans> orphans_;  // destroyed after handle_
   detail::Owned<dlm_scheduler, dlm_scheduler_destroy> handle_;
 };
 

@@ -1,6 +1,7 @@
 // schedule BUNDLE PRESET AUTOMATON PROMPT... submits all prompts to a scheduler at once and prints
-// one answer per line. PRESET is a preset of the bundle, or - for the default preset. AUTOMATON is
-// a file that `dlm-export compile` wrote, or - for no constraint.
+// one answer per line. PRESET is the name of a preset. If PRESET is -, the bundle's default preset
+// is used. AUTOMATON is a file that `dlm-export compile` wrote. If AUTOMATON is -, there is no
+// constraint.
 package main
 
 import (

@@ -7,40 +7,40 @@ use crate::{check, sys, Bundle, Result};
 #[derive(Debug)]
 struct RawAutomaton(*mut sys::dlm_automaton);
 
-// SAFETY: dlm_runtime.h: any number of sessions and threads may share one.
+// SAFETY: by dlm_runtime.h, any number of requests and threads may share an automaton.
 unsafe impl Send for RawAutomaton {}
 unsafe impl Sync for RawAutomaton {}
 
 impl Drop for RawAutomaton {
     fn drop(&mut self) {
-        // SAFETY: nothing refers to the handle any more. Requests that began with it have their own
-        // reference in the library.
+        // SAFETY: no other object uses the handle any more. Running requests keep the automaton
+        // alive in the library.
         unsafe { sys::dlm_automaton_destroy(self.0) }
     }
 }
 
-/// The texts that a request may generate.
+/// The content of a constraint, which defines the texts that a request may generate.
 #[derive(Debug, Clone, Copy)]
 pub enum Content<'a> {
-    /// A match of the whole regular expression, in the syntax of the regex crate.
+    /// The text matches this regular expression, which has the syntax of the regex crate.
     Regex(&'a str),
-    /// JSON that is valid by a JSON Schema.
+    /// The text is JSON that is valid against this JSON Schema.
     Schema(&'a str),
-    /// One of the strings of a JSON list.
+    /// The text is one of the strings in this JSON list.
     Enum(&'a str),
-    /// Any JSON object.
+    /// The text is any JSON object.
     JsonObject,
-    /// Parts in sequence or as alternatives, as JSON in the form that docs/guides/c-api.md
-    /// describes.
+    /// The text matches this tree of parts, which is JSON in the form that docs/guides/c-api.md
+    /// describes. Parts may be in sequence or alternatives.
     Tree(&'a str),
-    /// A text that a grammar in GBNF accepts.
+    /// The text matches this grammar, which is written in GBNF.
     Grammar(&'a str),
-    /// The questions of a decision, as `dlm_runtime.h` describes.
+    /// The text answers these questions, which are JSON in the form that `dlm_runtime.h` describes.
     Decisions(&'a str),
 }
 
-/// A compiled constraint: the texts that a request may generate. It is compiled for the vocabulary
-/// of one bundle. Clones share it.
+/// A compiled constraint. An automaton is compiled for the vocabulary of one bundle. All clones of
+/// an `Automaton` refer to the same compiled constraint.
 #[derive(Debug, Clone)]
 pub struct Automaton(Arc<RawAutomaton>);
 
@@ -64,7 +64,7 @@ impl Automaton {
         Self::made(null_mut(), sys::DLM_CONSTRAINT_FILE, path.as_bytes())
     }
 
-    /// Reads and checks the content of such a file.
+    /// Reads and checks the content of a file that `dlm-export compile` wrote.
     pub fn read(data: &[u8]) -> Result<Self> {
         Self::made(null_mut(), sys::DLM_CONSTRAINT_COMPILED, data)
     }
@@ -72,7 +72,7 @@ impl Automaton {
     fn made(bundle: *mut sys::dlm_bundle, kind: i32, content: &[u8]) -> Result<Self> {
         let mut constraint = MaybeUninit::<sys::dlm_constraint>::uninit();
         let mut raw = null_mut();
-        // SAFETY: init fills the struct; the others are valid for the call.
+        // SAFETY: init fills the struct; all pointers are valid for the call.
         check(|message, capacity| unsafe {
             sys::dlm_constraint_init(constraint.as_mut_ptr(), size_of::<sys::dlm_constraint>());
             let mut constraint = constraint.assume_init();

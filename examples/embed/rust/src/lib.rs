@@ -1,9 +1,10 @@
 //! A safe wrapper of libdlm_runtime, which generates text from bundles of dlm-export.
 //!
-//! Open a [`Bundle`] once and share it between threads. Each thread generates with a [`Session`]. A
-//! [`Canceller`] ends the request of a session from any thread. A program with many requests at the
-//! same time submits them to a [`Scheduler`], which runs them in shared passes. [`Options`] sets
-//! the length of a request, its [`Policy`] and its constraint ([`Automaton`]).
+//! Open a [`Bundle`] once and share the bundle between threads. Each thread generates with its own
+//! [`Session`]. With a [`Canceller`], any thread can end a session's request. If a program runs
+//! many requests at the same time, the program submits the requests to a [`Scheduler`]. The
+//! scheduler runs the requests in shared passes. [`Options`] sets a request's length, [`Policy`]
+//! and constraint ([`Automaton`]).
 //!
 //! ```no_run
 //! use dlm_runtime::{Bundle, Options, Session};
@@ -43,7 +44,7 @@ pub use scheduler::{Job, Scheduler};
 pub struct Error {
     /// The `dlm_status` of `dlm_runtime.h`, such as 2 for `DLM_NOT_FOUND`.
     pub status: i32,
-    /// What happened, for people.
+    /// The error message.
     pub sentence: String,
 }
 
@@ -55,7 +56,7 @@ impl Error {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // SAFETY: static, never NULL.
+        // SAFETY: the returned string is static, and never NULL.
         let name = unsafe { text_of(sys::dlm_status_name(self.status)) };
         write!(f, "{name}: {}", self.sentence)
     }
@@ -63,10 +64,10 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
-/// A result whose error is [`Error`].
+/// A `Result` whose error type is [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// SAFETY: `text` is NUL-terminated.
+/// SAFETY: `text` must end with a NUL.
 unsafe fn text_of(text: *const c_char) -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
@@ -80,7 +81,7 @@ fn check(call: impl FnOnce(*mut c_char, usize) -> sys::dlm_status) -> Result<()>
     let mut message = [0 as c_char; 1024];
     match call(message.as_mut_ptr(), message.len()) {
         sys::DLM_OK => Ok(()),
-        // SAFETY: the library ends it with a NUL.
+        // SAFETY: the library ends the message with a NUL.
         status => Err(Error { status, sentence: unsafe { text_of(message.as_ptr()) } }),
     }
 }
@@ -94,23 +95,25 @@ unsafe impl Sync for RawBundle {}
 
 impl Drop for RawBundle {
     fn drop(&mut self) {
-        // SAFETY: sessions hold an Arc of this bundle, so no session is left.
+        // SAFETY: each session holds an Arc of this bundle, so all sessions were dropped.
         unsafe { sys::dlm_bundle_destroy(self.0) }
     }
 }
 
-/// An open bundle. A clone refers to the same bundle. The bundle is closed when its last clone,
-/// session, scheduler and policy are dropped.
+/// An open bundle. A clone refers to the same bundle. The bundle is closed when all its clones,
+/// sessions, schedulers and policies are dropped.
 #[derive(Debug, Clone)]
 pub struct Bundle(Arc<RawBundle>);
 
 impl Bundle {
-    /// Opens the folder, checks its hashes, and loads ONNX Runtime with `threads` threads (0: all cores).
+    /// Opens the bundle in a folder, checks the hashes of the bundle's files, and loads ONNX
+    /// Runtime. `threads` is the number of threads that ONNX Runtime uses. 0 means one thread per
+    /// core.
     pub fn open(path: &str, threads: i32) -> Result<Self> {
         let path = c_string(path)?;
         let mut options = MaybeUninit::<sys::dlm_open_options>::uninit();
         let mut bundle = null_mut();
-        // SAFETY: init fills the struct; the others are valid for the call.
+        // SAFETY: init fills the struct; all pointers are valid for the call.
         check(|message, capacity| unsafe {
             sys::dlm_open_options_init(options.as_mut_ptr(), size_of::<sys::dlm_open_options>());
             let mut options = options.assume_init();
@@ -120,45 +123,45 @@ impl Bundle {
         Ok(Self(Arc::new(RawBundle(bundle))))
     }
 
-    /// The number of new tokens of a request that does not set `max_new_tokens`.
+    /// Returns the number of new tokens of a request that does not set `max_new_tokens`.
     pub fn max_new_tokens(&self) -> u32 {
         // SAFETY: the handle is open.
         unsafe { (*(*sys::dlm_bundle_describe((self.0).0)).denoiser).max_new_tokens }.unsigned_abs()
     }
 
-    /// The preset of the bundle with this name, such as `"fast-dllm"`. If the name is unknown, the
-    /// error lists all names.
+    /// Returns the preset of the bundle with this name, such as `"fast-dllm"`. If the name is
+    /// unknown, the error lists all names.
     pub fn preset(&self, name: &str) -> Result<Policy> {
         Policy::of_bundle(self, Some(name), None)
     }
 
-    /// The loop of an effort level: `"instant"`, `"low"`, `"medium"` or `"high"`. Fails if the
-    /// bundle has no levels. `dlm-export effort` adds them.
+    /// Returns the policy of an effort level: `"instant"`, `"low"`, `"medium"` or `"high"`. Fails
+    /// if the bundle contains no effort levels. `dlm-export effort` adds effort levels to a bundle.
     pub fn effort(&self, level: &str) -> Result<Policy> {
         Policy::of_bundle(self, None, Some(level))
     }
 
-    /// The engine that runs the bundle, as one line for people.
+    /// Returns one line of text that describes the bundle's engine.
     pub fn engine(&self) -> String {
-        // SAFETY: the bundle's own, NUL-terminated.
+        // SAFETY: the bundle owns this string, and a NUL ends the string.
         unsafe { text_of((*sys::dlm_bundle_describe((self.0).0)).engine) }
     }
 }
 
-/// A session's handle, which is destroyed when the session and its cancellers are dropped.
+/// A session's handle. The handle is destroyed when the session and all its cancellers are dropped.
 struct RawSession {
     raw: *mut sys::dlm_session,
     _bundle: Arc<RawBundle>, // outlives it
 }
 
-// SAFETY: shared references only allow dlm_session_cancel, which any thread may call. Everything
-// else takes `&mut Session`, and a session may move between threads.
+// SAFETY: with a shared reference, only dlm_session_cancel can be called, which any thread may
+// call. All other calls take `&mut Session`, and a session may move between threads.
 unsafe impl Send for RawSession {}
 unsafe impl Sync for RawSession {}
 
 impl Drop for RawSession {
     fn drop(&mut self) {
-        // SAFETY: nothing uses the handle any more.
+        // SAFETY: no other object uses the handle any more.
         unsafe { sys::dlm_session_destroy(self.raw) }
     }
 }
@@ -168,7 +171,7 @@ impl Drop for RawSession {
 pub struct Canceller(Arc<RawSession>);
 
 impl Canceller {
-    /// Ends the request within one pass. The request returns its text so far, with
+    /// Ends the request within one pass. The result contains the text so far and
     /// [`Finish::Cancelled`].
     pub fn cancel(&self) {
         // SAFETY: any thread may call this function, and the Arc keeps the session alive.
@@ -176,31 +179,32 @@ impl Canceller {
     }
 }
 
-/// The options of a request. `Options::default()` means the bundle's default length and default
+/// The options of a request. `Options::default()` selects the bundle's default length and default
 /// preset.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// The largest number of tokens to generate. `None` means the bundle's default,
+    /// The largest number of tokens to generate. `None` means the bundle's default number,
     /// [`Bundle::max_new_tokens`].
     pub max_new_tokens: Option<u32>,
-    /// The decoding loop. `None` means the bundle's default preset.
+    /// The policy. `None` means the bundle's default preset.
     pub policy: Option<Policy>,
-    /// The allowed texts. `None` means any text.
+    /// The constraint. `None` means that any text is allowed.
     pub constraint: Option<Automaton>,
-    /// The text ends before the first of these strings.
+    /// The stop strings. The text ends before the first stop string.
     pub stop_strings: Vec<String>,
-    /// No pass starts after this many milliseconds. 0 means no deadline. For a scheduler, the time
-    /// starts when the request is submitted.
+    /// The deadline in milliseconds. No pass starts after the deadline. 0 means no deadline. With a
+    /// scheduler, the time starts when the request is submitted.
     pub deadline_ms: f64,
-    /// The largest number of passes. 0 means any number.
+    /// The largest number of passes. 0 means that there is no limit.
     pub max_steps: i32,
-    /// If true, the text of a special token in the prompt or in a message, such as `<|eos|>`,
-    /// becomes this token. If false, it is ordinary text.
+    /// If true, the text of a special token in the prompt or in a message, such as `<|eos|>`, is
+    /// encoded as this special token. If false, this text is encoded as ordinary text.
     pub special_tokens: bool,
 }
 
 impl Options {
-    /// Converts the options to the C struct. Its pointers are valid as long as `self` and `stops`.
+    /// Converts the options to the C struct. The pointers in the C struct are valid as long as
+    /// `self` and `stops` exist.
     fn raw(&self, stops: &Stops) -> sys::dlm_request {
         let mut request = MaybeUninit::<sys::dlm_request>::uninit();
         // SAFETY: init fills the struct.
@@ -240,9 +244,9 @@ impl Stops {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Finish {
-    /// The denoiser wrote an end token, or the text contains a stop string.
+    /// An end token or a stop string ended the text.
     Stop,
-    /// All tokens were generated, without an end token.
+    /// All tokens were generated, and the text contains no end token.
     Length,
     /// [`Options::max_steps`] was reached.
     Steps,
@@ -250,7 +254,7 @@ pub enum Finish {
     Deadline,
     /// The request was cancelled.
     Cancelled,
-    /// The text of the constraint is complete.
+    /// All tokens were generated without an end token, and the text of the constraint is complete.
     Constraint,
     /// A value of `DLM_FINISH_...` that this wrapper does not know.
     Other(i32),
@@ -273,11 +277,11 @@ impl From<i32> for Finish {
 /// The result of a request.
 #[derive(Debug, Clone)]
 pub struct Generation {
-    /// The generated text, without the prompt, up to the first end token.
+    /// The generated text before the first end token, without the prompt.
     pub text: String,
     /// The reason why the request ended.
     pub finish: Finish,
-    /// The number of passes in which the request took part.
+    /// The number of passes of the request.
     pub passes: i32,
     /// The number of tokens of the prompt.
     pub prompt_tokens: i32,
@@ -290,7 +294,7 @@ pub struct Generation {
 impl Generation {
     /// SAFETY: `result` must be the library's result of a request that did not fail.
     unsafe fn new(result: *const sys::dlm_result) -> Self {
-        // SAFETY: its text has `text_size` bytes, and its statistics are there.
+        // SAFETY: `text` points to `text_size` bytes, and `stats` is not NULL.
         let (result, text, stats) = unsafe {
             let result = &*result;
             (result, std::slice::from_raw_parts(result.text.cast::<u8>(), result.text_size), &*result.stats)
@@ -298,7 +302,7 @@ impl Generation {
         let option_probs = if result.option_probs.is_null() {
             Vec::new()
         } else {
-            // SAFETY: there are `option_count` probabilities.
+            // SAFETY: `option_probs` points to `option_count` numbers.
             unsafe { std::slice::from_raw_parts(result.option_probs, result.option_count) }.to_vec()
         };
         Self {
@@ -331,21 +335,24 @@ impl<'a> Messages<'a> {
     }
 }
 
-/// Generates one request at a time. It may move between threads.
+/// Generates one request at a time. A session may move between threads.
 pub struct Session {
     raw: Arc<RawSession>,
     _not_sync: PhantomData<Cell<()>>,
 }
 
-/// The caller's function, and the value with which it panicked, if it did.
+/// The caller's function. If the function panicked, a listener also contains the value of the
+/// panic.
 struct Listener<'a> {
     on_text: &'a mut dyn FnMut(&str) -> ControlFlow<()>,
     panicked: Option<Box<dyn Any + Send>>,
 }
 
-/// A panic must not unwind through C, so its value is kept and the request ends.
+/// Calls the caller's function. A panic must not unwind through C, so this function stores the
+/// value of the panic and ends the request.
 extern "C" fn on_step(user: *mut c_void, step: *const sys::dlm_step) -> i32 {
-    // SAFETY: `user` is the Listener of the call that runs, and the step's text has `text_size` bytes of UTF-8.
+    // SAFETY: `user` is the Listener of the running call, and the step's text is `text_size` bytes
+    // of UTF-8.
     let (listener, text) = unsafe {
         let step = &*step;
         (&mut *user.cast::<Listener<'_>>(), std::slice::from_raw_parts(step.text.cast::<u8>(), step.text_size))
@@ -364,21 +371,21 @@ extern "C" fn on_step(user: *mut c_void, step: *const sys::dlm_step) -> i32 {
 }
 
 impl Session {
-    /// Creates a session, which keeps its bundle open.
+    /// Creates a session. The session keeps its bundle open.
     pub fn new(bundle: &Bundle) -> Result<Self> {
         let mut raw = null_mut();
-        // SAFETY: valid for the call.
+        // SAFETY: all pointers are valid for the call.
         check(|message, capacity| unsafe { sys::dlm_session_create((bundle.0).0, message, capacity, &mut raw) })?;
         Ok(Self { raw: Arc::new(RawSession { raw, _bundle: bundle.0.clone() }), _not_sync: PhantomData })
     }
 
-    /// A handle that ends this session's requests from other threads.
+    /// Returns a handle with which other threads can end this session's requests.
     pub fn canceller(&self) -> Canceller {
         Canceller(self.raw.clone())
     }
 
     /// Generates the text after a prompt. `on_text` receives the text that each step adds, in whole
-    /// characters. If it returns `Break`, the request ends with an error.
+    /// characters. If `on_text` returns `Break`, the request ends with an error.
     pub fn generate_text(
         &mut self,
         prompt: &str,
@@ -391,7 +398,8 @@ impl Session {
         })
     }
 
-    /// Generates the assistant's answer to a chat, a list of roles and contents. `on_text` is as in [`Session::generate_text`].
+    /// Generates the assistant's answer to a chat, which is a list of roles and contents. `on_text`
+    /// has the same meaning as in [`Session::generate_text`].
     pub fn generate_chat(
         &mut self,
         chat: &[(&str, &str)],
@@ -405,7 +413,7 @@ impl Session {
         })
     }
 
-    /// `give` sets the prompt or the chat of the request.
+    /// Runs a request. `give` sets the request's prompt or chat.
     fn generate(
         &mut self,
         options: &Options,
@@ -420,13 +428,14 @@ impl Session {
         request.on_step = Some(on_step);
         request.user = std::ptr::addr_of_mut!(listener).cast();
         let mut result = null();
-        // SAFETY: all valid for the call.
+        // SAFETY: all pointers are valid for the call.
         let status = unsafe { sys::dlm_session_generate(self.raw.raw, &request, &mut result) };
         if let Some(panic) = listener.panicked {
             resume_unwind(panic);
         }
         self.done(status)?;
-        // SAFETY: the result belongs to the session and is valid until its next request.
+        // SAFETY: the session owns the result. The result is valid until the session's next
+        // request.
         Ok(unsafe { Generation::new(result) })
     }
 
@@ -434,12 +443,12 @@ impl Session {
         if status == sys::DLM_OK {
             return Ok(());
         }
-        // SAFETY: the text belongs to the session and ends with NUL.
+        // SAFETY: the session owns the text, and a NUL ends the text.
         Err(Error { status, sentence: unsafe { text_of(sys::dlm_session_last_error(self.raw.raw)) } })
     }
 }
 
-/// Only compiles if the types may be shared and moved between threads as the header says.
+/// This function only compiles if threads can share and move the types as dlm_runtime.h allows.
 #[allow(dead_code)]
 fn threads_are_as_the_header_says() {
     fn shared<T: Send + Sync>() {}

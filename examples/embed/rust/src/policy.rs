@@ -5,9 +5,9 @@ use std::ptr::null;
 
 use crate::{c_string, check, sys, Bundle, Error, Result};
 
-/// A decoding loop. It is one of the bundle's presets or effort levels ([`Bundle::preset`],
-/// [`Bundle::effort`]), and its fields can be changed. The fields are those of `dlm_policy` in
-/// `dlm_runtime.h`.
+/// A policy decides which tokens are committed after each pass. A policy starts as a preset
+/// ([`Bundle::preset`]) or an effort level ([`Bundle::effort`]) of a bundle, and the program can
+/// change its fields. `dlm_policy` in `dlm_runtime.h` documents the fields.
 #[derive(Debug, Clone)]
 pub struct Policy {
     raw: sys::dlm_policy,
@@ -23,13 +23,13 @@ impl Policy {
         let (preset, effort) = (preset.map(c_string).transpose()?, effort.map(c_string).transpose()?);
         let pointer = |name: &Option<CString>| name.as_ref().map_or(null(), |name| name.as_ptr());
         let mut policy = MaybeUninit::<sys::dlm_policy>::uninit();
-        // SAFETY: init fills the struct; all is valid for the call.
+        // SAFETY: init fills the struct; all pointers are valid for the call.
         check(|message, capacity| unsafe {
             sys::dlm_policy_init(policy.as_mut_ptr(), size_of::<sys::dlm_policy>());
             let handle = (bundle.0).0;
             sys::dlm_bundle_policy(handle, pointer(&preset), pointer(&effort), message, capacity, policy.as_mut_ptr())
         })?;
-        // SAFETY: init filled it.
+        // SAFETY: init filled the struct.
         Ok(Self { raw: unsafe { policy.assume_init() }, _bundle: bundle.clone() })
     }
 
@@ -49,7 +49,7 @@ impl Policy {
             let (lowest, highest) = (field.lowest, field.highest);
             return Err(Error::invalid(format!("policy: {name} = {value} is not {kind} in {lowest}..{highest}")));
         }
-        // SAFETY: the field has this offset and this type.
+        // SAFETY: the description of the field gives this offset and this type.
         unsafe {
             let place = std::ptr::addr_of_mut!(self.raw).cast::<u8>().add(field.offset);
             match field.kind {
@@ -61,7 +61,7 @@ impl Policy {
         Ok(())
     }
 
-    /// Changes a field that names a choice, such as `("select", "sample")`.
+    /// Changes a field whose value is a string, such as `("select", "sample")`.
     pub fn set_choice(&mut self, name: &str, value: &str) -> Result<()> {
         let field = field_of(name)?;
         if field.kind != sys::DLM_FIELD_CHOICE {
@@ -87,10 +87,10 @@ impl Policy {
     }
 }
 
-/// The library's description of a field. A field that the struct of this wrapper does not have is
-/// unknown.
+/// Returns the library's description of a field. If this wrapper's struct lacks the field, the
+/// field counts as unknown.
 fn field_of(name: &str) -> Result<&'static sys::dlm_policy_field> {
-    // SAFETY: static fields, until NULL; their names are NUL-terminated.
+    // SAFETY: the library returns static descriptions, then NULL. A NUL ends each name.
     unsafe {
         for index in 0.. {
             let Some(field) = sys::dlm_policy_field_at(index).as_ref() else { break };

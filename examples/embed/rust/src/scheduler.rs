@@ -22,8 +22,8 @@ impl Drop for RawScheduler {
     }
 }
 
-/// Runs requests of any number of threads in shared passes. The passes run on a thread that the
-/// scheduler starts.
+/// Runs the requests of any number of threads in shared passes. The scheduler starts a thread that
+/// runs the passes.
 ///
 /// When the scheduler is dropped, unfinished requests end with
 /// [`Finish::Cancelled`](crate::Finish::Cancelled).
@@ -34,7 +34,8 @@ pub struct Scheduler {
 }
 
 impl Scheduler {
-    /// Creates a scheduler with the default limits of `dlm_scheduler_options`, and starts its thread.
+    /// Creates a scheduler with the default limits of `dlm_scheduler_options`, and starts the
+    /// scheduler's thread.
     pub fn new(bundle: &Bundle) -> Result<Self> {
         let mut raw = null_mut();
         // SAFETY: all valid for the call.
@@ -42,8 +43,8 @@ impl Scheduler {
         let raw = Arc::new(RawScheduler { raw, _bundle: bundle.clone() });
         let run = raw.clone();
         let passes = move || {
-            // If the thread fails, every job fails with the same error, which Job::wait returns.
-            // SAFETY: this is the only thread that runs the scheduler.
+            // If dlm_scheduler_run fails, every job fails with the same error, and Job::wait
+            // returns this error. SAFETY: this is the only thread that runs the scheduler.
             let _ =
                 check(|message, capacity| unsafe { sys::dlm_scheduler_run(run.raw, 0, None, null_mut(), message, capacity) });
         };
@@ -54,8 +55,8 @@ impl Scheduler {
         Ok(Self { raw, bundle: bundle.clone(), passes: Some(passes) })
     }
 
-    /// Submits a request for the text after a prompt. Fails with `DLM_BUSY` (status 10) if too many
-    /// requests are waiting.
+    /// Submits a request that generates the text after a prompt. Fails with `DLM_BUSY` (status 10)
+    /// if too many requests are waiting.
     pub fn submit_text(&self, prompt: &str, options: &Options) -> Result<Job> {
         self.submit(options, |request| {
             request.prompt = prompt.as_ptr().cast();
@@ -63,8 +64,8 @@ impl Scheduler {
         })
     }
 
-    /// Submits a request for the assistant's answer to a chat, which is a list of roles and
-    /// contents.
+    /// Submits a request that generates the assistant's answer to a chat. A chat is a list of roles
+    /// and contents.
     pub fn submit_chat(&self, chat: &[(&str, &str)], options: &Options) -> Result<Job> {
         let messages = Messages::new(chat)?;
         self.submit(options, |request| {
@@ -77,7 +78,8 @@ impl Scheduler {
         let stops = Stops::new(options)?;
         let (mut request, mut raw) = (options.raw(&stops), null_mut());
         give(&mut request);
-        // SAFETY: all valid for the call, which copies what it keeps.
+        // SAFETY: all pointers are valid for the call, and the library copies the data that it
+        // needs later.
         check(|message, capacity| unsafe { sys::dlm_scheduler_submit(self.raw.raw, &request, message, capacity, &mut raw) })?;
         Ok(Job { raw, _bundle: self.bundle.clone(), _not_sync: PhantomData })
     }
@@ -93,36 +95,37 @@ impl Drop for Scheduler {
     }
 }
 
-/// A request that was submitted to a [`Scheduler`]. If it is dropped before it is finished, it is
-/// cancelled.
+/// A request that was submitted to a [`Scheduler`]. If a job is dropped before its request is
+/// finished, the request is cancelled.
 pub struct Job {
     raw: *mut sys::dlm_job,
     _bundle: Bundle, // outlives it
     _not_sync: PhantomData<Cell<()>>,
 }
 
-// SAFETY: by dlm_runtime.h, a job belongs to one thread at a time.
+// SAFETY: by dlm_runtime.h, any thread may use a job, but only one thread at a time. `Job` is not
+// `Sync`, so no two threads can use a job at the same time.
 unsafe impl Send for Job {}
 
 impl Job {
-    /// Whether the request is finished, so that [`Job::wait`] returns at once.
+    /// Returns true if the request is finished. [`Job::wait`] then returns at once.
     pub fn is_done(&self) -> bool {
         // SAFETY: the handle is open.
         unsafe { sys::dlm_job_wait(self.raw, 0.0) != 0 }
     }
 
-    /// Ends the request within one pass. [`Job::wait`] returns its text so far, with
+    /// Ends the request within one pass. [`Job::wait`] then returns the text so far and
     /// [`Finish::Cancelled`](crate::Finish::Cancelled).
     pub fn cancel(&self) {
         // SAFETY: from any thread.
         unsafe { sys::dlm_job_cancel(self.raw) }
     }
 
-    /// Waits until the request is finished. Returns what it generated, or the error with which it
-    /// failed.
+    /// Waits until the request is finished. Returns the request's result, or an error if the
+    /// request failed.
     pub fn wait(self) -> Result<Generation> {
         let mut result = null();
-        // SAFETY: the request has ended, so the job has a result. It is valid until the job is
+        // SAFETY: the request has ended, so the result exists. The result is valid until the job is
         // destroyed.
         unsafe {
             sys::dlm_job_wait(self.raw, -1.0);
@@ -136,8 +139,8 @@ impl Job {
 
 impl Drop for Job {
     fn drop(&mut self) {
-        // SAFETY: nothing uses the job any more. The request has no callback, so the library will
-        // not call back.
+        // SAFETY: no other object uses the job any more. The request has no callback, so the
+        // library calls no function of the program.
         unsafe { sys::dlm_job_destroy(self.raw) }
     }
 }

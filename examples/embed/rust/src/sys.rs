@@ -1,6 +1,7 @@
-//! The part of dlm_runtime.h that the wrapper calls, written by hand. Structs with a `struct_size`
-//! may grow in C. The library reads the size of the structs that it receives, and its own structs
-//! begin with the fields that are declared here.
+//! Declares the part of dlm_runtime.h that the wrapper calls. This file is written by hand. If a
+//! struct starts with `struct_size`, later versions of the library may add fields at its end. The
+//! library reads `struct_size` in each struct that the wrapper passes. The structs that the library
+//! returns begin with the fields that this file declares.
 
 #![allow(non_camel_case_types)]
 
@@ -11,7 +12,7 @@ pub const DLM_OK: dlm_status = 0;
 pub const DLM_INVALID_ARGUMENT: dlm_status = 1;
 pub const DLM_OUT_OF_MEMORY: dlm_status = 6;
 
-/// Handles, which exist only as pointers.
+/// The types of handles. Programs use only pointers to these types.
 pub enum dlm_bundle {}
 pub enum dlm_session {}
 pub enum dlm_automaton {}

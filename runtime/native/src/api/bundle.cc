@@ -14,7 +14,8 @@ using dlm::require;
 
 namespace {
 
-// Returns a size of the layers if the size is the same in all layers. Otherwise returns 0.
+// Returns a size that is stored for each layer, if this size is equal in all layers. Otherwise
+// returns 0.
 int32_t of_all_layers(const dlm::CacheShape& cache, int32_t dlm::CacheLayer::* size) {
   const int32_t first = cache.front().*size;
   const auto same = [&](const dlm::CacheLayer& layer) { return layer.*size == first; };
@@ -85,7 +86,7 @@ std::string choose_engine(const dlm_open_options& options) {
 int available_cores() {
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof cores, &cores) == 0) return CPU_COUNT(&cores);
-  // sched_getaffinity fails if the machine has more cores than cpu_set_t can hold.
+  // sched_getaffinity fails if the machine has more cores than a cpu_set_t can describe.
   return static_cast<int>(std::thread::hardware_concurrency());
 }
 
@@ -198,7 +199,8 @@ dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, ch
     try {
       opened->engine = open_engine(opened->manifest, library, threads, provider_of(chosen));
     } catch (...) {
-      hashed.get();  // if the file is damaged, report this and not the engine error that it caused
+      hashed.get();  // if a file is damaged, throws this error, not the engine's error that the
+                     // damage caused
       throw;
     }
     hashed.get();

@@ -89,7 +89,7 @@ VocabularyPointer given_vocabulary(const dlm_bundle* bundle, const dlm_constrain
                                                           std::move(ends), std::move(first_token));
 }
 
-// Returns the hash of a vocabulary that the program passes. If the vocabulary is a callback, only
+// Returns the hash of a vocabulary that the program passes. If the program passes a callback, only
 // the callback's address is hashed. The library calls the callback only during the C call that
 // receives the callback.
 std::array<uint8_t, 32> hash_of_vocabulary(const dlm_constraint& given) {

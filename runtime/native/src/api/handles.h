@@ -80,7 +80,7 @@ dlm_status guarded(Body body, Report report) {
   } catch (const ThreadExit&) {
     throw;
   } catch (...) {
-    return DLM_OUT_OF_MEMORY;  // reached only if there is no memory for the message
+    return DLM_OUT_OF_MEMORY;  // reached only if there is not enough memory for the message
   }
 }
 
@@ -111,8 +111,8 @@ Policy choose_policy(const dlm_bundle& bundle, const dlm_policy* given);
 // Returns the bundle's tokenizer. The first call reads the bundle's text file.
 const dlm_text& text_of(dlm_bundle& bundle);
 
-// Encodes a chat. If `special_tokens` is true, the text of a special token in a message becomes
-// that token.
+// Encodes a chat. If `special_tokens` is true, the text of a special token in a message is encoded
+// as this special token.
 std::vector<int32_t> encode_chat(const dlm_text& text, const dlm_message* messages, size_t count,
                                  bool special_tokens);
 

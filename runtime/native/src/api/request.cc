@@ -12,7 +12,7 @@
 namespace dlm {
 namespace {
 
-constexpr int32_t kMostTopLogProbs = 20;  // as in OpenAI's API
+constexpr int32_t kMostTopLogProbs = 20;  // the limit of OpenAI's API
 
 dlm_request default_request() {
   dlm_request request{};
@@ -83,7 +83,8 @@ std::unique_ptr<TextWriter> writer_of(dlm_bundle& bundle, const dlm_request& req
     fail(DLM_INVALID_ARGUMENT, "text_start = %d is neither in the canvas (0..%zu) nor -1",
          request.text_start, length);
   const size_t start = request.text_start >= 0 ? static_cast<size_t>(request.text_start)
-                                               : given % length;  // 0 if there are no new tokens
+                                               : given % length;  // 0 if the request has no new
+                                                                  // tokens
   Decode decode = request.decode != nullptr ? decode_by_windows(request.decode, request.user)
                                             : TextDecoder(text_of(bundle).text);
   return std::make_unique<TextWriter>(bundle.manifest.denoiser, std::move(decode), start,

@@ -45,8 +45,9 @@ dlm_status guarded(dlm_session* session, Body body) {
     session->last_error = text;
     dlm::make_one_line(session->last_error.data(), session->last_error.size());
   };
-  // Rejects a call that is made during another call of the same session, for example from a
-  // callback. The new call would destroy the request or the buffers that the running call uses.
+  // Rejects a call while a previous call of the same session is still running, for example a call
+  // from a callback. The new call would destroy the request or the buffers that the running call
+  // uses.
   const auto refuse = [] {
     dlm::fail(DLM_INVALID_ARGUMENT,
               "this session is already in a call: callbacks must not call it, and each thread "
@@ -56,7 +57,7 @@ dlm_status guarded(dlm_session* session, Body body) {
   session->is_running = true;
   session->last_error.clear();
   const dlm_status status = dlm::guarded(body, report);
-  // A rejected call from a callback may have left an error.
+  // A call from a callback may have been rejected, and may have set last_error.
   if (status == DLM_OK) session->last_error.clear();
   session->is_running = false;
   return status;
@@ -101,8 +102,8 @@ void throw_error(const dlm::Job& job, const std::string& name = "") {
   if (result.status != DLM_OK) throw dlm::Error(result.status, name + result.message);
 }
 
-// Sorts the indices of the requests, so that requests that can run in lockstep are neighbours. Adds
-// each request to the first batch that can take the request.
+// Groups requests that can run in lockstep. Adds each request to the first batch that can take the
+// request. Returns the indices of the requests, batch by batch.
 std::vector<size_t> lockstep_order(const dlm::Engine& engine,
                                    const std::vector<dlm::Wanted>& requests, size_t max_batch) {
   std::vector<std::vector<size_t>> batches;

@@ -10,8 +10,8 @@
 namespace dlm {
 namespace {
 
-// Opens a library and returns its handle. If this fails, returns NULL and the reason that dlerror()
-// gives.
+// Opens a library and returns its handle. If the library cannot be opened, returns NULL and the
+// reason from dlerror().
 void* try_library(const std::string& name, std::string* reason) {
   void* const handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
   if (handle == nullptr) *reason = one_line(dlerror());
@@ -25,7 +25,7 @@ void* open_library(const LibrarySearch& search, const std::string& given, std::s
   const std::string what = search.what;
   std::string reason, first_reason;
   if (!given.empty() || (variable != nullptr && *variable != '\0')) {
-    // The user asked for this path, so no other library is tried.
+    // The user chose this path, so this function does not try a different library.
     *name = !given.empty() ? given : variable;
     if (void* const handle = try_library(*name, &reason)) return handle;
     const std::string origin =

@@ -1,5 +1,5 @@
-// The exception of this library. The exception contains a status for the C ABI, and a message for
-// people.
+// The type of all exceptions that this library throws. An exception contains a status for the C
+// ABI, and a message for people.
 #pragma once
 
 #include <cxxabi.h>
@@ -24,9 +24,9 @@ class Error : public std::runtime_error {
   dlm_status status_;
 };
 
-// The type with which pthread_exit() unwinds the stack, for example in a callback. A handler that
-// catches all exceptions must rethrow this type, or the process aborts. CPython up to 3.13 calls
-// pthread_exit() when it exits.
+// If a callback calls pthread_exit(), the stack is unwound with an exception of this type. A
+// handler that catches all exceptions must rethrow an exception of this type. Otherwise the process
+// aborts. CPython up to 3.13 calls pthread_exit() when it exits.
 using ThreadExit = abi::__forced_unwind;
 
 // The status and the message of a caught exception.
@@ -51,7 +51,7 @@ inline Failure thrown() noexcept {
     }
   } catch (...) {
   }
-  // This text is so short that std::string stores it without an allocation.
+  // The text is so short that std::string needs no allocation to store the text.
   return {DLM_OUT_OF_MEMORY, "out of memory"};
 }
 

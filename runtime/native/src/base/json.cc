@@ -1,4 +1,5 @@
-// A recursive descent parser for the grammar of RFC 8259. base/json.h lists what it rejects.
+// A recursive descent parser for the grammar of RFC 8259. base/json.h lists the texts that the
+// parser rejects.
 #include "base/json.h"
 
 #include <algorithm>
@@ -11,7 +12,7 @@
 namespace dlm::json {
 namespace {
 
-// Formats a number for messages. Returns the shortest text from which parsing makes the same
+// Formats a number for messages. Returns the shortest text that a parser converts to the same
 // double.
 std::string shown(double number) {
   char text[40];
@@ -132,8 +133,8 @@ class Reader {
     if (is_object) refuse_duplicates(out);
   }
 
-  // Finds duplicate keys by sorting. So even a hostile object with n keys needs only about n log n
-  // comparisons.
+  // Sorts the keys to find duplicate keys. So even a hostile object with n keys needs only about n
+  // log n comparisons.
   static void refuse_duplicates(const Value& object) {
     std::vector<const Value*> order;
     order.reserve(object.items_.size());

@@ -2,16 +2,16 @@
 //
 // The parser also rejects byte order marks, invalid UTF-8, unpaired surrogates, numbers that
 // overflow a double, and duplicate keys. The parser rejects an escaped NUL, because the library
-// converts strings to C strings. The parser also rejects text that is longer or more deeply nested
-// than the caller allows.
+// converts strings to C strings. The caller limits the length and the nesting depth of the text.
+// The parser rejects text that exceeds these limits.
 //
 // Every failure throws Error(DLM_BAD_BUNDLE). The message of a syntax error starts with "line N: ".
 // If a value has the wrong type or range, the message starts with the path of the value, for
 // example `denoiser.layers: expected an integer in 1..65536, found "x"`. Messages quote at most 60
 // characters of the text, with escapes.
 //
-// A parsed value takes about 120 bytes of memory. So parsing n bytes of text may take 100 n bytes
-// of memory.
+// A parsed value takes about 120 bytes of memory, and a value may be very short. So parsing n bytes
+// of text may take 100 n bytes of memory.
 #pragma once
 
 #include <cstddef>
@@ -52,21 +52,22 @@ class Value {
   // value that they cannot accept.
   [[noreturn]] void refuse(const std::string& reason) const;
 
-  // Each of these functions returns the value with the type in the function's name. If the value
-  // has a different type, the function throws an error.
+  // The next functions return the value as the type in the function's name. If the value has a
+  // different type, the function throws an error.
   bool boolean() const;
-  double number(double low, double high) const;  // throws unless low <= number <= high
-  // Throws unless low <= integer <= high. A number with a fraction or exponent is an error too.
+  double number(double low, double high) const;  // throws an error unless low <= number <= high
+  // Throws an error unless low <= integer <= high. Also throws an error if the number contains a
+  // fraction or an exponent.
   int64_t integer(int64_t low, int64_t high) const;
   const std::string& string() const;
-  const std::string& written() const { return text_; }  // text of a number, as written in the file
+  const std::string& written() const { return text_; }  // returns a number's text from the file
   const std::vector<Value>& elements() const;           // of an array
   // Returns the members of an object, in file order. key() of a member returns the key of the
   // member.
   const std::vector<Value>& members() const;
 
-  // Find the member of an object that has this key. If the key is missing, find returns nullptr.
-  // The other functions throw an error.
+  // The next functions find the member of an object that has this key. If the key is missing,
+  // find() returns nullptr, and the other functions throw an error.
   const Value* find(std::string_view key) const;
   const Value& at(std::string_view key) const;
   bool boolean(std::string_view key) const { return at(key).boolean(); }
@@ -77,10 +78,10 @@ class Value {
   const std::vector<Value>& array(std::string_view key) const { return at(key).elements(); }
   const Value& object(std::string_view key) const;
 
-  // Returns the value as canonical text: keys are sorted, there is no white space, and integers are
-  // decimal. The text leaves out the top-level member `without`. The text equals Python's
-  // json.dumps(value, sort_keys=True, separators=(",", ":")). Throws an error for fractions, and
-  // for strings that are not printable ASCII.
+  // Returns the value as canonical text. The text leaves out the top-level member `without`. The
+  // keys in the text are sorted, the text contains no white space, and integers are decimal. The
+  // text equals Python's json.dumps(value, sort_keys=True, separators=(",", ":")). Throws an error
+  // for fractions, and for strings that are not printable ASCII.
   std::string canonical(std::string_view without = {}) const;
 
   // Throws an error for the first member whose key is not in `known`. Unknown keys must not be
@@ -99,8 +100,8 @@ class Value {
   int32_t line_ = 0;
   int64_t integer_ = 0;
   double number_ = 0;
-  // The value that contains this one. This pointer is set when the tree is complete and no longer
-  // moves in memory. The root owns the tree.
+  // The value that contains this value. The parser sets this pointer when the tree is complete and
+  // no longer moves in memory. The root value owns the tree.
   const Value* parent_ = nullptr;
   std::string key_;
   std::string text_;  // the text of a string, or of a number as written

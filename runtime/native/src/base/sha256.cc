@@ -101,8 +101,9 @@ __attribute__((target("sha,ssse3,sse4.1"))) void compress_special(uint32_t* stat
         now = _mm_shuffle_epi8(
             _mm_loadu_si128(reinterpret_cast<const __m128i*>(blocks + 16 * group)), big_endian);
       } else {
-        // wN is the group of four words that starts N words back, for example w12. `now` still
-        // contains the group that starts 16 words back.
+        // The variable wN, for example w12, is the group of four words that starts N words before
+        // the new group. At this line, `now` still contains the group that starts 16 words before
+        // the new group.
         const __m128i &w12 = w[(group + 1) & 3], &w8 = w[(group + 2) & 3], &w4 = w[(group + 3) & 3];
         now = _mm_sha256msg2_epu32(
             _mm_add_epi32(_mm_sha256msg1_epu32(now, w12), _mm_alignr_epi8(w4, w8, 4)), w4);
@@ -163,7 +164,7 @@ Sha256::Sha256(bool portable)
 }
 
 void Sha256::update(const void* data, size_t bytes) {
-  if (bytes == 0) return;  // `data` may be NULL here, which memcpy does not allow
+  if (bytes == 0) return;  // `data` may be NULL here, but memcpy does not allow NULL
   const uint8_t* from = static_cast<const uint8_t*>(data);
   total_bytes_ += bytes;
   if (pending_bytes_ > 0) {
@@ -179,8 +180,8 @@ void Sha256::update(const void* data, size_t bytes) {
 }
 
 std::array<uint8_t, 32> Sha256::digest() {
-  // The message is padded to a multiple of 64 bytes: a one bit, zeros, and the length in bits as a
-  // 64-bit number (section 5.1.1).
+  // Pads the message to a multiple of 64 bytes. The padding is a one bit, then zero bits, then the
+  // length in bits as a 64-bit number (section 5.1.1).
   uint8_t padding[72] = {0x80};
   const size_t zeros_end = (pending_bytes_ < 56 ? 56 : 120) - pending_bytes_;
   for (size_t i = 0; i < 8; ++i)

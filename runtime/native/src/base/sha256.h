@@ -1,8 +1,8 @@
 // Computes SHA-256 hashes (FIPS 180-4). A bundle's manifest lists the hashes of the bundle's files.
 //
-// Weight files can be several gigabytes large. So the code uses the processor's SHA instructions if
-// they exist (SHA-NI of x86-64 or SHA2 of ARMv8, detected at run time). Otherwise the code uses
-// portable C++, which gives the same results.
+// Files of weights can be several gigabytes large. So the code uses the processor's SHA
+// instructions (SHA-NI of x86-64 or SHA2 of ARMv8), which are detected at run time. If the
+// processor has no SHA instructions, the code uses portable C++, which gives the same results.
 #pragma once
 
 #include <array>
@@ -18,7 +18,8 @@ class Sha256 {
   // portable code with the results of the fast code.
   explicit Sha256(bool portable = false);
   void update(const void* data, size_t bytes);
-  // Return the hash of the data. The object cannot be used afterwards. hex() is in lower case.
+  // These two functions return the hash of the data. The object cannot be used afterwards. hex()
+  // returns lower-case hex.
   std::array<uint8_t, 32> digest();
   std::string hex();
 
@@ -42,8 +43,8 @@ inline std::string sha256_hex(const std::string& text) {
 }
 
 // Returns the hash of a file. Throws Error(DLM_NOT_FOUND) if the file is missing. Throws
-// Error(DLM_BAD_BUNDLE) if the file cannot be read, or if it is not a plain file. Pipes and devices
-// are rejected because a pipe or device might never end.
+// Error(DLM_BAD_BUNDLE) if the file is not a plain file, or if the file cannot be read. Pipes and
+// devices are rejected because a pipe or device might never end.
 std::string sha256_file_hex(const std::string& path);
 
 // Returns the hash of an open file, from the current position in the file to the end. `path` is

@@ -22,9 +22,9 @@ void give(const Struct& value, size_t size, Struct* to) {
   to->struct_size = size;
 }
 
-// Copies a caller's struct. Fields that the caller's version lacks get their defaults. Throws
-// Error(DLM_INVALID_ARGUMENT) if the caller's struct is larger than the library's version of the
-// struct, or was not initialised.
+// Copies a caller's struct. If the caller's version of the struct lacks a field, the field gets its
+// default. Throws Error(DLM_INVALID_ARGUMENT) if the caller's struct is larger than the library's
+// version of the struct, or was not initialised.
 template <class Struct>
 Struct take(const Struct& given, Struct defaults, const char* name) {
   const size_t size = given.struct_size;

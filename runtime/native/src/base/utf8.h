@@ -1,5 +1,5 @@
-// Reads UTF-8 text character by character. Some of the functions require valid UTF-8. The other
-// functions accept any bytes.
+// Reads UTF-8 text character by character. The comment of a function says if the text must be valid
+// UTF-8. All other functions accept any bytes.
 #pragma once
 
 #include <cstddef>
@@ -57,8 +57,7 @@ inline bool is_scalar(int32_t point) {
   return point >= 0 && point < 0x110000 && (point < 0xD800 || point > 0xDFFF);
 }
 
-// Describes the start of some bytes: a whole character, an invalid character, or a truncated
-// character.
+// Describes the first character of some bytes. The character is whole, invalid or truncated.
 struct Utf8Start {
   enum Kind : uint8_t { whole, broken, cut } kind;
   size_t bytes;

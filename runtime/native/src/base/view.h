@@ -1,4 +1,4 @@
-// A pointer and a length. A different object owns the elements.
+// A pointer to an array, and the array's length. A View does not own the array.
 #pragma once
 
 #include <cstddef>

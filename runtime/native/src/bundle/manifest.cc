@@ -44,9 +44,9 @@ std::string read_file(const std::string& path, int64_t limit, const char* what) 
   return data;
 }
 
-// Throws if a file of the bundle is a symbolic link, or is in a linked folder of the bundle,
-// because links may point outside the bundle. The path to the bundle itself comes from the caller,
-// and may contain links.
+// Throws an error if a file of the bundle, or a folder inside the bundle, is a symbolic link. Such
+// a link may point outside the bundle. The path to the bundle itself comes from the caller, so this
+// path may contain links.
 void refuse_links(const std::string& folder, const std::string& name) {
   for (size_t end = name.find('/');; end = name.find('/', end + 1)) {
     const std::string path = folder + "/" + name.substr(0, end);
@@ -100,11 +100,11 @@ constexpr const char* kEngines = "engines/";  // folder of engine files
 constexpr int64_t kLarge = 16 << 20;  // smallest size in bytes of a large file; hashing this many
                                       // bytes takes about 10 ms
 
-// Checks the files that the manifest lists. Engine files are checked only if an engine file may
+// Checks the files that the manifest lists. Engine files are checked only if a TensorRT engine may
 // run. So if an engine file is damaged, the CPU can still run the graph, and the user can rebuild
-// the engine. If no engine file runs, this function does not check the hashes of large files, but
-// returns these files to the caller. `records` applies only to large files, because hashing a small
-// file is faster than searching for the record of the file.
+// the engine. If no TensorRT engine may run, this function does not check the hashes of large
+// files, but returns the large files to the caller. `records` applies only to large files, because
+// hashing a small file is faster than finding the file's record.
 std::vector<FileHash> check_files(const json::Value& files, const std::string& folder,
                                   bool check_hashes, bool with_engines, Records records) {
   std::vector<FileHash> left;
@@ -135,8 +135,8 @@ std::vector<FileHash> check_files(const json::Value& files, const std::string& f
   return left;
 }
 
-// Returns a file name that the manifest mentions outside of `files`. Throws if `files` does not
-// list the name, because then the file would not be checked.
+// Returns a file name that the manifest mentions outside of `files`. Throws an error if `files`
+// does not list the name, because a file that `files` does not list is not checked.
 std::string listed(const json::Value& files, const json::Value& name) {
   if (files.find(name.string()) == nullptr) name.refuse("names a file that is not listed in files");
   return name.string();
@@ -156,8 +156,8 @@ int32_t read_size(const json::Value& object, const char* key, int32_t low, int32
   return static_cast<int32_t>(object.integer(key, low, high));
 }
 
-// Reads the cache sizes of the layers that have keys and values. The order of the layers is the
-// same as in a pass.
+// Reads the cache sizes of the layers that have keys and values, in the order in which a pass lists
+// the layers.
 CacheShape read_cache(const json::Value& graph) {
   const int32_t type = read_cache_type(graph);
   if (type == kInt8 && graph.find("device_file") != nullptr)
@@ -253,7 +253,8 @@ Profile read_profile(const json::Value& profile) {
   return {sizes("tokens"), sizes("cached"), sizes("rows")};
 }
 
-// Returns true for a version such as "10.14.1.48", with or without the build number.
+// Returns true if the text is a version such as "10.14.1.48" or, without the build number,
+// "10.14.1".
 bool is_version(const std::string& text) {
   const auto dots = std::count(text.begin(), text.end(), '.');
   return (dots == 2 || dots == 3) && text.size() <= 40 && text.front() != '.' &&
@@ -280,8 +281,8 @@ std::string device_advice(const json::Value& root, const std::string& folder) {
          (is_target_name(first) ? first : "TARGET");
 }
 
-// Reads the entry of one engine. If `is_run` is true, also checks the hashes of the files that the
-// engine was built from.
+// Reads the entry of one engine. If `is_run` is true, also checks the hashes of the files from
+// which the engine was built.
 EngineSpec read_engine(const json::Value& entry, const json::Value& graph, const json::Value& files,
                        const std::string& folder, bool is_run) {
   const std::string& target = entry.key();

@@ -29,7 +29,7 @@ struct FileHash {
 // The effort levels that a bundle may have. The level with the fewest passes comes first.
 constexpr const char* kEfforts[] = {"instant", "low", "medium", "high"};
 
-// Policies with their names, in the order of the manifest.
+// Named policies, in the order of the manifest.
 using Policies = std::vector<std::pair<std::string, dlm_policy>>;
 
 // Returns the policy with this name, or NULL.
@@ -46,7 +46,7 @@ struct Manifest {
   std::string engine;
   Denoiser denoiser;
   GraphSpec graph;
-  std::vector<EngineSpec> engines;  // in the manifest's order
+  std::vector<EngineSpec> engines;  // in the order of the manifest
   bool is_for_gpus = false;   // true if the bundle was built for GPUs, even if it has no engine yet
   std::string device_advice;  // how to run the bundle on a GPU; empty if the bundle was not built
                               // for GPUs
@@ -60,16 +60,16 @@ struct Manifest {
   std::vector<FileHash> unhashed;  // large files whose hashes must still be checked with check_hash
 };
 
-// Reads and checks the bundle in the folder `path`. `engine` is the field of dlm_open_options.
+// Reads and checks the bundle in the folder `path`. `engine` is the engine from dlm_open_options.
 //
 // If check_hashes is false, only the sizes of files are checked. Otherwise the hashes are checked
 // too. A large file is not hashed again if there is a record that its hash is right, and the file
 // has not changed since the record was written (bundle/verified_files.h). Every file is hashed if
 // $DLM_HASH_FILES is "always", or if `engine` is "none", which opens a bundle only to check it.
 //
-// Engine files, and the hashes in their entries, are checked only if a TensorRT engine may run. The
-// files in `unhashed` are not hashed yet. The caller must hash these files before the first pass.
-// The caller may hash these files while an engine maps them into memory.
+// Engine files, and the hashes in their entries, are checked only if a TensorRT engine may run.
+// This function does not hash the files in `unhashed`. The caller must check these hashes before
+// the first pass, but may do so while an engine maps the files into memory.
 //
 // Throws Error(DLM_NOT_FOUND, DLM_BAD_BUNDLE, DLM_UNSUPPORTED, DLM_INVALID_ARGUMENT).
 Manifest read_bundle(const std::string& path, bool check_hashes, const std::string& engine);

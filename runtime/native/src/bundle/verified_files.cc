@@ -23,10 +23,10 @@ namespace {
 constexpr int64_t kSettledSeconds = 2;  // some file systems store times in whole seconds
 constexpr const char* kFolder = "dlm-runtime";
 
-// The file systems for which records are written. Some of them are read-only. The other file
-// systems update a file's change time at every write. The first write through mmap after a flush
-// also updates the change time, because page_mkwrite of these file systems calls file_update_time.
-// The magic numbers are from linux/magic.h and from the kernel's fs/.
+// Records are written only for these file systems. Each file system in this list is read-only, or
+// updates a file's change time at every write. The first write through mmap after a flush also
+// updates the change time, because page_mkwrite of these file systems calls file_update_time. The
+// magic numbers are from linux/magic.h and from the kernel's fs/.
 struct FileSystem {
   uint32_t magic;
   bool is_read_only;
@@ -41,9 +41,9 @@ constexpr FileSystem kTrusted[] = {
     {0xE0F5E1E2, true},   // EROFS
 };
 
-// Describes a file and its current state. The text changes whenever the file changes, and the texts
-// of two files always differ. A record consists of this text, so a record can be compared without a
-// parser.
+// Returns a text that describes a file and the file's current state. The text changes whenever the
+// file changes, and the texts of two files always differ. A record consists of the text, so
+// comparing records needs no parser.
 std::string describe(const struct stat& info, const std::string& sha256) {
   char text[512];
   std::snprintf(text, sizeof text,
@@ -80,8 +80,8 @@ bool is_ours_alone(const struct stat& info) {
 }
 
 // Returns the user's cache directory, as the XDG Base Directory Specification defines it. Returns
-// "" if there is no such directory. Also returns "" for a program with raised privileges, because
-// another user controls the program's environment.
+// "" if the user has no cache directory. Also returns "" if the program runs with raised
+// privileges, because then a different user controls the program's environment.
 std::string cache_home() {
   const auto is_absolute = [](const char* path) { return path != nullptr && *path == '/'; };
   const char *const chosen = secure_getenv("XDG_CACHE_HOME"), *const home = secure_getenv("HOME");
@@ -91,8 +91,8 @@ std::string cache_home() {
   return found;
 }
 
-// Creates the folder of records and its parent if they are missing. Creates no folder in another
-// user's directory, because that user could not use the folder later.
+// Creates the folder of records and its parent if they are missing. Creates no folder in a
+// different user's directory, because this user could not use the folder later.
 void make_folder(const std::string& home) {
   const std::string above = home.substr(0, home.find_last_of('/') + 1);
   struct stat info{};
@@ -126,8 +126,8 @@ bool is_recorded(const struct stat& info, const std::string& sha256) {
   if (!file.is_open() || fstat(file.number(), &record) != 0 || !S_ISREG(record.st_mode) ||
       !is_ours_alone(record))
     return false;
-  // The record's time stamp is in the future. This shows that the clock was set back, so time
-  // stamps may repeat.
+  // The record's time stamp is in the future. So the clock was set back, and time stamps may
+  // repeat.
   if (is_before(now(), record.st_mtim)) return false;
   const std::string expected = describe(info, sha256);
   char found[512];

@@ -3,9 +3,9 @@
 // For each file, a small record is written to $XDG_CACHE_HOME/dlm-runtime or ~/.cache/dlm-runtime.
 // The record contains the file's device, inode, size, modification time, change time and hash. The
 // kernel updates the change time at every change, and programs cannot set the change time. So if a
-// file still has the recorded change time, the file still has the recorded hash. There are
-// exceptions: the disk may be damaged, and a root user may change the clock or the blocks of the
-// disk. Only hashing the file detects such changes.
+// file still has the recorded change time, the file still has the recorded hash. There are two
+// exceptions. The disk may be damaged, and a root user may change the clock or the blocks of the
+// disk. These changes are detected only if the file is hashed.
 //
 // In these cases, a later change could stay undetected, so no record is written:
 //   - The file changed less than two seconds ago. The time stamp may be too coarse to show a second

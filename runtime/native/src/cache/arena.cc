@@ -27,8 +27,8 @@ std::byte* Arena::rows_of(const Place& place, size_t tensor, size_t head) const 
 }
 
 bool Arena::has_room(const std::vector<int32_t>& wanted) const {
-  // The lengths of the free gaps between the places. A request takes the first gap that is long
-  // enough.
+  // The lengths of the free gaps between the places of requests. A new request takes the first gap
+  // that is long enough.
   std::vector<int64_t> gaps;
   int64_t end = 0;
   for (const Place& place : places_) {

@@ -45,8 +45,8 @@ class Arena {
   Handle take(int32_t rows);
   void give_back(Handle place) { places_.erase(place); }
 
-  // Runs a pass over all parts, in order, with batch size 1. Works like Context::run, but sets the
-  // pass's pointers to keys and values itself.
+  // Runs a pass over all parts, in order, with batch size 1. Works like Context::run. The function
+  // itself sets the pass's pointers to keys and values.
   void run(dlm_pass& pass, const std::vector<Part>& parts);
 
   // Does for one request what Context::keep_outside does for a context.

@@ -61,16 +61,16 @@ class HostContext final : public Context {
   uint64_t cache_bytes() const override { return used_bytes_; }
 
  private:
-  // Layers that have the same number of heads. The rows of these layers have the same layout, and
-  // are moved in the same way.
+  // A group of layers that have the same number of heads. The rows of all layers in a group have
+  // the same layout, and are moved in the same way.
   struct Group {
     int32_t kv_heads;
     std::vector<size_t> layers;
     Slots slots;
   };
 
-  // Returns where each tensor starts in the storage if every head has `rows` rows. The last element
-  // is the total size in bytes.
+  // Returns the offset of each tensor in the storage, if every head has `rows` rows. The last
+  // element is the total size in bytes.
   std::vector<size_t> starts_of(int32_t batch, int32_t rows) const {
     std::vector<size_t> starts(1, 0);
     for (size_t i = 0; i < 2 * cache_.size(); ++i) {

@@ -1,5 +1,5 @@
-// Keeps track of where each row of a key or value tensor is stored. The rows that the next passes
-// read are at the start of the tensor.
+// Tracks the slot in which each row of a key or value tensor is stored. The rows that the next
+// passes read are at the start of the tensor.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,8 @@ namespace dlm {
 // T].
 //
 // The cached rows of a head may be in any order. When S or the positions change, each head gets a
-// new part of the tensor. Only rows outside this new part must move. The number of rows that must
-// move depends on the number of heads before this head, but not on the length of the canvas.
+// new part of the tensor. Only rows outside the head's new part must move. The number of rows that
+// must move depends on how many heads come before the head, but not on the length of the canvas.
 class Slots {
  public:
   // Moves `rows` rows of a tensor, starting at row `from`, to row `to`. With is_swap, exchanges
@@ -122,7 +122,7 @@ class Slots {
     bool holds(size_t i) const { return i >= first && i < last; }
   };
 
-  // Calls `visit` for each element of the range `one` that is not in the range `other`.
+  // Calls `visit` for each index in the range `one` that is not in the range `other`.
   template <class Visit>
   static void each_in_one(const Range& one, const Range& other, const Visit& visit) {
     for (size_t i = one.first; i < std::min(one.last, other.first); ++i) visit(i);

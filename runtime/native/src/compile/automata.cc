@@ -1,9 +1,9 @@
 // Compiles nodes of an expression graph to automata. First builds a non-deterministic automaton.
 // Then makes this automaton deterministic with the subset construction.
 //
-// Each pair of a node and the state that follows it is built only once. So nodes with the same
-// continuation share states. Nodes of the kinds `both`, `without` and `characters` are compiled
-// first, and their automata are copied in.
+// Each pair of a node and the state that follows the node is built only once. So nodes with the
+// same continuation share states. Nodes of the kinds `both`, `without` and `characters` are
+// compiled first, and their automata are copied into the non-deterministic automaton.
 #include "compile/automata.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ using State = uint32_t;
 using Kind = Expressions::Kind;
 constexpr State kEnd = 0;  // the state at the end of a text
 constexpr State kUnknown = UINT32_MAX;
-// Before an automaton is minimised, it may have this many times the limit of states.
+// Before an automaton is minimised, its number of states may be this many times the limit.
 constexpr size_t kUnminimised = 8;
 
 // ---- UTF-8 ------------------------------------------------------------------------------------
@@ -51,8 +51,8 @@ class Utf8 {
   }
 
  private:
-  // Adds edges for the values from `low` to `high` that are in `points`. The byte of an edge is
-  // `lead` + (value >> `bits`).
+  // Adds edges for the code points from `low` to `high` that are in `points`. The byte of an edge
+  // is `lead` + (code point >> `bits`).
   void add_edges(std::vector<ByteEdge>& edges, const CodePoints& points, char32_t low,
                  char32_t high, int lead, char32_t base, int bits, Budget& budget) {
     auto range = std::lower_bound(
@@ -159,7 +159,7 @@ class GraphMaker {
     size_t held;     // for choices: index in held_ of their first state
   };
 
-  // A node that is already built, the state that follows it, and its start state.
+  // A node that is already built, the state that follows the node, and the node's start state.
   struct Entered {
     Node node;
     State follows, start;
@@ -234,7 +234,8 @@ class GraphMaker {
           break;
       }
       if (done == kUnknown) continue;
-      // This frame is still the last one, because a new frame is pushed only if `done` is unknown.
+      // This frame is still the last frame, because a new frame is pushed only if `done` is
+      // unknown.
       entered_index_.add(mixed(node, follows), static_cast<int32_t>(entered_.size()));
       entered_.push_back({node, follows, done});
       result = done;
@@ -355,8 +356,9 @@ class GraphMaker {
 
 // ---- Deterministic ----------------------------------------------------------------------------
 
-// The subset construction. A subset is a set of states that a text can reach at the same time. It
-// is stored as an ascending list of states with transitions. The list may also contain kEnd.
+// The subset construction. A subset is a set of states that a text can reach at the same time. A
+// subset is stored as an ascending list of states that have transitions. The list may also contain
+// kEnd.
 class Subsets {
  public:
   Subsets(const Graph& graph, Budget& budget)
@@ -392,8 +394,8 @@ class Subsets {
       }
       return;
     }
-    // Sorts all transitions by their first byte. `active_` has the transitions that include the
-    // current byte.
+    // Sorts all transitions by their first byte. `active_` contains the transitions that include
+    // the current byte.
     transitions_.clear();
     for (size_t i = first; i < last; ++i) {
       const Graph::Item& item = graph_.items[content_[i]];

@@ -11,8 +11,8 @@
 namespace dlm::compile {
 
 // Compiles nodes of an expression graph to minimal automata over bytes. For example, the node of
-// the regular expression a|b becomes an automaton with two states. The object caches the automata
-// that it compiles. So if several nodes share a part, this part is compiled only once.
+// the regular expression a|b becomes an automaton with two states. The object caches all automata
+// that it compiles. So if several nodes share a part, the part is compiled only once.
 class Automata {
  public:
   explicit Automata(const Expressions& expressions) : expressions_(expressions) {}

@@ -26,9 +26,9 @@ struct Limits {
 };
 
 // Checks the limits while a constraint is compiled. A Budget measures the processor time of the
-// thread that creates it, so only that thread may use it. Call check() in every loop that grows
-// with the constraint. A call takes about a nanosecond, because only every 4,096th call looks at
-// the clock.
+// thread that creates the Budget, so only this thread may use the Budget. Call check() in every
+// loop whose length grows with the constraint. A call takes about a nanosecond, because only every
+// 4,096th call reads the clock.
 class Budget {
  public:
   // `what` is the start of each error message.

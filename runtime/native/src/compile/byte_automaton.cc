@@ -23,9 +23,9 @@ class Product {
   Product(const ByteAutomaton& first, const ByteAutomaton& second, Budget& budget)
       : first_(first), second_(second), budget_(budget) {}
 
-  // If is_both is true, the result accepts the texts that both automata accept. Otherwise it
-  // accepts the texts that only the first automaton accepts. In that case, the second state of a
-  // pair may be -1, which means that the second automaton accepts no continuation.
+  // If is_both is true, the result accepts the texts that both automata accept. If is_both is
+  // false, the result accepts the texts that only the first automaton accepts. The second state of
+  // a pair may then be -1, which means that the second automaton accepts no continuation.
   ByteAutomaton make(bool is_both) {
     ByteAutomaton out;
     if (first_.is_empty()) return out;

@@ -23,9 +23,10 @@ struct ByteEdge {
 // state to an accepting state. No two states accept the same continuations. The states are in
 // breadth-first order.
 struct ByteAutomaton {
-  // [states + 1]: the edges of state s start at starts[s] and end before starts[s + 1].
+  // [states + 1]: the edges of state s have the indices starts[s] to starts[s + 1] - 1.
   std::vector<uint32_t> starts;
-  // Sorted by state and byte; adjacent ranges of a state have different targets.
+  // All edges, sorted by state and byte. If the byte ranges of two edges of a state are adjacent,
+  // the edges have distinct targets.
   std::vector<ByteEdge> edges;
   std::vector<uint8_t> accepting;  // [states]: 1 if a text may end in the state
 
@@ -40,7 +41,8 @@ struct ByteAutomaton {
 void append_edge(ByteAutomaton& automaton, uint8_t low, uint8_t high, int32_t state);
 
 // Returns the minimal automaton of all continuations that `automaton` accepts from state `first`
-// on. `automaton` need not be minimal. Throws if the result has more states than the limit.
+// on. `automaton` need not be minimal. Throws an error if the result has more states than the
+// limit.
 ByteAutomaton minimised(const ByteAutomaton& automaton, int32_t first, Budget& budget);
 
 // intersection() accepts the texts that both automata accept. difference() accepts the texts that
@@ -49,8 +51,8 @@ ByteAutomaton intersection(const ByteAutomaton& first, const ByteAutomaton& seco
 ByteAutomaton difference(const ByteAutomaton& first, const ByteAutomaton& second, Budget& budget);
 
 // Returns the automaton of every text T without NUL for which `texts` accepts `before` + T +
-// `behind`. Throws if there is no such text. If no text starts with `before`, `hint` is appended to
-// the message. `texts` must be minimal.
+// `behind`. Throws an error if there is no such text. If `texts` accepts no text that starts with
+// `before`, `hint` is appended to the error message. `texts` must be minimal.
 ByteAutomaton between(const ByteAutomaton& texts, const std::string& before,
                       const std::string& behind, const std::string& hint, Budget& budget);
 

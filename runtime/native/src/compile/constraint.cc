@@ -70,7 +70,7 @@ Compiled compile_constraint(const Constraint& constraint, const Vocabulary& voca
     return {decisions(constraint.content, vocabulary, budget), {}};
   }
   // The number of states is only estimated, and the estimate may be too low. If the automaton is
-  // too large, try again with a lower limit for the estimate.
+  // too large, the code tries again with a lower limit for the estimate.
   for (double most_states = 0;;) {
     Expressions expressions(budget);
     schema::Texts texts = texts_of(expressions, constraint, most_states);

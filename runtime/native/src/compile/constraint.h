@@ -23,7 +23,8 @@ struct Constraint {
 
   Kind kind;
   std::string_view content;
-  // Fixed text before and after the output; the constraint also covers this text.
+  // Fixed texts before and after the generated text. The constraint applies to all three texts
+  // together.
   std::string before, behind;
   schema::Layout layout;
   std::optional<uint32_t> max_depth;

@@ -1,5 +1,6 @@
-// Builds a tree of bytes from the parts of the answer. Then walks over the tokens that can follow
-// each node of the tree. A walk remembers which options its token completes.
+// Builds a tree of bytes from the parts of the answer. Then, for each node of the tree, walks over
+// the tokens that can follow the node. A walk records the options that the token of the walk
+// completes.
 #include "compile/decisions.h"
 
 #include <algorithm>
@@ -21,7 +22,8 @@ constexpr size_t kMostBytes = size_t{1} << 20, kMostOptions = 255;
 constexpr size_t kEncodedBytes = 96;  // largest number of bytes of a forced text that is passed to
                                       // the tokenizer
 
-// A tree of the bytes of all answers. Each node stores the next bytes, so each answer is one path.
+// A tree of the bytes of all answers. Each node stores the bytes that can come next, so each answer
+// is one path in the tree.
 struct Bytes {
   struct Step {
     uint8_t byte;
@@ -117,7 +119,7 @@ class Reader {
   const json::Value& root_;
   Budget& budget_;
   Bytes bytes_;
-  int32_t at_ = 0;  // the node of the text so far, or of the question
+  int32_t at_ = 0;  // the current node: the end of the text so far, or the start of the question
   std::vector<std::pair<int32_t, int32_t>> open_;  // the ends of the last question's options
 };
 
@@ -162,8 +164,8 @@ class Builder {
   }
 
  private:
-  // A token leads to a node of the answer. `tags` is a list of tags_: the options that it
-  // completes.
+  // A token leads to a node of the answer. `tags` is the index of a list in tags_, which lists the
+  // options that the token completes.
   struct Leap {
     int32_t token, node, tags;
   };
@@ -186,8 +188,9 @@ class Builder {
     return found->second;
   }
 
-  // Returns the forced bytes after a node, cut to whole characters and to the length that may be
-  // passed to the tokenizer. `size` is set to the number of forced bytes without this cut.
+  // Returns the forced bytes after a node. The returned bytes are cut to whole characters, and to
+  // the length that may be passed to the tokenizer. `size` is set to the number of forced bytes
+  // before the cut.
   std::string forced_text(int32_t node, size_t& size) const {
     std::string out;
     for (size = 0; !bytes_.is_end(node) && bytes_.steps[index(node)].size() == 1; ++size) {
@@ -213,9 +216,10 @@ class Builder {
       out.push_back({tree_.tokens[index(i)], node, tags});
   }
 
-  // Finds the tokens that can follow a node. Tokens below `parent` (all tokens if it is kNone)
-  // start with bytes that lead to `node` and complete `tags`. If `wanted` is a node of the tree of
-  // tokens, leaves out all tokens of at most `forced` bytes, except the tokens of `wanted`.
+  // Finds the tokens that can follow a node. The bytes of `parent`, a node of the token tree, lead
+  // to `node` and complete `tags`. Only tokens below `parent` count. If `parent` is kNone, all
+  // tokens count. If `wanted` is a node of the token tree, leaves out all tokens of at most
+  // `forced` bytes, except the tokens of `wanted`.
   void walk(int32_t parent, int32_t node, int32_t tags, int32_t wanted, size_t forced,
             std::vector<Leap>& out) {
     const int32_t end = parent < 0 ? tree_.size() : tree_.behind[index(parent)];
@@ -364,8 +368,8 @@ class Builder {
   Budget& budget_;
   int32_t end_node_ = kNone;
   Numbered tags_;
-  std::vector<std::vector<Leap>> leaps_;  // one entry per node; empty if the entry is not computed
-                                          // yet
+  std::vector<std::vector<Leap>> leaps_;  // one entry per node; an entry is empty if it is not
+                                          // computed yet yet
   std::map<std::pair<int32_t, int32_t>, int32_t> numbers_;  // of states, by node and tags
   std::vector<State> states_;
   std::vector<std::vector<Edge>> edges_;  // by state

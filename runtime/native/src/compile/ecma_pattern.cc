@@ -18,8 +18,8 @@ namespace {
 constexpr int kDeepestGroup = 250;
 constexpr uint32_t kMostCount = 1000000;
 
-// The characters of \d, \w, \s and the dot in ECMA-262, and the characters that other engines add
-// to these sets. In ECMA-262, \d and \w contain only ASCII characters, and \s contains the
+// The characters of \d, \w, \s and the dot in ECMA-262, and the characters that different engines
+// add to these sets. In ECMA-262, \d and \w contain only ASCII characters, and \s contains the
 // characters of WhiteSpace and LineTerminator.
 const CodePoints kDigits{{'0', '9'}};
 const CodePoints kWord{{'0', '9'}, {'A', 'Z'}, {'_', '_'}, {'a', 'z'}};
@@ -31,8 +31,8 @@ const CodePoints kOtherSpaces{{0x1C, 0x1F}, {0x85, 0x85}, {0x180E, 0x180E}};
 const CodePoints kNewline{{'\n', '\n'}};
 const CodePoints kLineEnds{{'\n', '\n'}, {'\r', '\r'}, {0x2028, 0x2029}};
 
-// Returns the characters that at least one engine includes in \d. any_word() returns the same for
-// \w.
+// Returns the characters that at least one engine includes in \d. any_word() returns the characters
+// that at least one engine includes in \w.
 const CodePoints& any_digits() {
   static const CodePoints points = *unicode_property("Nd", std::nullopt);
   return points;
@@ -55,9 +55,9 @@ struct Flags {
   bool ignores_case = false, is_multiline = false, dot_is_all = false;
 };
 
-// A parsed term. If the term matches exactly one character of a set, `set` is that set. If the term
-// is ^ or $, `is_start` or `is_end` is true. A look-behind may contain only one such term, and this
-// term must not be $.
+// A parsed term. If the term matches exactly one character of a set, `set` is this set. If the term
+// is ^, `is_start` is true. If the term is $, `is_end` is true. A look-behind may contain only one
+// term, which must match one character of a set or be ^.
 struct Term {
   Looks::Piece piece;
   std::optional<CodePoints> set;
@@ -78,7 +78,8 @@ class Reader {
   }
 
   Node read() {
-    // ECMA-262 does not allow (?i) here. Other engines allow (?i) here, and the meaning is clear.
+    // ECMA-262 does not allow (?i) at this position. Other engines allow (?i) here, and the meaning
+    // is clear.
     if (take("(?i)")) flags_.ignores_case = true;
     const Term found = disjunction();
     if (at_ < pattern_.size()) refuse("an unmatched )");
@@ -157,7 +158,7 @@ class Reader {
       at_ = place;
       refuse("an anchor or look-around that is repeated");
     }
-    take("?");  // lazy quantifiers match the same strings as greedy ones
+    take("?");  // lazy quantifiers match the same strings as greedy quantifiers
     if (is_at('*') || is_at('+') || is_at('?')) refuse("a second quantifier");
     return {looks_.repeat(made.piece, low, high), std::nullopt};
   }
@@ -202,8 +203,8 @@ class Reader {
     return of_set(folded({{point, point}}));
   }
 
-  // Parses one of the quantifiers * + ? {n} {n,} {n,m}. All other braces are literal characters, as
-  // in browsers.
+  // Parses one of the quantifiers * + ? {n} {n,} {n,m}. A brace that starts no quantifier is a
+  // literal character, as in browsers.
   bool quantifier(uint32_t& low, uint32_t& high) {
     if (is_at('*') || is_at('+') || is_at('?')) {
       const char letter = pattern_[at_++];
@@ -315,7 +316,7 @@ class Reader {
       at_ = place;
       refuse("look-behind of more than one character, which is not supported,");
     }
-    // Whether the look-around matches depends only on the neighbouring character.
+    // The neighbouring character alone determines whether the look-around matches.
     Look look;
     if (inner.set) (kind == ahead ? look.after : look.before)[0] = *inner.set;
     for (size_t before = 0; before < 4; ++before)

@@ -57,8 +57,8 @@ Expressions::Expressions(Budget& budget) : budget_(budget) {
   add({Kind::empty, true, 0, 0, 0, 0}, {});
 }
 
-// Returns the node for an item, and adds the item if the item is new. Two items are the same node
-// if they have the same kind and the same `content`.
+// Returns the node for an item, and adds the item if the item is new. If two items have the same
+// kind and the same `content`, they are the same node.
 Node Expressions::add(const Item& item, const std::string& content) {
   std::string key(1, static_cast<char>(item.kind));
   key += content;
@@ -172,12 +172,12 @@ Node Expressions::repeat(Node part, uint32_t low, uint32_t high) {
   if (part == nothing()) return low == 0 ? empty() : nothing();
   if (is_nullable(part)) low = 0;
   if (kind(part) == Kind::repeat) {
-    // (x{a,b}){c,d} can be rewritten as x{a*c,b*d} if it matches every number of x in that range. k
-    // copies of the inner repetition match at most b*k times x, and k + 1 copies match at least
-    // a*(k + 1) times x. So if a*(k + 1) <= b*k + 1, no number between these two numbers is
-    // missing. If this condition is true for the smallest k, it is true for every larger k. Without
-    // the rewrite, an automaton of (x{1,100}){1,100} would have to follow thousands of ways to
-    // split the same text.
+    // (x{a,b}){c,d} can be rewritten as x{a*c,b*d} if it matches every count of x from a*c to b*d.
+    // k copies of the inner repetition match at most b*k times x, and k + 1 copies match at least
+    // a*(k + 1) times x. So if a*(k + 1) <= b*k + 1, no count between b*k and a*(k + 1) is missing.
+    // If this condition is true for the smallest k, the condition is true for every larger k.
+    // Without the rewrite, an automaton of (x{1,100}){1,100} would have to follow thousands of ways
+    // to split the same text.
     const uint64_t a = this->low(part), b = this->high(part), fewest = low > 0 ? low : 1;
     const bool has_gap = (high > fewest && b != kUnbounded && fewest * b + 1 < (fewest + 1) * a) ||
                          (low == 0 && a > 1);

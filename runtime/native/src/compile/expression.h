@@ -2,10 +2,10 @@
 // graph, for example regex.h and schema/schema.h. automata.h compiles a node of the graph to an
 // automaton.
 //
-// Two nodes with the same content are the same node. So the graph stores a common part only once.
+// The graph contains only one node for each content. So the graph stores a common part only once.
 // If the same text follows a part at several places, the compiler compiles the part only once for
 // all these places. To get as many common parts as possible, build sequences from right to left.
-// For example, the members [b][c] at the end of [a][b][c] and of [b][c] are then the same node.
+// For example, [a][b][c] and [b][c] both end with the parts [b][c], which are then one node.
 #pragma once
 
 #include <bitset>
@@ -40,7 +40,8 @@ constexpr uint32_t kUnbounded = UINT32_MAX;
 
 // Stores the graph of nodes and creates new nodes. For example, the regular expression a|b* is
 // `either(bytes("a"), repeat(bytes("b"), 0, kUnbounded))`. Each function that creates a node first
-// looks for a node with the same content. If there is such a node, the function returns that node.
+// looks for an existing node with the same content. If there is one, the function returns the
+// existing node.
 class Expressions {
  public:
   // The budget limits the memory of the nodes. The budget must outlive this object.
@@ -81,8 +82,8 @@ class Expressions {
   Budget& budget() const { return budget_; }
   size_t size() const { return nodes_.size(); }
 
-  // Return the content of a node. The kind of the node determines which of these functions may be
-  // called.
+  // The next functions return the content of a node. Only some of these functions may be called,
+  // depending on the kind of the node.
   Kind kind(Node node) const { return nodes_[node].kind; }
   Node first(Node node) const { return nodes_[node].first; }
   Node second(Node node) const { return nodes_[node].second; }

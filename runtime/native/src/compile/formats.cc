@@ -47,7 +47,7 @@ string duration() {
 // ---- Hosts ----
 
 // Returns a label of a host name, with up to `most` characters. A label is the part between two
-// points. The third and the fourth character of a label must not both be "-". Otherwise the label
+// dots. The third and the fourth character of a label must not both be "-". Otherwise the label
 // could be Punycode, which programs decode and check.
 string label(int most) {
   const string end = "[A-Za-z0-9]", any = "[A-Za-z0-9-]";
@@ -57,7 +57,7 @@ string label(int most) {
 }
 
 // Returns host names of at least `fewest` labels and at most 253 characters (RFC 1123, RFC 5890). A
-// label is the part between two points.
+// label is the part between two dots.
 //
 // An automaton that counts the characters of all labels would have too many states. So the function
 // allows only host names in one of three forms:
@@ -105,7 +105,7 @@ string ipv6() {
 // ---- Mail ----
 
 // Returns mail addresses as in RFC 5321. The part before the @ consists of words that are separated
-// by points. This part has up to `most` characters. Quoted names are left out.
+// by dots. This part is at most `most` characters long. Quoted names are left out.
 Node mail(Expressions& e, const string& letters, int most, const string& host_name) {
   const string word = "[" + letters + "!#$%\\&'*+/=?\\^_`{|}\\~-]+";
   const Node words = regex(e, word + "(?:\\." + word + ")*");
@@ -119,7 +119,7 @@ Node email(Expressions& e) { return mail(e, "A-Za-z0-9", 64, host(2)); }
 struct Uri {
   string character, segment, tail, authority;
 
-  // `letters` are the letters outside ASCII that are allowed.
+  // `letters` are the allowed letters outside ASCII.
   explicit Uri(const string& letters) {
     const string escape = "%[0-9A-Fa-f]{2}";
     const string plain = "A-Za-z0-9._\\~!$\\&'()*+,;=\\-" + letters;
@@ -141,8 +141,8 @@ struct Uri {
     return "[A-Za-z][A-Za-z0-9+.-]*:" + hierarchy() + "|" + character + "+(?:/" + segment + ")*)" +
            tail;
   }
-  // Returns relative references, including the empty one. The first segment must not contain a
-  // colon. Otherwise programs would interpret the text before the colon as a scheme.
+  // Returns relative references, including the empty reference. The first segment must not contain
+  // a colon. Otherwise programs would interpret the text before the colon as a scheme.
   string reference() const {
     string first = character;
     first.erase(first.find(":@]"), 1);

@@ -42,8 +42,8 @@ struct Components {
       last = open_.back();
       open_.pop_back();
       numbers[last] = count;
-      low_[last] = UINT32_MAX;  // marks the vertex as finished, so that it is not added to a second
-                                // component
+      low_[last] = UINT32_MAX;  // marks the vertex as finished, so that the vertex is not added to
+                                // a second component
     }
     ++count;
   }
@@ -56,11 +56,11 @@ struct Components {
 // Compiles the rules of a grammar to regular languages (sets of texts).
 //
 // Some rules refer to themselves or to each other only at their ends, like `root ::= "a" root |
-// "b"`. Rules that are connected in this way form a rule set. The rules of a rule set are a system
-// of linear equations, and the solution of this system is a regular language.
+// "b"`. Rules that are connected by such references form a rule set. The rules of a rule set are a
+// system of linear equations, and the solution of this system is a regular language.
 //
 // All other references are calls. If a call leads back to its own caller, the call goes one level
-// deeper. At the deepest level, such calls match no text.
+// deeper. At the deepest level, a call that leads back to its own caller matches no text.
 class Compiler {
  public:
   Compiler(Expressions& expressions, std::string_view text)
@@ -93,10 +93,10 @@ class Compiler {
  private:
   enum class State : uint8_t { unknown, open, done };
 
-  // The texts of a part at the end of a rule, as one side of a linear equation. `whole` contains
-  // the texts without a reference to a rule of the same rule set. `before` contains an entry for
-  // each rule of the rule set to which the part refers at its end. The entry contains the texts
-  // that come before this reference.
+  // The texts of a part at the end of a rule. These texts are one side of a linear equation.
+  // `whole` contains the texts without a reference to a rule of the same rule set. `before`
+  // contains an entry for each rule of the rule set to which the part refers at its end. The entry
+  // contains the texts that come before this reference.
   struct Linear {
     Node whole;
     std::map<uint32_t, Node> before;
@@ -184,7 +184,7 @@ class Compiler {
   }
 
   // A reference to a rule. The bool is true if the reference is at the end of the rule that
-  // contains it.
+  // contains the reference.
   using Call = std::pair<const GrammarPart*, bool>;
 
   void calls_of(const GrammarChoices& choices, bool is_tail, std::vector<Call>& out) {

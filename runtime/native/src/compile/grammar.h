@@ -13,13 +13,13 @@ namespace dlm::compile {
 // Returns the texts that match the rule `root`. For example, `root ::= "a" root | "b"` matches b,
 // ab, aab and so on.
 //
-// A rule may refer to itself at its end, as in this example. The number of repetitions of such a
-// reference is not limited. All other recursive references may be nested up to `max_depth` times.
-// The default of `max_depth` is 3. If the automaton would exceed the limits with this default, a
-// smaller depth is used.
+// A rule may refer to itself at its end, as in this example. The number of repetitions is then not
+// limited. All other recursive references may be nested up to `max_depth` times. The default of
+// `max_depth` is 3. If the automaton would exceed the limits with this default, a smaller depth is
+// used.
 //
-// Throws "grammar: line L, column C: ..." if the text is not a valid grammar, or if the grammar
-// uses an unsupported feature.
+// Throws an error with the message "grammar: line L, column C: ..." if the text is not a valid
+// grammar, or if the grammar uses an unsupported feature.
 Node grammar(Expressions& expressions, std::string_view text,
              std::optional<uint32_t> max_depth = std::nullopt);
 

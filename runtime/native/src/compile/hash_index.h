@@ -11,7 +11,7 @@ namespace dlm::compile {
 // not be negative.
 class HashIndex {
  public:
-  // Searches the numbers that were added with this hash. Returns a number for which
+  // Searches the numbers that were added with the hash `hash`. Returns a number for which
   // is_equal(number) is true, or -1 if there is no such number.
   template <class Equal>
   int32_t find(uint64_t hash, const Equal& is_equal) const {

@@ -13,9 +13,10 @@ namespace dlm::compile {
 namespace {
 
 constexpr int64_t kMostExponent = 100000;
-// Largest number of digits that a bound may have before the point.
+// Largest number of digits that a bound may have before the decimal point.
 constexpr size_t kMostWholeDigits = 400;
-// A double preserves six digits after the point if at most nine digits are before the point.
+// A double preserves six digits after the decimal point if at most nine digits are before the
+// decimal point.
 constexpr size_t kFractionDigits = 6;
 constexpr size_t kExactDigits = 15;  // number of decimal digits that survive in every double
 constexpr uint64_t kMostRemainders = 5000;
@@ -27,7 +28,7 @@ constexpr int64_t kSixDigits = 1000000;
 
 // A lower or upper bound of a range of non-negative numbers.
 struct Bound {
-  std::string whole = "0";  // digits before the point, without leading zeros
+  std::string whole = "0";  // digits before the decimal point, without leading zeros
   std::string fraction;     // digits after the point, padded with zeros
   bool is_excluded = false;
   bool is_plain = true;  // the number is written as an integer, so programs parse it as an integer
@@ -55,9 +56,9 @@ Bound bound_of(const Decimal& value, bool is_excluded) {
   return bound;
 }
 
-// Moves a bound into the range by one unit of its 15th digit, which is the last digit that every
-// double represents. Used for bounds with more than 15 digits. Otherwise, a number close to such a
-// bound could be rounded to the other side of the bound.
+// Moves a bound into the range by one unit of the bound's 15th digit, which is the last digit that
+// every double represents. Callers use this function for bounds with more than 15 digits. Without
+// the move, a number close to the bound could be rounded to the wrong side of the bound.
 void keep_away(Bound& bound, bool is_low) {
   std::string digits = bound.whole + bound.fraction;
   const size_t places = bound.fraction.size();
@@ -86,10 +87,10 @@ class Naturals {
            size_t fraction_digits)
       : expressions_(expressions), low_(low), has_high_(high.has_value()), most_(fraction_digits) {
     if (high) high_ = *high;
-    // Cuts the bounds to `most_` digits after the point, because numbers have at most `most_`
-    // digits after the point. If the cut removes a digit other than 0, the bound becomes smaller.
-    // In this case, the cut lower bound is excluded, because it is below the real bound. The cut
-    // upper bound is allowed.
+    // Cuts the bounds to `most_` digits after the decimal point, because numbers have at most
+    // `most_` digits after the decimal point. If the cut removes a digit other than 0, the bound
+    // becomes smaller. In this case, the cut lower bound is excluded, because it is below the real
+    // bound. The cut upper bound is allowed.
     const auto cut = [&](Bound& bound, bool is_low) {
       const bool is_between = bound.fraction.size() > most_ &&
                               bound.fraction.find_first_not_of('0', most_) != std::string::npos;
@@ -117,7 +118,7 @@ class Naturals {
   }
 
  private:
-  // Texts that may follow, as an array [is_low][is_high].
+  // The texts that may follow a digit, as an array [is_low][is_high].
   using Tight = std::array<std::array<Node, 2>, 2>;
 
   static ByteSet set(char low, char high) {
@@ -126,7 +127,7 @@ class Naturals {
     return bytes;
   }
 
-  // Returns the numbers with `digits + 1` to `most + 1` digits before the point.
+  // Returns the numbers with `digits + 1` to `most + 1` digits before the decimal point.
   Node longer(size_t digits, uint32_t most) {
     return expressions_.sequence({expressions_.set(set('1', '9')),
                                   expressions_.repeat(digit_, static_cast<uint32_t>(digits), most),
@@ -160,8 +161,8 @@ class Naturals {
     return expressions_.either(std::move(choices));
   }
 
-  // Returns true if a number may end before the digit with the index `from` after the point. The
-  // missing digits count as zeros.
+  // Returns true if a number may end before the digit with the index `from` after the decimal
+  // point. The missing digits count as zeros.
   bool may_end(bool is_low, bool is_high, size_t from) const {
     const auto is_zero = [&](const Bound& bound) {
       return bound.fraction.find_first_not_of('0', from) == std::string::npos;
@@ -216,7 +217,8 @@ class Naturals {
 
 Node naturals(Expressions& expressions, Bound low, std::optional<Bound> high, size_t most,
               bool integers) {
-  size_t excluded_digits = 0;  // largest number of digits before the point in an excluded bound
+  size_t excluded_digits = 0;  // largest number of digits before the decimal point in an excluded
+                               // bound
   const auto prepare = [&](Bound& bound, bool is_low) {
     const size_t whole = bound.whole.size(), digits = whole + bound.fraction.size();
     const bool is_exact = integers && bound.is_plain;
@@ -246,7 +248,7 @@ Node in_range(Expressions& e, const NumberRange& range, size_t fraction_digits) 
   }
   if (!range.low || sign(range.low) < 0) {
     Bound low;
-    low.is_excluded = true;  // zero must be written without a sign
+    low.is_excluded = true;  // the number zero must be written without a sign
     if (range.high && sign(range.high) < 0) low = bound_of(*range.high, range.high_excluded);
     std::optional<Bound> high;
     if (range.low) high = bound_of(*range.low, range.low_excluded);
@@ -259,14 +261,14 @@ Node in_range(Expressions& e, const NumberRange& range, size_t fraction_digits) 
 // ---- Multiples ----
 
 // Returns the texts of numbers that are a multiple of `divisor` * 10^-`places`. If there are fewer
-// than `places` digits after the point, the missing digits count as zeros. The result also contains
-// texts that are not valid numbers. So the caller must intersect the result with a language of
-// numbers.
+// than `places` digits after the decimal point, the missing digits count as zeros. The result also
+// contains texts that are not valid numbers. So the caller must intersect the result with a
+// language of numbers.
 Node with_remainder(Expressions& expressions, uint64_t divisor, size_t places) {
   if (divisor > kMostRemainders) refuse("multipleOf with so many digits is not supported");
   // State 0 is the start state. Every other state is a pair of a phase and a remainder. Before the
-  // point, the phase is 0. After the point, the phase is the number of characters from the point
-  // on, including the point.
+  // decimal point, the phase is 0. After the decimal point, the phase is the number of characters
+  // from the decimal point on, including the decimal point.
   const size_t phases = places == 0 ? 1 : places + 2;
   const auto state = [&](size_t phase, uint64_t remainder) {
     return static_cast<int32_t>(1 + phase * divisor + remainder % divisor);
@@ -298,7 +300,7 @@ Node with_remainder(Expressions& expressions, uint64_t divisor, size_t places) {
   return expressions.machine(automaton);
 }
 
-// Parses a number of at most nine digits. Throws if there are more digits.
+// Parses a number of at most nine digits. Throws an error if there are more digits.
 uint64_t number_of(const std::string& digits) {
   if (digits.size() > 9) refuse("multipleOf with so many digits is not supported");
   return std::strtoull(digits.c_str(), nullptr, 10);
@@ -321,8 +323,8 @@ Node integer_multiples(Expressions& e, const Decimal& divisor) {
       e.sequence(tens, e.bytes(std::string(static_cast<size_t>(divisor.exponent), '0'))));
 }
 
-// Returns the numbers with up to `digits` digits before the point and up to `places` digits after
-// it.
+// Returns the numbers with up to `digits` digits before the decimal point and up to `places` digits
+// after the decimal point.
 Node with_digits(Expressions& e, size_t digits, size_t places) {
   NumberRange range;
   range.integers = places == 0;
@@ -348,7 +350,7 @@ std::string written(int64_t count, size_t places) {
 }
 
 // Returns the texts of multiples of a fraction, `units` * 10^-`places`. A double cannot represent
-// the fraction exactly. numbers() describes which multiples are included.
+// the fraction exactly. The comment of numbers() says which multiples are included.
 Node rounded_multiples(Expressions& e, const NumberRange& range, int64_t units, size_t places) {
   const auto tens = static_cast<int64_t>(power(10, places));
   const double divisor = static_cast<double>(units) / static_cast<double>(tens);
@@ -370,8 +372,8 @@ Node rounded_multiples(Expressions& e, const NumberRange& range, int64_t units, 
       if (divides(text, divisor)) choices.push_back(e.bytes(text));
     }
   }
-  // Adds the multiples that are integers below a million, if each of them divided by the divisor in
-  // doubles gives an exact integer.
+  // Adds all multiples that are integers below a million, but only if each of these integers passes
+  // the check: dividing the integer by the divisor in doubles gives an exact integer.
   int64_t step = units;
   for (int64_t other = tens; other != 0;) step = std::exchange(other, step % other);
   step = units / step;
@@ -490,8 +492,8 @@ Node numbers(Expressions& e, const NumberRange& range) {
       continue;
     }
     made = e.both(made, integer_multiples(e, divisor));
-    // If the divisor is written with a point or an exponent, validators compute with doubles. So
-    // only numbers of up to 15 digits are allowed.
+    // If the divisor is written with a decimal point or an exponent, validators compute with
+    // doubles. So only numbers of up to 15 digits are allowed.
     if (!divisor.is_plain) made = e.both(made, with_digits(e, kExactDigits, 0));
   }
   return made;

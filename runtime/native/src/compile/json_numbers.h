@@ -34,7 +34,8 @@ struct NumberRange {
   std::optional<Decimal> low, high;
   bool low_excluded = false, high_excluded = false;
   bool integers = false;
-  std::vector<Decimal> multiples;  // positive divisors; a number must be a multiple of each divisor
+  std::vector<Decimal> multiples;  // positive divisors; each number must be a multiple of every
+                                   // divisor
 };
 
 // Returns the texts of all numbers that have an exponent of at most two digits or no exponent.
@@ -44,16 +45,17 @@ Node any_number(Expressions& expressions);
 // the range is not supported. The error message gives only the reason, so the caller must add the
 // position in the schema.
 //
-// If `integers` is true, the numbers are written without a fraction and without an exponent. All
-// other numbers that have a bound are written without an exponent and with few digits after the
-// point. So a number is still inside the bounds after a program has rounded the number to a double.
+// If `integers` is true, the texts of numbers contain no fraction and no exponent. If `integers` is
+// false and the range has a bound, the texts contain no exponent, and only few digits after the
+// decimal point. So a number is still inside the bounds after a program has rounded the number to a
+// double.
 //
 // If a divisor in `multiples` is an integer, all numbers are integers. A divisor such as 0.01 has
 // no exact double. Validators divide the number by this divisor in doubles, and check that the
-// result is an integer. The returned texts contain only numbers that pass this check. The function
-// lists up to 10,000 multiples around the number inside the bounds that is nearest to zero. If all
-// multiples that are integers of up to six digits pass the check, the function adds all of these
-// integers.
+// quotient is an integer. The function returns only numbers that pass this check. First, the
+// function lists up to 10,000 multiples around the number nearest to zero inside the bounds. Then
+// the function adds all multiples that are integers of up to six digits, if all these integers pass
+// the check.
 Node numbers(Expressions& expressions, const NumberRange& range);
 
 }  // namespace dlm::compile

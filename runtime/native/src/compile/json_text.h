@@ -1,9 +1,10 @@
 // Builds regular languages (sets of texts) of the characters and strings of JSON text.
 //
-// Characters are written as json.dumps(ensure_ascii=False) writes them. If JSON allows a character
-// without an escape, the character is written without an escape. Otherwise the character is written
-// as an escape of two characters, such as \n. Characters that need an escape of the form \uXXXX are
-// left out. DEL and the control characters U+0080 to U+009F are left out too.
+// Characters are written as Python's json.dumps(ensure_ascii=False) writes characters. If JSON
+// allows a character without an escape, the character is written without an escape. Otherwise the
+// character is written as an escape of two characters, such as \n. Characters that need an escape
+// of the form \uXXXX are left out. DEL and the control characters U+0080 to U+009F are left out
+// too.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,7 @@
 
 namespace dlm::compile {
 
-// Returns the ways to write a code point of `points` inside a JSON string.
+// Returns the texts of all code points in `points` inside a JSON string.
 Node spelled(Expressions& expressions, const CodePoints& points);
 // Does the same as spelled(), for all code points.
 Node any_character(Expressions& expressions);

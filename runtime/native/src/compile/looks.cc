@@ -116,8 +116,8 @@ Looks::Piece Looks::repeat(Piece part, uint32_t low, uint32_t high) {
   return add(std::move(item));
 }
 
-// Splits classes of characters until each class is completely inside or completely outside of each
-// of the sets.
+// Splits classes of characters until each class is completely inside or completely outside of every
+// set.
 void Looks::divide(const std::array<CodePoints, 2>& sets, std::vector<CodePoints>& classes) const {
   for (const CodePoints& set : sets) {
     if (set.empty()) continue;
@@ -190,8 +190,8 @@ Node Looks::edged(Node node, Side side, const CodePoints& points, int depth) {
   if (node == e.nothing() || node == e.empty()) return e.nothing();
   const K kind = e.kind(node);
   if (kind == K::characters) return e.characters(intersection(e.code_points(node), points));
-  // A backslash may start an escape. Texts with a backslash are compiled by the automata at the end
-  // of this function, which compare whole escaped characters.
+  // A backslash may start an escape. For texts with a backslash, the end of this function compiles
+  // automata that compare whole escaped characters.
   if (kind == K::bytes && e.text(node).find('\\') == std::string::npos) {
     const std::string& text = e.text(node);
     size_t at = 0;
@@ -271,7 +271,7 @@ Looks::Rest Looks::rest_from_node(Node node, const Rest& rest) {
   if (node == e.empty()) return rest;
   if (std::all_of(rest.begin(), rest.end(), [&](Node each) { return each == rest[0]; }))
     return Rest(rest.size(), e.sequence(node, rest[0]));
-  // Maps each continuation to the classes of the character before it.
+  // Maps each continuation to the classes of the character before the continuation.
   std::map<Node, uint64_t> targets;
   for (size_t before = 1; before < rest.size(); ++before)
     targets[rest[before]] |= uint64_t{1} << (before - 1);
@@ -454,8 +454,8 @@ Node Looks::repeated(Piece piece, uint32_t low, uint32_t high, size_t before, si
 }
 
 // Returns the texts of any number of repetitions. A state is a position between two repetitions,
-// together with the classes of the characters before and after it. The state alone determines which
-// texts may follow. So the repetitions are an automaton over these states.
+// together with the classes of the characters before and after the position. The state alone
+// determines the texts that may follow. So the repetitions are an automaton over these states.
 Node Looks::endless(Piece piece, size_t before, size_t after) {
   Expressions& e = expressions_;
   Item& item = items_[piece.item];

@@ -15,8 +15,8 @@ namespace dlm::compile {
 
 // A condition on the character before a position and the character after it. For example, ^
 // requires that there is no character before the position. `before` contains two sets of
-// characters, and `after` contains two more sets. Each of these pairs of sets divides the
-// neighbouring characters into four kinds:
+// characters, and `after` contains two more sets. Both pairs of sets divide the neighbouring
+// characters into four kinds:
 //
 //   0: no character, because the position is at the start or the end of the text
 //   1: a character of the first set
@@ -35,8 +35,8 @@ struct Look {
 // without conditions are plain nodes, which need no further work.
 class Looks {
  public:
-  // A function that returns a node for one character of a set. The function decides how characters
-  // are written, for example in UTF-8 or with the escapes of JSON strings.
+  // A function that returns a node for one character of a set. The function determines the spelling
+  // of characters, for example UTF-8, or UTF-8 with the escapes of JSON strings.
   using Spell = Node (*)(Expressions&, const CodePoints&);
 
   // `subject` is the start of each error message, for example "regex".
@@ -50,16 +50,16 @@ class Looks {
   };
   Piece plain(Node node) const { return {node, 0}; }
   Piece look(Look look);
-  // Returns a look-ahead: the condition that `piece` matches the text after the position. If
-  // `is_negative` is true, returns the condition that `piece` does not match the text after the
+  // Returns a look-ahead, which is the condition that `piece` matches the text after the position.
+  // If `is_negative` is true, the condition is that `piece` does not match the text after the
   // position.
   Piece ahead(Piece piece, bool is_negative);
   Piece sequence(std::vector<Piece> parts);
   Piece either(std::vector<Piece> choices);
   Piece repeat(Piece part, uint32_t low, uint32_t high);
 
-  // Returns all texts that `piece` matches from the first character to the last one. Call this
-  // function once, after all pieces are built.
+  // Returns all texts that `piece` matches as a whole. Call this function once, after all pieces
+  // are built.
   Node node(Piece piece);
 
  private:
@@ -124,9 +124,9 @@ class Looks {
   template <class First, class Second>
   Node in_turn(const First& first, bool first_looks_after, const Second& second,
                bool second_looks_before, size_t before, size_t after);
-  // Return the number of classes of the neighbouring character that must be distinguished at a
-  // position between two repetitions. The result is 1 if the conditions of the item do not depend
-  // on this character.
+  // The next functions return the number of classes of the neighbouring character that must be
+  // distinguished at a position between two repetitions. The result is 1 if the item's conditions
+  // do not depend on the neighbouring character.
   size_t classes_before(const Item& item) const { return item.looks_before ? before_.size() : 1; }
   size_t classes_after(const Item& item) const { return item.looks_after ? after_.size() : 1; }
   [[noreturn]] void refuse(const char* what) const;

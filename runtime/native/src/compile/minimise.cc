@@ -2,8 +2,8 @@
 // ends of texts to their starts. The code replaces the states of each component by new states,
 // which are the states of the minimal automaton.
 //
-// Outside cycles, two states are equal if their edges lead to equal states. One look-up finds an
-// equal state, as in Revuz (1992). Inside a component, partition refinement separates the states
+// Outside cycles, two states are equal if their edges lead to equal states. A single look-up finds
+// an equal state, as in Revuz (1992). Inside a component, partition refinement separates the states
 // that differ (Hopcroft 1971). Afterwards, either all states of the component equal states that
 // were found before, or no state of the component does. Most states of real constraints are outside
 // cycles, so most states are visited only once.
@@ -216,13 +216,14 @@ class Minimiser {
     }
   }
 
-  // Computes the first classes, in class_. Equal states get the same class, and most other states
-  // get different classes.
+  // Computes the first classes, in class_. Equal states get the same class, and most unequal states
+  // get distinct classes.
   //
   // The states of a class have the same distance to an end and the same hash. The hash of a state
   // is computed from the hashes of its next states, in several rounds. If a next state is nearer to
-  // an end, the hash of the next state from this round is used. Otherwise the hash from the round
-  // before is used. When a round separates only few states, split() does the rest.
+  // an end, the next state's hash from the current round is used. Otherwise the next state's hash
+  // from the previous round is used. When a round separates only few states, split() does the
+  // remaining work.
   void seed_classes() {
     constexpr int kMostRounds = 16;
     const size_t count = members_.size();
@@ -403,8 +404,8 @@ class Minimiser {
     parts_[index(number)].push_back(member);
   }
 
-  // Returns a hash of a state. Equal states have the same hash. Most states that are not equal have
-  // different hashes.
+  // Returns a hash of a state. Equal states have the same hash. Most unequal states have distinct
+  // hashes.
   uint64_t hash_shape(bool accepting, int32_t distance) const {
     uint64_t hash = mixed(accepting, static_cast<uint64_t>(distance));
     int first = -2, last = -2;
@@ -418,8 +419,8 @@ class Minimiser {
     return mixed(hash, static_cast<uint64_t>(first) << 16 | static_cast<uint16_t>(last));
   }
 
-  // Returns true if the component equals new states that exist already. If so, fills canonical_.
-  // Comparing one member is enough, because each member can reach all other members.
+  // Returns true if the component's states equal new states that already exist. In this case, fills
+  // canonical_. Comparing one member is enough, because each member can reach all other members.
   bool merge_component() {
     const int32_t pivot = parts_.front().front();
     const int32_t state = members_[index(pivot)];

@@ -1,4 +1,4 @@
-// Small helpers for arrays whose elements are numbered by int32_t.
+// Small helpers for arrays whose indices are int32_t.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@ namespace dlm::compile {
 
 inline size_t index(int32_t number) { return static_cast<size_t>(number); }
 
-// Returns the hash after adding a value to it.
+// Adds a value to a hash, and returns the new hash.
 inline uint64_t mixed(uint64_t hash, uint64_t value) {
   hash = (hash ^ value) * 0x9E3779B97F4A7C15u;
   return hash ^ (hash >> 29);

@@ -180,7 +180,7 @@ class Reader : RegexText {
       at_ = place;
       refuse("nothing to repeat");
     }
-    take("?");  // lazy quantifiers match the same texts as greedy ones
+    take("?");  // lazy quantifiers match the same texts as greedy quantifiers
     group.parts.back() = looks_.repeat(group.parts.back(), low, high);
   }
 

@@ -8,8 +8,9 @@
 
 namespace dlm::compile {
 
-// Returns the UTF-8 texts that `expression` matches from start to end. Throws "regex: ..." with the
-// position if the expression is not valid, or if an automaton cannot match it.
+// Returns the UTF-8 texts that `expression` matches from start to end. Throws an error if the
+// expression is not valid, or if no automaton can match the expression. The message is "regex: ..."
+// with the position.
 Node regex(Expressions& expressions, std::string_view expression);
 
 }  // namespace dlm::compile

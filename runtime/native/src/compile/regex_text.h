@@ -16,8 +16,8 @@ struct RegexFlags {
        is_unicode = true, is_verbose = false;
 };
 
-// The base class of the parser in regex.cc. The class parses the text from left to right, and holds
-// the position and the flags.
+// The base class of the parser in regex.cc. The parser reads the text from left to right. This
+// class stores the current position and the current flags.
 class RegexText {
  public:
   RegexText(Budget& budget, std::string_view text);

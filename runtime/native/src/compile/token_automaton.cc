@@ -83,7 +83,7 @@ class Assembly {
 
  private:
   // Returns the smallest number of tokens from each state to the end of a text. The number is -1 if
-  // tokens do not reach the state, or if there is no end.
+  // tokens do not reach the state, or if the state cannot reach an end.
   std::vector<int32_t> measure() const {
     const size_t states = texts_.states();
     std::vector<uint32_t> begins(states + 2);

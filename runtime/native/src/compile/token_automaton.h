@@ -11,9 +11,10 @@ namespace dlm::compile {
 // Returns an automaton over token ids that accepts the same texts as the byte automaton `texts`. At
 // each end of a text, the returned automaton accepts any number of end tokens.
 //
-// If only one text can follow a state, this state gets only few edges: one edge for the token with
-// which the tokenizer starts that text, and edges for tokens that are longer than the text. So the
-// decoding loop can predict forced tokens. This does not change which texts are accepted.
+// If only one text can follow a state, the text is forced, and the state gets only few edges. One
+// edge is for the token with which the tokenizer starts the forced text. The other edges are for
+// tokens that are longer than the forced text. So the decoding loop can predict forced tokens. The
+// accepted texts stay the same.
 //
 // `texts` must be minimal and not empty. Throws an error if no tokens produce an accepted text, or
 // if compiling exceeds a limit.

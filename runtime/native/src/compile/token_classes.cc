@@ -1,10 +1,10 @@
 // Assigns classes to tokens. Two tokens get the same class if they are in the same groups.
 //
 // A node is a prefix of tokens in the tree of token_sets.h. First, nodes are separated by the sets
-// that contain them. Then tokens are separated by their nodes. This is cheaper than visiting all
-// tokens of all groups, because there are far fewer nodes and sets. The two steps separate more
-// tokens than necessary, because sets are only parts of groups. So at the end, classes that are in
-// the same groups are joined.
+// that contain them. Then tokens are separated by their nodes. These two steps are cheaper than
+// visiting all tokens of all groups, because there are far fewer nodes and sets than tokens. But
+// the two steps separate more tokens than necessary, because sets are only parts of groups. So a
+// last step joins classes that are in the same groups.
 #include "compile/token_classes.h"
 
 #include <algorithm>

@@ -13,12 +13,12 @@
 namespace dlm::compile {
 
 // A partition of the numbers 0 to n - 1 (the members), which can be refined. At first, all members
-// are in part 0. Later, part 0 contains the members that were in no set.
+// are in part 0. After calls of split(), part 0 contains the members that were in no set.
 class Partition {
  public:
   explicit Partition(int32_t count) : part_of_(static_cast<size_t>(count), 0), sizes_{count} {}
 
-  // Splits each part into the members inside a set and the members outside of this set. each(see)
+  // Splits each part into the members inside a set and the members outside of the set. each(see)
   // must call see(member) for each member of the set, in any order. split() calls `each` twice.
   template <class Each>
   void split(const Each& each);

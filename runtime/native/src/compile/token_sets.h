@@ -1,10 +1,10 @@
-// Sets of nodes in a tree of tokens. The compiler follows tokens byte by byte, from set to set, so
-// that the compiler processes many tokens at once (token_walks.h).
+// Sets of nodes in a tree of tokens. The compiler follows tokens byte by byte, from set to set. So
+// the compiler processes many tokens at once (token_walks.h).
 //
 // A state of an automaton divides the bytes into parts. The bytes of a part lead to the same next
-// state. From a set of nodes, each part leads to a new set: the children whose last byte is in that
-// part. For example, "hello" and "world" take the same path from a state inside a string. A set is
-// computed only once, when it is first needed.
+// state. From a set of nodes, each part leads to a new set, which contains the children whose last
+// byte is in the part. For example, "hello" and "world" take the same path from a state inside a
+// string. Each set is computed only once, when the compiler first needs the set.
 #pragma once
 
 #include <cstddef>

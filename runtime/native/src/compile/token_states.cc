@@ -1,5 +1,5 @@
-// Computes tables about the states of a byte automaton: the next states, the text that must follow,
-// and whether the state accepts many bytes.
+// Computes tables about the states of a byte automaton. For each state, the tables contain the next
+// states, the text that must follow, and a flag for states that accept many bytes.
 #include "compile/token_states.h"
 
 #include <algorithm>
@@ -11,8 +11,8 @@ namespace dlm::compile {
 namespace {
 
 // A state inside a string accepts nearly all bytes, and most of these bytes lead to one state. A
-// state inside a word or number accepts only few bytes. These two limits distinguish the two kinds
-// of states.
+// state inside a word or number accepts only few bytes. The next two limits distinguish these two
+// kinds of states.
 constexpr int kManyBytes = 24, kBytesAlike = 16;
 // Largest size of a forced text, in bytes, that is passed to the tokenizer.
 constexpr int32_t kEncodedBytes = 96;

@@ -2,15 +2,15 @@
 // start only from states that tokens reach. Three things make the walks short:
 //
 // - A walk does not visit single tokens. Instead, a walk visits sets of nodes of the token tree
-//   (token_sets.h). So a walk visits all tokens that a state treats alike in one step.
-// - Several walks may reach the same state with the same set of nodes. The rest of these walks is
-//   the same, so the code walks this rest only once, and stores the result as groups of tokens.
-//   Such a common rest starts where tokens enter or leave the states that accept many bytes, and at
-//   states to which most bytes lead back. For example, suppose that a text is one of 100 listed
-//   words or any other string. Then a state inside a word has nearly all of its tokens in common
-//   with the other states.
+//   (token_sets.h). So in one step, a walk visits all tokens that a state treats alike.
+// - Several walks may reach the same state with the same set of nodes. From this state and set on,
+//   the walks are the same. So the code makes this common part only once, and stores the result as
+//   groups of tokens. A common part starts where tokens enter or leave the states that accept many
+//   bytes, and at states to which most bytes lead back. For example, suppose that a text is one of
+//   100 listed words or any other string. Then a state inside a word shares nearly all of its
+//   tokens with the other states.
 // - The tokens from one state to another are stored as a list of sets and groups. Equal lists are
-//   one group, no matter how many states use this group. For example, in a string with a counted
+//   stored as one group, even if many states use the group. For example, in a string with a counted
 //   length, all tokens of n characters are one group.
 #include "compile/token_walks.h"
 
@@ -19,12 +19,12 @@
 namespace dlm::compile {
 namespace {
 
-constexpr int32_t kSharedNodes = 8;  // results of walks below more nodes than this are stored
+constexpr int32_t kSharedNodes = 8;  // if a walk visits more nodes than this, its result is stored
 constexpr int kMostNesting = 16;     // largest depth of nested walks
-// A hub is a state from which many bytes lead back to the same state. Nearly all first bytes may
-// lead from many states to a hub, for example if "abc" may occur anywhere in a text. After
-// kMostLargeSets such walks to a hub, the code walks each first byte separately, and stores the
-// results.
+// A hub is a state from which many bytes lead back to the hub itself. For some constraints, nearly
+// all first bytes of tokens lead from many states to a hub, for example if "abc" may occur anywhere
+// in a text. After kMostLargeSets walks of large sets to a hub, the code walks each first byte
+// separately, and stores the results.
 constexpr int32_t kLargeSet = 4096;  // number of nodes below a large set
 constexpr int kMostLargeSets = 3;
 constexpr size_t kTextBytes = 192;  // estimated memory of an entry in first_nodes_, in bytes

@@ -49,8 +49,8 @@ class TokenGroups {
     const auto [first, end] = items_.list(group);
     std::for_each(first, end, see);
   }
-  // Calls see(first, last) several times. Each call gets the start and the end of some of the
-  // tokens of an item n >= 0. Together, the calls get all tokens of the item.
+  // Calls see(first, last) several times. `first` and `last` are the start and the end of a list of
+  // tokens. Together, the lists of all calls contain all tokens of an item n >= 0.
   template <class See>
   void each_tokens(int32_t item, const See& see) const {
     sets_.each_tokens(set_of(item), see);
@@ -69,7 +69,7 @@ struct TokenEdge {
 
 // The edges of the states that tokens reach.
 struct TokenEdges {
-  // Returns the edges of a state. There must be tokens that reach the state.
+  // Returns the edges of a state. The state must be reachable by tokens.
   std::pair<const TokenEdge*, const TokenEdge*> of(size_t state) const {
     const auto row = index(row_of[state]);
     return {edges.data() + starts[row], edges.data() + starts[row + 1]};

@@ -18,7 +18,7 @@ uint32_t read_number(const uint8_t*& at) {
   }
 }
 
-// Returns where each set starts in kUnicodeSets.
+// Returns the offset of each set in kUnicodeSets.
 const std::vector<const uint8_t*>& set_starts() {
   static const auto starts = [] {
     std::vector<const uint8_t*> made;
@@ -71,8 +71,8 @@ std::optional<CodePoints> by_key(const std::string& key) {
 }
 
 // Normalises the name of a property as the Rust crate regex-syntax does. For example, an "is" at
-// the start is removed. The exception is "isc", a name of the property ISO_Comment. Without the
-// "is", the name would become the name of the category C.
+// the start is removed. The exception is "isc", a name of the property ISO_Comment, because "isc"
+// without "is" would be the name of the category C.
 std::string plain_name(std::string_view name) {
   const bool has_is =
       name.size() >= 2 && (name[0] == 'i' || name[0] == 'I') && (name[1] == 's' || name[1] == 'S');
@@ -121,7 +121,7 @@ std::optional<CodePoints> age(const std::string& value) {
 }
 
 // Returns groups of characters that are equal if case is ignored, such as K, k and the Kelvin sign.
-// Each group is ascending.
+// The characters of each group are in ascending order.
 const std::vector<std::vector<char32_t>>& case_folds() {
   static const auto folds = [] {
     std::vector<std::vector<char32_t>> made;

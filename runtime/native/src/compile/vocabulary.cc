@@ -12,8 +12,8 @@ namespace {
 // Largest total size, in bytes, of the sets that are stored for later use.
 constexpr size_t kKeptBytes = size_t{32} << 20;
 
-// Shortens a path of nodes to `depth`. `node` is the first node after the subtrees of the removed
-// nodes.
+// Shortens a path of nodes to `depth` nodes. `node` is the first node after the subtrees of the
+// removed nodes.
 void close(TokenTree& tree, std::vector<int32_t>& path, size_t depth, int32_t node) {
   while (path.size() > depth) {
     tree.behind[index(path.back())] = node;

@@ -1,7 +1,7 @@
 // The texts of a tokenizer's tokens, as a tree of their prefixes. token_walks.h uses this tree.
 //
-// The tree is exact only for byte-level vocabularies. In such a vocabulary, each token is a string
-// of bytes, and the bytes of a text are the bytes of its tokens.
+// The tree is exact only for byte-level vocabularies. In a byte-level vocabulary, each token is a
+// string of bytes, and the bytes of a text are the bytes of the text's tokens.
 #pragma once
 
 #include <cstdint>
@@ -37,9 +37,9 @@ class Vocabulary {
   // first token is unknown, or if the text does not start with the text of this token.
   int32_t first_node(std::string_view text) const;
 
-  // Returns sets of nodes for compiling one constraint: the sets that were stored last, or new
-  // ones. Only one thread may use the returned sets. Any number of threads may call this function
-  // and keep_sets().
+  // Returns sets of nodes for compiling one constraint. If keep_sets() has stored sets, returns
+  // these sets. Otherwise returns new sets. Only one thread may use the returned sets. Any number
+  // of threads may call this function and keep_sets().
   std::unique_ptr<TokenSets> take_sets() const;
   // Stores sets for the next call of take_sets(), unless the sets are too large.
   void keep_sets(std::unique_ptr<TokenSets> sets) const;

@@ -89,9 +89,9 @@ void check_distances(const Automaton& automaton, const std::string& where) {
 }
 
 // Checks that each class leads from a state to at most one next state. Often, many states use the
-// same large group. So the check does not list the classes of a state's largest group. Instead, it
-// looks up each of the state's other classes in that group. With this method, the check is almost
-// as fast as reading the edges.
+// same large group. So the check does not list the classes of a state's largest group. Instead, the
+// check looks up each of the state's other classes in the state's largest group. With this method,
+// the check is almost as fast as reading the edges.
 void check_edges(const Automaton& automaton, const std::string& where) {
   // For each class: the last state that had an edge with this class.
   std::vector<int32_t> seen(static_cast<size_t>(automaton.classes), -1);

@@ -12,7 +12,7 @@
 //     and edges
 //   - 32 bytes that identify the source of the constraint
 //   - the first seven arrays of the struct, in order
-//   - the SHA-256 of all parts before it
+//   - the SHA-256 of all earlier parts
 #pragma once
 
 #include <array>
@@ -29,8 +29,8 @@ struct Automaton {
   int32_t vocab_size, states, classes, groups;
   std::vector<int32_t> token_class;  // [V]: class of each token; -1: no state accepts the token
   // Several arrays hold one list after another. An array named ..._starts says where the lists
-  // start. In the arrays declared after it, list i consists of the elements from starts[i] to
-  // starts[i + 1] - 1.
+  // start. The arrays that are declared after ..._starts contain these lists. List i consists of
+  // the elements from starts[i] to starts[i + 1] - 1.
   std::vector<int32_t> group_starts, group_classes;
   std::vector<int32_t> edge_starts;
   // For each edge: the next state, and the group that leads to the next state.
@@ -79,7 +79,8 @@ struct Automaton {
     return {class_tokens.data() + first, static_cast<size_t>(class_starts[number + 1]) - first};
   }
 
-  // Returns the number of options of all questions, which is 0 if the constraint is not a decision.
+  // Returns the total number of options of all questions. The number is 0 if the constraint is not
+  // a decision.
   int32_t options() const { return question_starts.empty() ? 0 : question_starts.back(); }
   View<int32_t> tags_of(int32_t state) const {
     const auto first = static_cast<size_t>(tag_starts[state]);

@@ -113,7 +113,7 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
     proposals.probs[row] = prob;
     if (scores_texts(turn))
       proposals.scores[row] = score_of_texts(marginals_[at]);
-    else  // The margin is the probability of the token minus the probability of the best other
+    else  // The margin is the probability of the token minus the probability of the best different
           // token, so the margin may be negative.
       proposals.scores[row] =
           !turn.is_editing && policy_.score == Score::margin

@@ -1,8 +1,8 @@
 // The proposer of a request with a constraint. After each pass, the proposer finds one text that
 // the automaton accepts: the most likely text, or a random sample. All proposals come from this
 // text, so any number of proposals can commit at the same time. If a request ends early, the
-// proposer completes its text with as few tokens as possible. If possible, these tokens are the
-// tokens that the last pass proposed.
+// proposer completes the request's text with as few tokens as possible. If possible, the proposer
+// uses the tokens that the last pass proposed.
 //
 // The constraint covers a range of the canvas. The range starts at the request's first undecided
 // position and ends at the last undecided position. The range also includes the `given` tokens

@@ -31,7 +31,7 @@ class TextSums<Weight>::Total {
   Weight value() const { return largest_.is_never() ? largest_ : largest_.times(std::log(sum_)); }
 
  private:
-  // Smaller weights vanish in rounding, even if there are 2^32 such weights.
+  // Weights below this limit vanish in rounding, even if there are 2^32 such weights.
   static constexpr double kNothing = 60;
   const Weight largest_;
   const double slope_;
@@ -223,8 +223,9 @@ void TextSums<Weight>::draw(const DrawKey& key, const Ways& ways, std::vector<in
   }
 }
 
-// Distributes the probability `mass` of a state over the groups and next states of its edges. `all`
-// is the sum of the weights of all paths from the state.
+// Distributes the probability `mass` of a state over the state's edges. Each edge passes its share
+// to the group and the next state of the edge. `all` is the sum of the weights of all paths from
+// the state.
 template <class Weight>
 void TextSums<Weight>::spread(double mass, int32_t state, const Weight& all) {
   shares_.clear();

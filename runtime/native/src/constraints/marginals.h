@@ -1,7 +1,7 @@
 // Draws texts from the probability distribution over all texts that a constraint accepts at some
 // positions of a canvas. Also computes the marginal probabilities of tokens in this distribution.
-// The class Texts does both. A text's probability is proportional to the product of its tokens'
-// probabilities.
+// The class Texts draws texts and computes marginal probabilities. A text's probability is
+// proportional to the product of the probabilities of its tokens.
 //
 // The algorithm is forward filtering, backward sampling (Carter and Kohn, 1994), with the
 // directions swapped. First the algorithm computes sums over the rest of the text, from the last
@@ -9,9 +9,10 @@
 // position to the last position. So the probability that a text is drawn is exactly its probability
 // at the temperature, divided by the total probability of all texts that the constraint accepts.
 //
-// Only texts with the fewest ruled-out tokens (logit -inf) are drawn. Among these, only texts with
-// the fewest tokens that top_k and top_p cut are drawn. Each position uses the same random numbers
-// as in a request without a constraint (decode/sampling.h).
+// Only texts with the fewest ruled-out tokens (logit -inf) can be drawn. Among these texts, only
+// texts with the fewest cut tokens can be drawn. A cut token is a token that top_k or top_p cut.
+// Each position uses the same random numbers as in a request without a constraint
+// (decode/sampling.h).
 //
 // The sums are stored as logarithms in double. In two cases, the sums are computed again from exact
 // sums of logits (decode/exact_sum.h). The first case is that every text contains a ruled-out or
@@ -50,7 +51,8 @@ struct RoundedWeight {
   bool is_never() const { return !(log > -std::numeric_limits<double>::infinity()); }
   RoundedWeight times(const RoundedWeight& other) const { return {log + other.log}; }
   RoundedWeight times(double factor_log) const { return {log + factor_log}; }
-  // Returns log(this weight / other weight). The second argument, 1 / temperature, is not used.
+  // Returns the logarithm of this weight divided by the given weight. The second argument, 1 /
+  // temperature, is not used.
   double ratio(const RoundedWeight& other, double) const { return log - other.log; }
 };
 
@@ -109,7 +111,7 @@ class TextSums {
   struct Layer {
     // For each visited state: the total weight of all paths from the state to the end.
     std::vector<Weight> ahead;
-    std::vector<Weighed> groups;  // the groups that these paths use
+    std::vector<Weighed> groups;  // the groups that the paths of `ahead` use
     Cut cut;
   };
   class Total;

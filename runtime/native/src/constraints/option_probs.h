@@ -2,8 +2,8 @@
 //
 // In a block, the probability of an option is the sum of the probabilities of the texts with this
 // option. A text that has not completed an option at the end of the block counts equally for all
-// options that can still follow. If the question is still open in the next block, the probability
-// of the options that agree with the committed tokens is divided again, by the texts of that block.
+// options that can still follow. If the question is still open in the next block, the texts of the
+// next block divide the probability among the options that agree with the committed tokens.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ namespace dlm {
 
 class OptionProbs {
  public:
-  // The automaton must be the automaton of a decision, and must outlive this object. `room` is the
-  // number of tokens of the answer and of the text after the answer.
+  // The automaton must be compiled from a decision, and must outlive this object. `room` is the
+  // number of tokens for the answer and for the text after the answer.
   OptionProbs(const Automaton& automaton, int32_t room);
 
   // Adds the texts of a block. These texts start in `state`, and `texts` contains their sums.

@@ -52,8 +52,8 @@ void Ways::meet(int32_t state, const std::vector<Place>& places) {
   }
 }
 
-// There may be hundreds of states, but only few change from one place to the next. So the code
-// updates the sets of states instead of computing them again.
+// There may be hundreds of current states, but the sets of states of two neighbouring places differ
+// only in a few states. So the code updates a set instead of computing the set again.
 void Ways::move_open(const std::vector<int32_t>& before, const std::vector<int32_t>& now) {
   // The compiler must assume that a write through a uint8_t pointer changes any memory, including
   // these pointers. Local copies of the pointers avoid reloading them in the inner loop.

@@ -17,8 +17,8 @@ inline bool is_ruled_out(float logit) { return !(logit > -std::numeric_limits<fl
 
 // One position of a text, with the tokens that are allowed at this position, and their logits.
 struct Place {
-  // The allowed token. If `other` is not -1, the token `other` is allowed too. If `token` is -1,
-  // all tokens are allowed.
+  // The allowed token. If `token` is -1, all tokens are allowed. If `other` is not -1, the token
+  // `other` is allowed in addition to `token`.
   int32_t token = -1;
   int32_t other = -1;  // the second allowed token, or -1
   // The logits, [V]. Without logits (NULL), the token `best` has a higher weight than all other
@@ -38,7 +38,8 @@ class Ways {
   explicit Ways(const Automaton& automaton) : automaton_(automaton) {}
 
   // Finds the states that can be reached from `state`, before each place and after the last place.
-  // If the first places are the same as in the last call, their results are used again.
+  // If the first places are the same as in the last call, the results for these places are used
+  // again.
   void meet(int32_t state, const std::vector<Place>& places);
   // Returns the states before a place, in ascending order.
   const std::vector<int32_t>& before(size_t place) const { return met_[place]; }

@@ -18,7 +18,8 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 // Number of independent maxima, so that the processor loads several logits at a time.
 constexpr size_t kLanes = 8;
 constexpr size_t kRun = 32;  // tokens per run; highest_ has the highest logit of each run
-// The number of sections of a row. In each section, at least one logit reaches the bound.
+// The number of sections into which a row is divided. In each section, at least one logit reaches
+// the bound.
 constexpr size_t kSections = 16;
 // If a search could read more than 1 / kMany of the row's logits, the highest logits of the row are
 // found first.
@@ -93,8 +94,8 @@ int32_t find_best(const float* logits, const View<int32_t>& tokens) {
 
 }  // namespace
 
-// Finds the tokens of the row with the highest logits. If a class contains one of these tokens, the
-// class's best token is also one of these tokens.
+// Finds the row's tokens with the highest logits. If a class contains at least one of the found
+// tokens, the best token of the class is one of the found tokens.
 void Viterbi::weigh_highest(const Place& place) {
   looked_at_ = place_;
   const auto vocab_size = static_cast<size_t>(automaton_.vocab_size), runs = vocab_size / kRun;

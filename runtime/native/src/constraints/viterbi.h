@@ -1,22 +1,23 @@
-// Finds the most likely text that a constraint accepts at some positions of a canvas. Uses the
-// Viterbi algorithm (1967; for diffusion language models: DINGO, arXiv:2505.23061).
+// Finds the most likely text that a constraint accepts at some positions of a canvas. The search
+// uses the Viterbi algorithm (1967). DINGO (arXiv:2505.23061) uses the Viterbi algorithm for
+// diffusion language models.
 //
 // The weight of a token is its logit minus the best logit of its row. If a row has no logits, the
 // weight of a token is 0, or -1 if a different token is marked as the best token. Texts are
 // compared in this order:
 //   1. The text with fewer ruled-out tokens (logit -inf) wins.
-//   2. If this number is equal, the text with the larger sum of weights wins.
-//   3. If the sums are equal too, the first token that differs is compared. The text with the lower
-//      id wins.
+//   2. If the numbers of ruled-out tokens are equal, the text with the larger sum of weights wins.
+//   3. If the sums are equal too, the search compares the texts at the first position where their
+//      tokens differ. The text whose token has the lower id wins.
 // Sums are computed in double. If the best text contains a ruled-out token, or if its sum is large,
 // `solve` searches again with exact sums (decode/exact_sum.h). So large logits never hide small
-// ones. tests/constrained_reference.py implements the same search in exact arithmetic.
+// logits. tests/constrained_reference.py implements the same search in exact arithmetic.
 //
 // A row has one logit per token of the vocabulary, so the search avoids reading logits. At each
-// place, the search skips the classes that no possible text uses there. If a group contains the
-// row's best token, this token is the best token of the group. For large classes, the search first
-// finds the tokens with the highest logits of the row. Then the search reads only the logits of
-// classes that contain none of these tokens.
+// place, the search skips the classes that no possible text uses at this place. If a group contains
+// the row's best token, this token is the best token of the group. For large classes, the search
+// first finds the tokens with the highest logits of the row. Then, for each class that contains
+// none of the found tokens, the search reads the logits of the class.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +38,7 @@ class Viterbi {
              std::vector<int32_t>& tokens);
 
   // For each place, finds the class that all paths from `state` to a state in `ends` use at this
-  // place. Writes -1 if different paths use different classes.
+  // place. Writes -1 if two paths use distinct classes.
   void find_only(int32_t state, const std::vector<Place>& places, const std::vector<uint8_t>& ends,
                  std::vector<int32_t>& classes);
 
@@ -49,7 +50,7 @@ class Viterbi {
   struct Best {
     int32_t token, place;
   };
-  // The best token of a group at a place, or -1 if no token of the group is allowed there.
+  // The best token of a group at a place. -1 if no token of the group is allowed at the place.
   struct Weighed {
     int32_t group, token;
     double weight;
@@ -57,7 +58,7 @@ class Viterbi {
   // The results of the search for one place.
   struct Layer {
     std::vector<double> ahead;    // for each visited state: the weight of the best path to the end
-    std::vector<Weighed> groups;  // the groups that these paths use
+    std::vector<Weighed> groups;  // the groups that the paths of `ahead` use
   };
 
   void weigh_highest(const Place& place);
@@ -76,7 +77,8 @@ class Viterbi {
   std::vector<int32_t> tokens_;  // for each group: the best token at the current place
   int32_t place_ = 0;            // number of the current place
   int32_t looked_at_ = -1;       // last place for which the highest logits of the row were searched
-  size_t looked_up_ = 0;  // number of logits of the current place that were read before that search
+  size_t looked_up_ = 0;  // number of logits of the current place that were read before the search
+                          // for the highest logits
   std::vector<float> highest_;  // for each run of neighbouring tokens: the highest logit of the run
   std::vector<Layer> layers_;   // one layer per place, and one more after the last place
   // For each state after the current place: the weight of the best path to the end.

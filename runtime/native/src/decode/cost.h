@@ -4,11 +4,11 @@
 
 namespace dlm {
 
-// The amount of work in a pass, or in one request's share of the pass.
+// The amount of work in a pass, or in one request's share of a pass.
 struct PassLoad {
   double tokens = 0, rows = 0;  // `rows` is the number of rows that the pass scores
-  // The number of pairs of a token and a position that the token sees. The token and the position
-  // belong to the same request.
+  // The number of pairs that consist of a token and a position that the token sees. Both belong to
+  // the same request.
   double pairs = 0;
 
   PassLoad& operator+=(const PassLoad& other) {
@@ -19,8 +19,8 @@ struct PassLoad {
   }
 };
 
-// The coefficients of the model, in milliseconds. Each pass has a fixed cost. Each token, each
-// scored row and each pair of PassLoad adds a cost.
+// The coefficients of the model, in milliseconds. A pass costs a fixed time, plus a time for each
+// token, for each scored row, and for each pair that PassLoad counts.
 struct PassCost {
   double pass = 0, token = 0, row = 0, pair = 0;
 

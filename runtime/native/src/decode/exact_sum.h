@@ -1,7 +1,7 @@
 // Computes the exact weight of a text, so that two texts can be compared without rounding errors.
-// The weight has two parts: the number of the text's tokens that are ruled out or cut, and the
-// exact sum of the logits of the other tokens. If this sum were computed in double, small logits
-// would be lost next to large logits.
+// The weight has two parts. The first part counts the text's tokens that are ruled out or cut. The
+// second part is the exact sum of the remaining tokens' logits. If the second part were computed in
+// double, large logits would hide small logits.
 #pragma once
 
 #include <array>
@@ -74,8 +74,8 @@ struct ExactWeight {
   // A sum to which each token with a logit of -inf adds kRuledOut, and each token that top_k or
   // top_p cut adds kCut.
   int64_t avoided = 0;
-  // The sum of the other tokens' logits. Before a logit is added, the best logit of the row is
-  // subtracted from the logit.
+  // The sum of the remaining tokens' logits. Before a logit is added, the best logit of the row is
+  // subtracted from this logit.
   ExactSum sum;
 
   static constexpr int64_t kCut = 1, kRuledOut = int64_t{1} << 31, kNever = INT64_MAX / 2;
@@ -94,8 +94,8 @@ struct ExactWeight {
 };
 
 // Sums of logits are first computed in double. If the best sum is above this limit, all sums are
-// computed again exactly. Below this limit, the rounding errors of thousands of positions add up to
-// less than 1e-6.
+// computed again exactly. If the best sum is below this limit, the rounding errors of thousands of
+// positions add up to less than 1e-6.
 constexpr double kLargestRounded = 0x1p20;
 
 }  // namespace dlm

@@ -1,5 +1,5 @@
-// Classifier-free guidance: combines the predictions that a denoiser makes with the prompt and the
-// predictions that the denoiser makes without the prompt.
+// Classifier-free guidance: combines a denoiser's predictions with the prompt and the denoiser's
+// predictions without the prompt.
 //
 // The guided logits are l = l_u + (w + 1)(l_c - l_u), as in LLaDA's loop (arXiv:2502.09992). Here w
 // is the guidance scale, and l_c are the logits with the prompt. l_u are the logits of a second
@@ -21,8 +21,9 @@ namespace dlm {
 class Guided {
  public:
   // Computes the guided predictions of `rows` rows. `conditional` contains the predictions with the
-  // prompt, and `unconditional` contains the logits [rows, V] without the prompt. The probabilities
-  // of a row are NaN if one of its logits is NaN or +inf, or if all its logits are -inf.
+  // prompt, and `unconditional` contains the logits [rows, V] without the prompt. If one of a row's
+  // logits is NaN or +inf, or if all logits of the row are -inf, the probabilities of the row are
+  // NaN.
   Predictions guide(const Denoiser& denoiser, double scale, const Predictions& conditional,
                     const float* unconditional, size_t rows);
 

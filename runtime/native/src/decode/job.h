@@ -24,7 +24,7 @@ using Clock = std::chrono::steady_clock;
 struct JobOptions {
   int32_t max_steps = 0;  // largest number of passes of the request; 0: no limit
   std::optional<Clock::time_point> deadline;
-  std::unique_ptr<TextWriter> writer;  // NULL: no text is made for the request
+  std::unique_ptr<TextWriter> writer;  // NULL: the runner makes no text for the request
   dlm_step_fn on_step = nullptr;
   void* user = nullptr;
 };
@@ -46,8 +46,8 @@ class Job {
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  // Makes the job end after at most one more pass. Its result keeps the tokens decided so far. Any
-  // thread may call this function.
+  // Makes the job end after at most one more pass. The job's result keeps the tokens that were
+  // decided so far. Any thread may call this function.
   void cancel() { is_cancelled_ = true; }
 
   // Waits until the job has ended, or until `time` has passed. Without `time`, waits until the job

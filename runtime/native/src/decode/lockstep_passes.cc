@@ -17,7 +17,7 @@ class LockstepPasses::LaneMember final : public Member {
 };
 
 struct LockstepPasses::Lane {
-  // One row of the batch. In a pass, each row runs one canvas of one member.
+  // One row of the batch. In a pass, each batch row runs one canvas of one member.
   struct Row {
     LaneMember* member;  // NULL if the member has left the lane
     size_t canvas;
@@ -131,7 +131,7 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
                       rows});
   dlm_pass pass = prepare_pass(pieces, static_cast<int32_t>(pieces.size()), buffers);
   pass.cached = stage.cached;
-  size_t most = 1;  // a pass scores at least one row, even if no request reads it
+  size_t most = 1;  // a pass scores at least one row, even if no request reads this row
   for (const Member* const member : members)
     most = std::max(most, member->request.positions().size());
   // All canvases of a pass must score the same number of rows. A canvas with fewer positions to

@@ -1,12 +1,12 @@
 // A PassMaker for engines that accept only one shape per pass. Requests of the same shape run in
 // lockstep, which means that they share every pass. Requests of different shapes take turns.
 //
-// A lane is an engine context together with the requests that use it. With a cache, all requests of
-// a lane must be at the same stage of their plans. A request that finishes a stage early waits for
-// the slowest request. While a request waits, passes still compute the rows of this request, but
-// the runtime ignores the results. A request that has ended leaves the lane before the next pass
-// that reads no cache. (With cache `block`, only passes of the first block read no cache.) Without
-// a cache, the requests of a lane may be at different stages.
+// A lane is an engine context together with the requests that use the context. With a cache, all
+// requests of a lane must be at the same stage of their plans. A request that finishes a stage
+// early waits for the slowest request. While a request waits, passes still compute the rows of this
+// request, but the runtime ignores the results. A request that has ended leaves the lane before the
+// next pass that reads no cache. (With cache `block`, only passes of the first block read no
+// cache.) Without a cache, the requests of a lane may be at different stages.
 //
 // Invariants:
 //   - A lane has a context as long as the lane has a member. When the last member leaves, the
@@ -37,7 +37,7 @@ class LockstepPasses final : public PassMaker {
   ~LockstepPasses() override;
 
   // Sets the largest number of requests of one shape that may share a lane (default 1). Requests
-  // can join a lane only before its first pass.
+  // can join a lane only before the lane's first pass.
   void set_together(size_t requests) { together_ = requests; }
 
   // A context that no request uses, for passes that do not belong to a request.

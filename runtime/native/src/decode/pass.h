@@ -6,8 +6,8 @@
 //   3. prepare_scores allocates the outputs.
 //   4. The engine runs the pass.
 //   5. predictions_of returns each request's part of the outputs.
-// A dlm_pass points into its Buffers. The dlm_pass is valid until the Buffers are used for the next
-// pass.
+// The pointers in a dlm_pass point into the Buffers. The dlm_pass is valid until the Buffers are
+// used for the next pass.
 //
 // The scored rows of all requests form one array of shape [B, R]: B is the batch size, and R is the
 // number of scored rows of each batch entry. The rows of a request are contiguous. These rows are
@@ -73,10 +73,10 @@ void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs
 Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,
                            size_t first, size_t apart, Buffers& buffers);
 
-// Throws Error(DLM_UNSUPPORTED) if the engine cannot run `batch` requests in one pass.
+// Throws Error(DLM_UNSUPPORTED) if the engine cannot run `batch` canvases in one pass.
 void check_batch(const Engine& engine, int32_t batch);
 
-// Measures the time of passes over made-up tokens. Runs `repeats` passes, and writes the time of
+// Measures the time of passes over arbitrary tokens. Runs `repeats` passes, and writes the time of
 // each pass in seconds to `seconds`. Each pass runs `batch` requests. Each request has `tokens` new
 // tokens and `cached` cached tokens, and scores `rows` rows. If `cached` is above 0, a full pass
 // fills the cache first. Calls before_pass before each pass. The time of before_pass is not

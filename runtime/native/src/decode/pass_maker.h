@@ -1,5 +1,5 @@
-// A PassMaker combines running requests into passes, and owns their cached keys and values. The
-// Runner decides when to make a pass, and calls the PassMaker.
+// A PassMaker combines running requests into passes, and owns the requests' cached keys and values.
+// The Runner decides when to make a pass, and calls the PassMaker.
 //
 // There are two implementations:
 //   - make_shared_passes is for engines that take segments. make_shared_passes runs any mix of
@@ -10,7 +10,8 @@
 // For each request, the runner first calls has_room, and then start, which creates the request's
 // Member. For each pass, the runner calls choose and run. When the request has ended, the runner
 // destroys the Member. All calls come from the runner's thread. A Member refers to its Request and
-// its PassMaker. Both must outlive the Member, and the Request must not move in memory.
+// its PassMaker. The Request and the PassMaker must outlive the Member, and the Request must not
+// move in memory.
 #pragma once
 
 #include <cstddef>
@@ -34,13 +35,14 @@ class Member {
   Member& operator=(const Member&) = delete;
 
   Request& request;
-  Needs needs;  // outputs that the next pass must return; the runner sets them before the pass
+  Needs needs;  // outputs that the next pass must return; the runner sets this field before the
+                // pass
   // The position of the request's outputs in the outputs of the last pass; see predictions_of.
   size_t first_row = 0, apart = 0;
   uint64_t cache_bytes = 0;  // current size of the request's keys and values
-  // If this range is not empty, the cache contains the rows outside of this range, and no row was
-  // stored since the range was set. If the range is empty, the caller must set the range before the
-  // next pass that reads the cache.
+  // A range of positions. If the range is not empty, the cache contains the rows outside of the
+  // range, and no row was stored since the range was set. If the range is empty, the caller must
+  // set the range before the next pass that reads the cache.
   Range kept{0, 0};
 };
 
@@ -67,7 +69,7 @@ class PassMaker {
 
   virtual bool has_room(const Request& request) const = 0;
 
-  // Starts a request. Call it only if has_room() returned true.
+  // Starts a request. Call start() only if has_room() returned true.
   virtual std::unique_ptr<Member> start(Request& request) = 0;
 
   // Chooses the members of the next pass. `members` lists all running members. The member that has
@@ -75,8 +77,7 @@ class PassMaker {
   virtual std::vector<size_t> choose(const std::vector<Member*>& members,
                                      const PassLimits& limits) = 0;
 
-  // Runs one pass for the chosen members. If the engine throws an error, the caller gets this
-  // error.
+  // Runs one pass for the chosen members. Throws the errors of the engine.
   virtual dlm_pass run(const std::vector<Member*>& members, Buffers& buffers,
                        PassSeconds& seconds) = 0;
 

@@ -8,7 +8,8 @@
 namespace dlm {
 namespace {
 
-// True if the table lists exactly the members of dlm_policy, in the same order and without gaps.
+// Returns true if the table lists exactly the members of dlm_policy, in the order of dlm_policy and
+// without gaps.
 constexpr bool covers_dlm_policy() {
   size_t end = sizeof(dlm_policy::struct_size);
   for (const dlm_policy_field& field : kPolicyFields) {

@@ -1,5 +1,5 @@
 // Policies of the decoding loop: their fields, the checks of these fields, and the rules that
-// choose which positions commit after a pass.
+// choose the positions that commit after a pass.
 //
 // The rules come from LLaDA (arXiv:2502.09992), Fast-dLLM (arXiv:2505.22618), Dream
 // (arXiv:2508.15487), SDAR (arXiv:2510.06303) and entropy-bounded sampling (arXiv:2505.24857).
@@ -24,8 +24,8 @@
 
 namespace dlm {
 
-// After each enum comes an array with the names of its values, in the same order. The default value
-// comes first. The array ends with NULL.
+// After each enum comes an array that lists the names of the enum's values, in the order of the
+// enum, and ends with NULL. The first value of each enum is the default.
 enum class Select { argmax, sample };
 inline constexpr const char* kSelectNames[] = {"argmax", "sample", nullptr};
 enum class Score { confidence, margin, entropy, random };
@@ -47,8 +47,8 @@ inline constexpr const char* kStoreNames[] = {"pass", "reuse", "open", nullptr};
 enum class ScoreOf { prediction, draw, marginal };
 inline constexpr const char* kScoreOfNames[] = {"prediction", "draw", "marginal", nullptr};
 
-// True for the caches that work with full attention. These caches are approximate.
-// exporter/dlm_export/network/passes.py calls them FULL_CACHES.
+// Returns true for the caches that work with full attention. These caches are approximate.
+// exporter/dlm_export/network/passes.py calls these caches FULL_CACHES.
 constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == Cache::dual; }
 
 // All fields of a policy, in the order of dlm_policy. Other code is generated from this table: the

@@ -33,8 +33,8 @@ class Argmax final : public Proposer {
   const Policy policy_;
 };
 
-// Proposes a sampled token. But while the request replaces decided tokens, proposes the most likely
-// token.
+// Proposes a sampled token while the request decides positions. Proposes the most likely token
+// while the request replaces decided tokens.
 class Sampled final : public Proposer {
  public:
   Sampled(const Denoiser& denoiser, const Policy& policy)

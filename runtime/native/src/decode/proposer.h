@@ -15,15 +15,15 @@
 
 namespace dlm {
 
-// The outputs that a proposer needs from a pass, in addition to the candidates. The candidates are
-// the K most likely tokens of each row with their probabilities, best first. If one request of a
-// pass needs an output, the pass returns this output for all rows.
+// The outputs that a proposer needs from a pass, in addition to the candidates. The candidates of a
+// row are its K most likely tokens, most likely first, with their probabilities. If one request of
+// a pass needs an output, the pass returns this output for all rows.
 struct Needs {
   bool entropy = false, logits = false;
 };
 
-// The outputs of a pass for the scored rows of one request. The rows are in the order of their
-// positions. R is the number of these rows.
+// The outputs of a pass for the R scored rows of one request. The rows are in the order of their
+// positions.
 struct Predictions {
   const int32_t* tokens;  // [R, K], never the mask token
   const float* probs;     // [R, K], softmax without the mask token
@@ -32,7 +32,7 @@ struct Predictions {
   const float* logits;
 };
 
-// The state of a request at a pass, as a proposer sees it.
+// The part of a request's state that a proposer sees after a pass.
 struct Turn {
   const std::vector<int32_t>& canvas;     // the canvas that the pass ran over
   const std::vector<uint8_t>& undecided;  // one entry per canvas position: 1 if the position is
@@ -48,11 +48,12 @@ struct Turn {
 // A proposer's results: one proposal per scored row.
 struct Proposals {
   std::vector<int32_t> tokens;  // proposed tokens, never the mask token
-  // Higher scores mean more certain proposals. Scores are between 0 and 1. Entropies are at most 0.
+  // A higher score means a more certain proposal. Scores are between 0 and 1, except that entropies
+  // are at most 0.
   std::vector<double> scores;
   std::vector<double> probs;  // probability of each proposed token in the softmax of the logits
   // The cost of a constraint, per row: ln p of the best token minus ln p of the proposed token. The
-  // decoding loop fills this array, not the proposer.
+  // decoding loop fills this array. The proposer does not.
   std::vector<double> losses;
 
   void resize(size_t rows) {
@@ -69,8 +70,8 @@ class Proposer {
  public:
   virtual ~Proposer() = default;
 
-  // Returns the outputs that the proposer needs from the next pass. The request calls it before
-  // every pass.
+  // Returns the outputs that the proposer needs from the next pass. The request calls this function
+  // before every pass.
   virtual Needs needs(const Turn& turn) const = 0;
 
   // Fills `proposals` with one row for each position of the turn. There is at least one position.
@@ -83,23 +84,23 @@ class Proposer {
   virtual void limit(const Turn&, const Proposals&, std::vector<int32_t>& /*chosen*/) const {}
 
   // Finds the undecided positions of `range` that have only one legal token, and appends these
-  // positions to the last argument. The caller then decides these positions. A request calls this
-  // function once for the whole canvas, before the first pass. Later it calls the function for the
-  // current block, before each pass.
+  // positions to the last argument. The caller then decides these positions. Before the first pass,
+  // a request calls this function once for the whole canvas. Before each later pass, the request
+  // calls this function for the current block.
   virtual void scaffold(const std::vector<int32_t>& /*canvas*/, const std::vector<uint8_t>&,
                         Range /*range*/, std::vector<Certain>& /*certain*/) {}
 
   // Returns true if the text is complete once all positions are decided, even without an end token.
   virtual bool is_whole() const { return false; }
 
-  // Completes a request that ends early. `guess` has one entry for each position of the canvas. If
-  // the position is undecided and the last pass proposed a token for the position, the entry is
-  // this token. Otherwise the entry is -1. The function replaces each -1 by a token. If an entry
-  // remains -1, the caller uses an end token.
+  // Completes a request that ends early. `guess` contains one entry for each position of the
+  // canvas. If the last pass proposed a token for an undecided position, the entry is this token.
+  // Otherwise the entry is -1. The function replaces each -1 by a token. If an entry remains -1,
+  // the caller uses an end token.
   virtual void complete(const std::vector<int32_t>& /*canvas*/, const std::vector<uint8_t>&,
                         std::vector<int32_t>& /*guess*/) {}
 
-  // For decisions: returns the probability of each option of all questions. Returns NULL if these
+  // For decisions: returns the probability of each option of all questions. Returns NULL if the
   // probabilities are not known.
   virtual const std::vector<double>* option_probs() const { return nullptr; }
 

@@ -11,14 +11,15 @@
 namespace dlm {
 namespace {
 
-// Returns ln p. A constraint may force a token whose probability rounds to 0. The logarithm must
-// stay finite even then, because JSON cannot represent infinity.
+// Returns ln p. A constraint may force a token whose probability rounds to 0. Even for such a
+// token, the logarithm must be finite, because JSON cannot represent infinity.
 double finite_log(double prob) {
   return std::log(std::max(prob, std::numeric_limits<double>::denorm_min()));
 }
 
 // Returns ln p of the best token minus ln p of a given token. If a probability underflows to 0, the
-// function uses the smallest positive double instead. So the result is finite and at most 745 nats.
+// function uses the smallest positive double instead. So the result is finite, and at most 745
+// nats.
 double log_prob_loss(double best, double prob) {
   return std::max(0.0, finite_log(best) - finite_log(prob));
 }
@@ -187,8 +188,8 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
   // position must commit in the opening pass.
   const bool is_opening = !stage().is_repeated && is_full(policy_.cache);
   if (is_opening && denoiser_.shift == 1 && positions_[0] == stage().block.first) {
-    // The first position gets the highest score, so that it commits. If it stayed undecided, the
-    // next pass would have to score row -1, which does not exist.
+    // The first position gets the highest score, so that this position commits. If this position
+    // stayed undecided, the next pass would have to score row -1, which does not exist.
     const double best = *std::max_element(proposals.scores.begin(), proposals.scores.end());
     proposals.scores[0] = std::max(best, policy_.score == Score::entropy ? 0.0 : 1.0);
   }
@@ -325,8 +326,8 @@ void Request::scaffold(Range range, const Predictions* predictions) {
   committed_ += static_cast<int32_t>(certain_.size());
 }
 
-// Returns the loss of a token that is decided without a pass. The loss is computed from the last
-// pass. The loss is 0 if the last pass did not score the position.
+// Returns the loss of a token that is decided without a pass. The function computes the loss from
+// the last pass. If the last pass did not score the position, the loss is 0.
 double Request::loss_of(const Certain& certain, const Predictions* predictions) const {
   const auto found = std::lower_bound(positions_.begin(), positions_.end(), certain.position);
   if (!is_constrained_ || predictions == nullptr || predictions->logits == nullptr) return 0;
@@ -366,9 +367,8 @@ void Request::settle(const Predictions* predictions) {
   }
 }
 
-// Ends the request if one of the generated tokens in the block is an end token, and the policy
-// stops at end tokens. All undecided positions then become end tokens. Returns true if the request
-// has ended.
+// Ends the request if the policy stops at end tokens, and a generated token in the block is an end
+// token. Then fills all undecided positions with end tokens. Returns true if the request has ended.
 bool Request::end_early(Range block) {
   if (policy_.stop != Stop::eos) return false;
   for (int32_t i = block.first; i < block.last; ++i) {

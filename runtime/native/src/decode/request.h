@@ -1,11 +1,11 @@
 // A Request holds the canvas and the plan of one request, and commits tokens after each pass.
 //
 // A request is either done, or at a stage that needs a pass. For each pass, the caller calls
-// find_positions and needs, makes the pass, and calls step. step() gets the proposals and commits
-// them. Once all positions of the block are decided, step() replaces tokens instead, if the policy
-// allows replacing tokens. The constructor and step() call settle(), which moves to the next stage
-// that needs a pass. Every decided token goes through take(), which writes the token to the canvas
-// and notifies the proposer.
+// find_positions() and needs(), makes the pass, and calls step(). step() asks the proposer for
+// proposals, and commits some of these proposals. Once all positions of the block are decided,
+// step() replaces tokens instead, if the policy allows replacing tokens. The constructor and step()
+// call settle(), which moves to the next stage that needs a pass. Every decided token goes through
+// take(), which writes the token to the canvas and notifies the proposer.
 #pragma once
 
 #include <cstdint>
@@ -21,28 +21,28 @@
 namespace dlm {
 
 // One request's canvas and its progress. A Request selects the positions that a pass must score,
-// and commits tokens after the pass. A Request does not run passes itself.
+// and commits tokens after the pass. A Request does not run passes.
 class Request {
  public:
-  // `undecided` is 1 at each position to fill. Until such a position is decided, passes see the
+  // `undecided` contains 1 for each position to fill. Until a position is decided, passes see the
   // token that `canvas` contains at this position. The caller must have checked the ids and
   // lengths. If `steps` is above 0, `steps` is the number of passes planned for the whole
   // generation. If `proposer` is NULL, the request uses the proposer that the policy asks for.
   // `top_log_probs` is the number of alternatives to keep for each token that a pass commits.
-  // Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED), for example if the engine is too small for
-  // a pass of the plan.
+  // Throws Error(DLM_INVALID_ARGUMENT) or Error(DLM_UNSUPPORTED), for example if the plan contains
+  // a pass that is too large for the engine.
   Request(const Denoiser& denoiser, const Engine& engine, const Policy& policy,
           std::vector<int32_t> canvas, std::vector<uint8_t> undecided, int32_t steps,
           std::unique_ptr<Proposer> proposer = nullptr, int32_t top_log_probs = 0);
 
-  // Returns true if this request and `other` can share passes in lockstep. If the requests use a
-  // cache, they can share passes only if their passes run over the same rows.
+  // Returns true if this request and `other` can share passes in lockstep. If the two requests use
+  // a cache, their passes must run over the same rows.
   bool fits(const Request& other) const;
   bool has_cache() const { return policy_.cache != Cache::none; }
-  double guidance() const { return policy_.cfg_scale; }  // guidance scale; 0: no guidance
+  double guidance() const { return policy_.cfg_scale; }  // returns the guidance scale, or 0
   size_t canvases() const {
     return guidance() > 0 ? 2 : 1;
-  }  // number of canvases that this request needs in a pass
+  }  // returns the number of canvases that this request needs in a pass
 
   bool done() const { return stage_ == plan_.size(); }
   size_t stage_number() const { return stage_; }
@@ -61,7 +61,8 @@ class Request {
   int32_t nfe() const { return nfe_; }
   dlm_step view() const;
 
-  // Returns the load of the next pass, to predict the time of this pass. Call find_positions first.
+  // Returns the load of the next pass, from which the caller predicts the pass's time. Call
+  // find_positions() first.
   PassLoad load() const { return load_of(stage(), positions_.size()); }
   // Returns the load of the most expensive of the remaining stages that may take several passes.
   PassLoad usual_load(const PassCost& cost) const;
@@ -78,14 +79,15 @@ class Request {
   void step(const Predictions& predictions, Proposals& proposals);
 
   // Ends a request early and fills its canvas. Does nothing if the request is done. Each undecided
-  // position takes the token that the last pass proposed. If there is no such proposal, the
-  // position takes the token that the proposer's complete() chooses, or else an end token. These
-  // positions still count as undecided. `why` is a DLM_FINISH_ constant.
+  // position takes the token that the last pass proposed. If the last pass proposed no token, the
+  // position takes the token that the proposer's complete() chooses. If complete() chooses no
+  // token, the position takes an end token. All positions that end() fills still count as
+  // undecided. `why` is a DLM_FINISH_ constant.
   void end(int32_t why);
-  void drop() noexcept;  // like end(), but does not fill the canvas, so needs no memory
+  void drop() noexcept;  // like end(), but does not fill the canvas, and so needs no memory
 
-  // The fields of dlm_result that the request knows once it is done. The pointers in the result
-  // belong to the request.
+  // Returns the fields of dlm_result that a finished request knows. The request owns the memory to
+  // which the fields point.
   dlm_result result() const;
 
  private:

@@ -128,8 +128,8 @@ void Runner::run(Until until, const std::function<bool()>& before_pass) {
   if (is_paused) fail(DLM_CANCELLED, "before_pass asked to stop");
 }
 
-// The loop of run(). The caller must hold the lock. The loop releases the lock while it works.
-// Returns false if before_pass returned false.
+// The loop of run(). The caller must hold the lock. The loop releases the lock while passes,
+// commits and callbacks run. Returns false if before_pass returned false.
 bool Runner::make_passes(Until until, const std::function<bool()>& before_pass,
                          std::unique_lock<std::mutex>& lock) {
   while (!is_stopping_) {
@@ -137,7 +137,7 @@ bool Runner::make_passes(Until until, const std::function<bool()>& before_pass,
     settle();
     if (!running_.empty()) {
       if (!before_pass()) return false;
-      settle();  // called again, because before_pass may have cancelled jobs
+      settle();  // this call is repeated, because before_pass may have cancelled jobs
     }
     if (!running_.empty()) {
       if (const auto chosen = choose(); !chosen.empty()) pass(chosen);
@@ -255,7 +255,8 @@ void Runner::finish(Job& job) noexcept {
     board_->changed.notify_all();
   }
   if (options_.ended_fd < 0) return;
-  // If the write fails, ignore the failure: the pipe is then full, so its reader will wake anyway.
+  // A failed write is ignored, because it means that the pipe is full. The reader of a full pipe
+  // will wake anyway.
   constexpr uint64_t kOne = 1;
   [[maybe_unused]] const auto written = write(options_.ended_fd, &kOne, sizeof kOne);
 }
@@ -369,8 +370,9 @@ void Runner::tell(Job& job) {
     fail(DLM_CANCELLED, "a callback asked to stop after %d passes", job.step_.nfe);
 }
 
-// Updates pace_, which is an exponential average over about ten passes. `times` is the ratio of the
-// measured time of a pass to the predicted time of this pass. A ratio above kMost counts as kMost.
+// Updates pace_, which is an exponential average over about ten passes. `times` is the measured
+// time of a pass, divided by the pass's predicted time. If `times` is above kMost, the function
+// uses kMost instead.
 void Runner::note_pace(double times) {
   constexpr double kShare = 0.1, kMost = 4;
   pace_ = std::max(1.0, pace_ + kShare * (std::min(times, kMost) - pace_));

@@ -11,9 +11,10 @@
 // Job's cache rows are free before any thread sees that the Job has ended.
 //
 // Locking. The Board's mutex guards waiting_, failure_, is_running_, is_stopping_, stats_ and
-// Job::is_done_. Everything else, including running_, belongs to the thread in run(). Other threads
-// may use a result only after they have seen that is_done_ is true. Passes, commits and callbacks
-// run without the lock. So a pass never delays submit() or cancel().
+// Job::is_done_. Only the thread in run() uses all other members, including running_. A thread
+// outside run() may use a result only after this thread has seen that is_done_ is true. While
+// passes, commits and callbacks run, the thread in run() does not hold the lock. So a pass never
+// delays submit() or cancel().
 //
 // Each pass is one iteration of the loop in run():
 //    1. End the jobs that were cancelled or reached a limit, and start waiting jobs.
@@ -23,10 +24,10 @@
 //      jobs' steps.
 //   5. Finish the jobs that are done.
 //
-// How a job ends. Its last step, end() or fail_job() marks its request as done, which is final.
-// Then finish_done(), fail_all_with_thrown() or drop_all() removes the job from running_, and calls
-// finish() for the job exactly once. finish() does not throw, so every thread that waits for the
-// job is woken.
+// How a job ends. First, the job's last step, end() or fail_job() marks the job's request as done.
+// This mark is final. Then finish_done(), fail_all_with_thrown() or drop_all() removes the job from
+// running_, and calls finish() for the job exactly once. finish() does not throw, so every thread
+// that waits for the job is woken.
 #pragma once
 
 #include <cstdint>
@@ -57,8 +58,8 @@ class Runner {
   // `denoiser` and `pass_maker` must outlive the runner.
   Runner(const Denoiser& denoiser, PassMaker& pass_maker, const Options& options)
       : denoiser_(denoiser), pass_maker_(pass_maker), options_(options) {}
-  // Cancels all jobs, and reports no further steps. The destructor must not be called while a
-  // thread is in run().
+  // Cancels all jobs, and reports no more steps. The destructor must not be called while a thread
+  // is in run().
   ~Runner() { drop_all(); }
 
   // May be called only while no thread is in run() and there are no jobs.
@@ -73,18 +74,19 @@ class Runner {
 
   // Makes passes, and calls before_pass before each pass. `until` says when run() returns. With
   // `stopped`, run() returns after stop() was called. With `idle`, run() returns when no job is
-  // left. With `pass`, run() returns after one pass. If before_pass returns false, throws
-  // Error(DLM_CANCELLED). The jobs then remain for the next call.
+  // left. With `pass`, run() returns after one pass. If before_pass returns false, run() throws
+  // Error(DLM_CANCELLED), and the jobs remain for the next call of run().
   //
-  // An error of one job ends only that job. Any other error ends every job with the error's status
-  // and message. run() then throws this error to its caller. Until run() is called again, submit()
-  // throws this error too. Throws Error(DLM_INVALID_ARGUMENT) if another thread is in run().
+  // An error of one job ends only this job. An error that does not belong to one job ends every job
+  // with the error's status and message. run() then throws this error to the caller. Until the next
+  // call of run(), submit() throws this error too. Throws Error(DLM_INVALID_ARGUMENT) if a
+  // different thread is in run().
   void run(Until until, const std::function<bool()>& before_pass);
   // Makes run() return after its current pass. If no thread is in run(), the next call of run()
   // returns without a pass.
   void stop();
 
-  // Ends all jobs as cancelled and forgets the last error. Reports no further steps.
+  // Ends all jobs as cancelled, and forgets the last error. Reports no more steps.
   void drop_all() noexcept;
 
   dlm_scheduler_stats stats() const;

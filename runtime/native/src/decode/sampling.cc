@@ -13,9 +13,9 @@ namespace {
 constexpr double kLog2E = 1.4426950408889634;
 
 // Returns an upper bound of 2^power. Unless 2^power is tiny, the bound is at most 1.07 * 2^power.
-// The function makes an integer and uses its bits as a float. The result is an upper bound because
-// 2^n (1 + f) >= 2^(n + f) for f in 0..1. The function then increases the result by one thousandth,
-// which covers rounding errors.
+// The function computes an integer, and reads the bits of this integer as a float. The result is an
+// upper bound because 2^n (1 + f) >= 2^(n + f) for f in 0..1. The function then increases this
+// float by one thousandth, which covers rounding errors.
 float exp_bound(float power) {
   // kOne is the exponent field of the float 1. kStep is the number of floats per exponent.
   constexpr float kOne = 127, kStep = 8388608;
@@ -37,7 +37,7 @@ struct IsBefore {
 
 struct Best {
   int32_t token;
-  bool is_finite;  // true if no logit is NaN or +inf, and at least one is above -inf
+  bool is_finite;  // true if no logit is NaN or +inf, and at least one logit is above -inf
 };
 
 Best find_best(const float* logits, int32_t vocab_size, int32_t left_out) {
@@ -127,7 +127,7 @@ std::array<uint32_t, 4> Winner::words_of(int32_t pair) const {
   return philox(key_.seed, {key_.step, key_.position, static_cast<uint32_t>(pair), kDraws});
 }
 
-// Returns the uniform random number of a token. Two tokens use the same block of random words.
+// Returns the uniform random number of a token. Two tokens share one block of random 32-bit words.
 double Winner::uniform(int32_t token) {
   if (token / 2 != pair_) {
     pair_ = token / 2;
@@ -157,7 +157,7 @@ Cut Sampler::find_cut(const float* logits, int32_t vocab_size, int32_t left_out,
   cut(logits, sampling);
   if (sampling.top_p >= 1 && kept_.size() < static_cast<size_t>(sampling.top_k)) {
     // Some of the top_k best tokens have the weight 0, because these tokens are too unlikely to be
-    // drawn. But these tokens must not be cut, because a constraint may need them.
+    // drawn. But these tokens must not be cut, because a constraint may need one of these tokens.
     kept_.clear();
     for (int32_t token = 0; token < vocab_size; ++token)
       if (token != left_out && logits[token] > -std::numeric_limits<float>::infinity())
@@ -214,8 +214,8 @@ void Sampler::keep_best(const float* logits, int32_t top_k) {
   kept_.resize(count);
 }
 
-// Applies top_k and top_p, and stores the remaining tokens in kept_. The function finds the
-// remaining tokens by bisection, in linear time.
+// Applies top_k and top_p, and stores the remaining tokens in kept_. The function uses bisection to
+// find the remaining tokens in linear time.
 void Sampler::cut(const float* logits, const Sampling& sampling) {
   kept_.clear();
   // The total weight of all tokens below `least` is less than the weight that top_p may cut. So all
@@ -228,8 +228,8 @@ void Sampler::cut(const float* logits, const Sampling& sampling) {
   const auto at = [&](size_t rank) { return kept_.begin() + static_cast<std::ptrdiff_t>(rank); };
   keep_best(logits, sampling.top_k);
   if (sampling.top_p >= 1) return;
-  // Bisection: the token of rank `first` remains, and the token of rank `last` is cut. `before` is
-  // the total weight of all tokens whose rank is below `first`.
+  // In each round of the bisection, the token of rank `first` remains, and the token of rank `last`
+  // is cut. `before` is the total weight of all tokens whose rank is below `first`.
   size_t first = 0, last = kept_.size();
   for (double before = 0; last - first > 1;) {
     const size_t middle = first + (last - first) / 2;

@@ -1,5 +1,5 @@
-// Draws a token at random from a row of logits l, with the probabilities softmax(l / T). T is the
-// temperature.
+// Draws a token at random from a row of logits l, with the probabilities softmax(l / T). Here T is
+// the temperature.
 //
 // The Gumbel method gives each token a uniform random number u, and draws the token with the
 // largest l/T - ln(-ln u) (Gumbel, 1954; also in LLaDA's loop, arXiv:2502.09992). The computation
@@ -15,9 +15,10 @@
 
 namespace dlm {
 
-// How to draw a token at a temperature above 0. First, all but the `top_k` most likely tokens are
-// cut (0: no token is cut). Then all tokens are cut except the smallest set of most likely tokens
-// whose total probability is above `top_p`. The probabilities are computed at the temperature.
+// How to draw a token at a temperature above 0. First, all tokens except the `top_k` most likely
+// tokens are cut. If `top_k` is 0, no token is cut. Then the n most likely tokens remain, and all
+// other tokens are cut. n is the smallest number for which the total probability of these tokens is
+// above `top_p`. The probabilities are computed at the temperature.
 struct Sampling {
   double temperature, top_p;
   int32_t top_k;
@@ -31,8 +32,8 @@ struct DrawKey {
 };
 
 // A token cannot win if its logit is too far below the best logit. kFarthest is the limit for this
-// difference, divided by the temperature. The random part is always between -ln(53 ln 2) and 53 ln
-// 2.
+// difference, divided by the temperature. The limit exists because the random part is always
+// between -ln(53 ln 2) and 53 ln 2.
 constexpr double kFarthest = 42;
 
 // Finds the token with the largest sum of random noise and log weight. The caller passes every
@@ -94,8 +95,8 @@ enum class Told { token, distribution, entropy };
 // owns the scratch memory that it needs.
 class Sampler {
  public:
-  // Draws a token. If a logit is NaN or +inf, or if all are -inf, all fields except the token are
-  // NaN. Otherwise, only the fields that `told` selects are defined.
+  // Draws a token. If a logit is NaN or +inf, or if all logits are -inf, all fields except the
+  // token are NaN. Otherwise, only the fields that `told` selects are defined.
   Draw draw(const float* logits, int32_t vocab_size, int32_t left_out, const Sampling& sampling,
             const DrawKey& key, Told told);
 

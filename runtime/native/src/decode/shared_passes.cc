@@ -31,7 +31,7 @@ class SharingMember final : public Member {
     for (const Arena::Handle place : places) arena_.give_back(place);
   }
 
-  // The constructor does not reserve places in the arena. So if take_places() throws, the
+  // The constructor does not reserve places in the arena. So if take_places() throws an error, the
   // destructor frees the places that were already reserved.
   void take_places() {
     for (const int32_t rows : rows_by_canvas(request)) places.push_back(arena_.take(rows));
@@ -105,7 +105,7 @@ class SharedPasses final : public PassMaker {
         arena_->keep_outside(place, stage.rows.first, stage.rows.last);
       member.kept = stage.rows;
     }
-    // A pass scores at least one row, even if no request reads it.
+    // A pass scores at least one row, even if no request reads this row.
     if (buffers.score_rows.empty()) buffers.score_rows.push_back(0);
     dlm_pass pass = prepare_pass(pieces, 1, buffers);
     prepare_scores(denoiser_, pass, needs_of(members), buffers);

@@ -18,7 +18,7 @@ class WindowDecoder {
     const std::string decoded = text_of(window_);
     std::string_view whole = decoded;
     // The text may end with an incomplete character. The next ids may complete this character, so
-    // the function does not return it yet.
+    // the function does not return this character yet.
     const size_t mark = kReplacement.size();
     while (!is_last && whole.size() >= mark && whole.substr(whole.size() - mark) == kReplacement)
       whole.remove_suffix(mark);

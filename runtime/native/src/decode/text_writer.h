@@ -33,8 +33,9 @@ class TextWriter {
   TextWriter(const Denoiser& denoiser, Decode decode, size_t start, bool tells_pieces,
              std::vector<std::string> stop_strings);
 
-  // Decodes the newly decided tokens. Called after each pass and when the request ends. Returns
-  // false if a stop string ended the text. In this case, the caller must end the request.
+  // Decodes the newly decided tokens. The runner calls this function after each pass and when the
+  // request ends. Returns false if a stop string ended the text. In this case, the caller must end
+  // the request.
   bool read(const Request& request);
 
   const std::string& text() const { return text_; }

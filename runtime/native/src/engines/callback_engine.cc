@@ -33,7 +33,7 @@ class Callback final : public HostEngine {
   std::string description() const override { return "callback"; }
 
  private:
-  // Returns true if no logit of a row is NaN or +inf. The mask token's logit is ignored.
+  // Returns true if no logit of a row is NaN or +inf. Ignores the mask token's logit.
   bool is_usable(const float* logits) const {
     bool is_usable = true;
     for (const auto& [first, last] :

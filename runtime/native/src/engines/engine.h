@@ -3,7 +3,7 @@
 // An Engine holds the denoiser's weights, which all threads share. Each session opens a Context.
 // The Context owns the session's buffers and its cache of keys and values. The cache is in the
 // memory that the engine uses (host or device). The decoding loop never accesses the keys and
-// values. The decoding loop only tells the Context how a pass uses the cache.
+// values. For each pass, the decoding loop only tells the Context how the pass uses the cache.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ using CacheShape = std::vector<CacheLayer>;
 struct Denoiser {
   int32_t vocab_size, mask_token_id, max_canvas_length, top_k, shift;
   bool has_cache;
-  CacheShape cache;  // contains at least one layer, but is unused if has_cache is false
+  CacheShape cache;  // the list of layers is never empty, but is unused if has_cache is false
   std::vector<int32_t> eos_token_ids;
   int32_t visible_block = 0;     // block length of block-causal attention; 0: full attention
   int32_t max_new_tokens = 128;  // new tokens of a request that does not set max_new_tokens
@@ -64,9 +64,9 @@ enum class CacheUse {
 // Returns true if a pass with this use stores its new rows.
 constexpr bool keeps_rows(CacheUse use) { return use != CacheUse::none && use != CacheUse::read; }
 
-// Returns the number of rows to allocate if `rows` rows are needed. The capacity at least doubles,
-// so that rows are copied only a few times. The result does not exceed the longest canvas, unless
-// `rows` exceeds the longest canvas.
+// Returns the number of rows to allocate if `rows` rows are needed. If memory must grow, the
+// capacity at least doubles, so that rows are copied only a few times. The result does not exceed
+// the length of the longest canvas, unless `rows` exceeds this length.
 inline int32_t grown(int32_t capacity, int32_t rows, int32_t longest) {
   return std::max(rows, capacity > longest / 2 ? longest : 2 * capacity);
 }
@@ -105,13 +105,15 @@ class Context {
   // fields of the pass. Throws Error(DLM_ENGINE_FAILED) or a different error that ends the request.
   virtual void run(const dlm_pass& pass, CacheUse use) = 0;
 
-  // Selects the rows that later passes read: the rows of all positions before `first`, and of all
-  // positions from `last` on. Each of these rows must be stored already, or the last pass must have
-  // computed the row. The order of the rows does not matter, because keys include their positions.
+  // Selects the rows that later passes read. These are the rows of all positions before `first`,
+  // and the rows of all positions from `last` on. Each selected row must be stored already, or the
+  // last pass must have computed the row. The order of the rows does not matter, because keys
+  // include their positions.
   virtual void keep_outside(int32_t first, int32_t last) = 0;
 
-  // Returns the number of bytes of the batch's keys and values. The keys and values of the whole
-  // canvas count. With `append`, only the rows appended so far count.
+  // Returns the number of bytes of the batch's keys and values. The number includes the keys and
+  // values of the whole canvas. With `append`, the number includes only the rows that were appended
+  // so far.
   virtual uint64_t cache_bytes() const = 0;
 };
 
@@ -134,7 +136,7 @@ class Engine {
   // Returns NULL if the engine does not support such passes. The engine must outlive the arena.
   virtual std::unique_ptr<Arena> open_arena(int64_t rows);
 
-  // Returns the engine's name, version and provider, as one line for people.
+  // Returns one line of text with the engine's name, version and provider.
   virtual std::string description() const = 0;
 
   // Returns the largest number of rows that a pass may score, if the pass has `tokens` new tokens
@@ -148,9 +150,9 @@ class Engine {
   virtual std::string limits() const { return ""; }
 };
 
-// An engine that needs only the buffers in dlm_pass. Its contexts own the cache, and set the pass's
-// pointers to the cached rows. The cache is in host memory, unless a derived class opens other
-// contexts.
+// The base class of engines that need only the buffers in dlm_pass. The engine's contexts own the
+// cache, and set the pass's pointers to the cached rows. The cache is in host memory, unless a
+// derived class opens a different type of context.
 class HostEngine : public Engine {
  public:
   explicit HostEngine(CacheShape cache) : cache_(std::move(cache)) {}
@@ -159,9 +161,9 @@ class HostEngine : public Engine {
   std::unique_ptr<Arena> open_arena(int64_t rows) override;
 
   // Runs a pass. The caller has set all fields of dlm_pass. Several contexts may call this function
-  // at the same time. If `segments` is empty, the pass runs B requests of the same shape. Otherwise
-  // `segments` divides the tokens between requests. In this case, B is 1, and S is the number of
-  // cached rows of all requests.
+  // at the same time. If `segments` is empty, the pass runs B requests of the same shape. If
+  // `segments` is not empty, it divides the tokens between requests. In this case, B is 1, and S is
+  // the total number of cached rows of all requests.
   virtual void run(const dlm_pass& pass, const std::vector<Segment>& segments) = 0;
 
  protected:
@@ -190,7 +192,7 @@ struct GraphSpec {
 };
 
 // The smallest and the largest size that an engine's profile accepts, and the size for which the
-// engine was tuned.
+// profile was tuned.
 struct Sizes {
   int32_t smallest, best, largest;
 };
@@ -224,17 +226,19 @@ struct ProviderChoice {
 };
 
 // Opens an engine that runs the graph with ONNX Runtime. libonnxruntime is loaded from the path
-// `library`. If `library` is empty, libonnxruntime is loaded from the paths that dlm_open_options
-// lists. With threads = 0, the engine uses all cores. Throws Error(DLM_ENGINE_MISSING) if the
-// library, its provider or a dependency is missing. Throws Error(DLM_UNSUPPORTED) if nodes would
-// run on the CPU and `provider` does not allow fallback to the CPU.
+// `library`. If `library` is empty, libonnxruntime is loaded as the comment of
+// dlm_open_options.engine_library describes. If `threads` is 0, the engine uses all cores. Throws
+// Error(DLM_ENGINE_MISSING) if the library, its provider or a dependency is missing. Throws
+// Error(DLM_UNSUPPORTED) if nodes would run on the CPU and `provider` does not allow fallback to
+// the CPU.
 std::unique_ptr<Engine> open_onnxruntime(const GraphSpec& graph, const std::string& library,
                                          int threads, const ProviderChoice& provider);
 
-// Opens the one of the bundle's TensorRT engines that fits the device and the installed TensorRT.
-// TensorRT is loaded from the path `library`. If `library` is empty, TensorRT is loaded from the
-// paths that dlm_open_options lists. Throws Error(DLM_ENGINE_MISSING) if the library or a
-// dependency is missing. Throws Error(DLM_UNSUPPORTED) if no engine fits.
+// Opens the TensorRT engine of the bundle that can run on the device with the installed TensorRT.
+// TensorRT is loaded from the path `library`. If `library` is empty, TensorRT is loaded as the
+// comment of dlm_open_options.engine_library describes. Throws Error(DLM_ENGINE_MISSING) if the
+// library or a dependency is missing. Throws Error(DLM_UNSUPPORTED) if no engine of the bundle can
+// run.
 std::unique_ptr<Engine> open_tensorrt(const GraphSpec& graph,
                                       const std::vector<EngineSpec>& engines,
                                       const std::string& library);

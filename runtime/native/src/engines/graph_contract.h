@@ -55,7 +55,7 @@ Ports list_ports(const GraphSpec& graph, int64_t batch);
 Port* find_port(std::vector<Port>& ports, const std::string& name);
 
 // Compares `type` and `dims` from the graph with the type and dims of the port, and marks the port
-// as found. Dims below 0 are open. If there is a difference, throws Error(DLM_BAD_BUNDLE). The
+// as found. Dims below 0 are open. Throws Error(DLM_BAD_BUNDLE) if the type or the dims differ. The
 // message names the file `path` and the `kind` of port ("input" or "output").
 void note_port(const std::string& path, const char* kind, Port& port, int32_t type,
                const Dims& dims);

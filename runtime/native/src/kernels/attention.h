@@ -1,4 +1,4 @@
-// The attention kernel. New tokens attend to the cached rows and to the new rows.
+// The attention kernel. Each new token attends to cached rows and to new rows.
 #pragma once
 
 #include "kernels/cache_rows.h"
@@ -7,7 +7,8 @@
 namespace {
 
 constexpr float kLowest = -3.4028235e38f;
-// The number of floats that are converted at a time. This many floats fit the first-level cache.
+// The number of floats that are converted at a time. This number is so small that the floats fit
+// the first-level cache.
 constexpr int64_t kWidened = 4096;
 
 // Prepares one head x [D] of a query or key. If there are norm weights, first normalises x
@@ -47,9 +48,9 @@ class Softmax {
   // The number of keys whose products are summed in parallel, to hide the latency of multiply-add
   // instructions.
   static constexpr int kBlock = kVectors == 1 ? 8 : simd::kKeyBlock;
-  // The number of keys whose attention scores are stored at a time. With few queries, memory limits
-  // the speed. So these keys and values, and the prefetched keys and values, must fit the
-  // first-level cache.
+  // The number of keys whose attention scores are stored at a time. If there are few queries,
+  // reading memory limits the speed. So the current keys and values and the prefetched keys and
+  // values must fit the first-level cache together.
   static constexpr int kKeys = kVectors == 1 ? 16 : 32;
 
   explicit Softmax(int64_t head_size) : head_size_(head_size) {
@@ -73,8 +74,8 @@ class Softmax {
     }
     for (int v = 0; v < kVectors; ++v) {
       last_seen_[v] = simd::iload(last_seen + v * kLanes);
-      // A finite number, because a lane may see none of the first keys. (-inf minus -inf would be
-      // NaN.)
+      // The first maximum is finite, because a lane may see none of the first keys. With -inf, the
+      // code would compute -inf minus -inf, which is NaN.
       largest_[v] = simd::set(kLowest);
     }
   }
@@ -132,7 +133,7 @@ class Softmax {
 
  private:
   // Computes the attention scores of `count` keys. At the same time, prefetches the rows at `next`,
-  // which are needed afterwards. These rows must be read from memory, because the weights have
+  // which are needed afterwards. The rows at `next` are in memory, because the weights have
   // displaced these rows from the processor's caches. With kHides, a lane ignores keys at positions
   // that its query does not see.
   template <bool kHides>
@@ -195,7 +196,7 @@ class Softmax {
     }
   }
 
-  // Prefetches the float with the index `number` from `rows`. The index may be past the end of the
+  // Prefetches the float with the index `number` from `rows`. `number` may be past the end of the
   // rows.
   [[gnu::always_inline]] static void fetch(const void* rows, int64_t number) {
     fetch_ahead(rows, static_cast<uintptr_t>(number) * sizeof(float));
@@ -267,8 +268,8 @@ struct Part {
   int64_t token(const dlm::CachedAttention& a, int64_t t) const {
     return batch * a.tokens + segment.first + t;
   }
-  // The row index of the request's first new row or first cached row, in an array [B, Hkv, rows].
-  // Hkv is the number of key/value heads.
+  // Returns the index of the request's first new row, or of the request's first cached row, in an
+  // array [B, Hkv, rows]. Hkv is the number of key/value heads.
   int64_t first_new(const dlm::CachedAttention& a) const {
     return (batch * a.kv_heads + kv_head) * a.tokens + segment.first;
   }
@@ -383,7 +384,7 @@ inline int64_t largest_tile(const dlm::CachedAttention& a) {
 }
 
 void attention(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
-  // A few queries fill at most one vector, so one vector is enough for them.
+  // If there are few queries, all queries fit in one vector.
   if (largest_tile(a) <= kLanes)
     attend<1>(a, parallel);
   else

@@ -1,6 +1,6 @@
-// All kernels of kernels/kernels.h. The kernels are written once, with the vector operations of the
-// namespace `simd`. Each instruction set has its own file, which defines these operations and then
-// includes this file.
+// Defines all kernels of kernels/kernels.h. The kernels are written once, with the vector
+// operations of the namespace `simd`. For each instruction set, a header defines these operations,
+// and a source file includes the header and then this file.
 //
 // All functions in this file have internal linkage, and call no function of the standard library.
 // Otherwise the linker could use code compiled for a newer processor in files for older processors.

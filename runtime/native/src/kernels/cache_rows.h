@@ -10,8 +10,8 @@
 
 namespace {
 
-// Calls one_vector(in, out) for every kLanes numbers. The last vector may be incomplete. For that
-// vector, one_vector works on a copy with padding.
+// Calls one_vector(in, out) for every kLanes numbers. If the last vector is incomplete, one_vector
+// works on a padded copy of the last vector.
 template <class In, class Out, class OneVector>
 [[gnu::always_inline]] inline void each_vector(const In* in, int64_t count, Out* out,
                                                OneVector one_vector) {
@@ -41,8 +41,8 @@ struct Fp16Rows {
 };
 
 // The INT8 format. Each row consists of the codes, followed by two signed bytes m and e. The scale
-// of the row is (128 + m) * 2 ^ (e + 1). If e is 127, the scale is infinite, and even codes of 0
-// become NaN.
+// of the row is (128 + m) * 2 ^ (e + 1). If e is 127, the scale is infinite. In this case, all
+// numbers become NaN or infinite, and codes of 0 become NaN.
 struct Int8Rows {
   static int64_t bytes(int64_t size) { return size + dlm::kRowScaleBytes; }
 

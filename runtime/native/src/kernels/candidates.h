@@ -5,7 +5,8 @@
 
 namespace {
 
-// The two largest logits so far. If two logits are equal, the logit of the lower id comes first.
+// The two largest logits that were read so far. If two logits are equal, the logit of the lower id
+// comes first.
 struct Best {
   float logits[2] = {-__builtin_inff(), -__builtin_inff()};
   int32_t ids[2] = {0, 0};

@@ -36,8 +36,8 @@ inline F exp2(F x) {
 
 constexpr float kLog2e = 1.44269504088896340736f;
 
-// If there are fewer numbers than this, one thread does all the work. This thread finishes before a
-// second thread would wake up.
+// If there are fewer numbers than this limit, one thread does all the work, because this thread
+// finishes before a second thread would wake up.
 constexpr int64_t kFewNumbers = 100'000;
 
 // Calls body(0), body(1), ..., body(kCount - 1). Each argument is a compile-time constant. So
@@ -51,8 +51,8 @@ template <int kCount, class Body>
   unroll(std::make_integer_sequence<int, kCount>{}, body);
 }
 
-// If all magnitudes of a row are smaller than this magnitude, the row gets the scale of this
-// magnitude.
+// The smallest magnitude that determines a scale. If all magnitudes of a row are smaller than
+// kSmallestRow, the row gets the scale of kSmallestRow.
 constexpr float kSmallestRow = 1e-30f;
 
 // Returns the bits of the largest magnitude in a row, as an integer. If the row contains NaN or
@@ -79,7 +79,7 @@ inline int32_t largest_bits(const float* x, int64_t count) {
 // Splits rows into tiles of at most `most` rows. The numbers of rows of two tiles differ by at most
 // one.
 struct Tiles {
-  // The first `larger` tiles have small + 1 rows, the other tiles have `small` rows.
+  // The first `larger` tiles consist of small + 1 rows. All later tiles consist of `small` rows.
   int64_t count, small, larger;
 
   Tiles(int64_t rows, int64_t most)
@@ -88,8 +88,8 @@ struct Tiles {
   int64_t rows(int64_t tile) const { return small + (tile < larger ? 1 : 0); }
 };
 
-// Prefetches the cache line that is `bytes` bytes after `at`. This address may be past the end of
-// the data. The function is inlined early, because GCC would otherwise delete the call as a call
+// Prefetches the cache line that is `bytes` bytes after `at`. The prefetched address may be past
+// the end of the data. The function is inlined early. Otherwise GCC would delete the call as a call
 // without effect.
 [[gnu::always_inline]] inline void fetch_ahead(const void* at, uintptr_t bytes) {
   __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(at) + bytes));
@@ -118,8 +118,9 @@ inline void copy_panel(const float* results, int64_t rows, int64_t number, int64
     __builtin_memcpy(out + r * all + column, results + r * kPanel, bytes);
 }
 
-// The number of tiles that a task multiplies by each panel before it goes on to the next panel.
-// The codes of these tiles stay in the second-level cache while panels are read from memory.
+// The number of tiles that a task multiplies by one panel before the task goes on to the next
+// panel. The codes of these tiles stay in the second-level cache while the task reads panels from
+// memory.
 constexpr int64_t kTilesTogether = 20;
 
 }  // namespace

@@ -3,7 +3,7 @@
 // row.
 //
 // The linear layers use the code of quantised layers (kernels/linear.h) or of float layers
-// (kernels/nvfp4.h). All experts share one list of tasks. So threads wait for each other four times
+// (kernels/nvfp4.h). All experts share one list of tasks, so threads wait for each other four times
 // per mixture, not four times per expert.
 #pragma once
 

@@ -1,13 +1,13 @@
-// Kernels for some parts of a pass. ONNX Runtime runs these parts slowly, or with much more memory
-// than the weights need. These parts are INT8, INT4 and NVFP4 linear layers, tied heads, mixtures
-// of experts, attention over a cache, and the candidates of a row.
+// Kernels for some parts of a pass: INT8, INT4 and NVFP4 linear layers, tied heads, mixtures of
+// experts, attention over a cache, and the candidates of a row. Without these kernels, ONNX Runtime
+// runs these parts slowly, or uses much more memory than the weights need.
 //
 // The kernels are written once (kernels/body.h), and compiled for the vector instructions of each
 // processor. Linear layers also have a version for matrix registers (kernels/linear_by_matrices.h).
 //
 // Every kernel computes the function with the same name in the exporter's functions.py, which
-// consists of ONNX operators. Quantised numbers are bit-identical to the quantised numbers of that
-// function. Sums of floats may differ, because they are added in a different order. Exponentials
+// consists of ONNX operators. The kernel and the function compute bit-identical quantised numbers.
+// Sums of floats may differ, because the kernel adds the floats in a different order. Exponentials
 // have a relative error of 2e-7.
 #pragma once
 
@@ -33,11 +33,11 @@ class Parallel {
   }
 };
 
-// The matrices of linear layers are stored in panels of this many columns.
+// The number of columns in a panel. The matrices of linear layers are stored in panels.
 constexpr int64_t kPanel = 32;
 constexpr int64_t kDot = 4;  // number of products that one instruction adds up
 // The number of inputs whose INT4 codes share bytes. The group size of a layer is a multiple of
-// this number.
+// kPairs.
 constexpr int64_t kPairs = 2 * kDot;
 constexpr int64_t kGroup = 16;  // NVFP4: number of inputs of a column that share a scale
 // The largest number of inputs of a linear layer. With more inputs, sums of products would overflow
@@ -62,9 +62,8 @@ constexpr int64_t groups_of(int64_t inputs, int64_t group_size) {
 // The weight matrix [K, N] of one linear layer, stored in panels, and its scales. K is the number
 // of inputs. N is the number of columns, padded to whole panels. The layout depends on the format:
 //   - INT8: codes + 128 [N / 32, K / 4, 32, 4]; scales [N]
-//   - INT4: codes + 8 [N / 32, K / 8, 32, 4]; scales [N / 32, groups, 32] in fp16. The low nibble
-//     of a byte is the code of one input. The high nibble is the code of the fourth input after
-//     this input.
+//   - INT4: codes + 8 [N / 32, K / 8, 32, 4]; scales [N / 32, groups, 32] in fp16. If the low
+//     nibble of a byte is the code of input i, the high nibble is the code of input i + 4.
 struct LinearWeight {
   const uint8_t* panels;
   const void* scales;  // in fp32, or in fp16 for INT4
@@ -90,8 +89,9 @@ struct Linear {
   // Number of inputs of a column that share a scale, a multiple of 8; 0 means INT8.
   int64_t group_size;
 
-  // Returns the number of bytes of scratch memory that is enough for every kernel. The memory must
-  // be aligned to 64 bytes. Some kernels use two bytes per code, or pad to 32 rows and 64 inputs.
+  // Returns a number of bytes of scratch memory that is enough for every kernel. The memory must be
+  // aligned to 64 bytes. The number is large enough for kernels that use two bytes per code, and
+  // for kernels that pad to 32 rows and 64 inputs.
   size_t scratch_bytes() const {
     const int64_t by_rows = rows * (2 * inputs + 8),
                   filled_up = (rows + 31) / 32 * 32 * (inputs + inputs / 8 + 72);
@@ -123,18 +123,18 @@ struct Experts {
   const int64_t* chosen;  // [rows, active], indices of experts, all below `count`
   const float* weights;   // [rows, active]
   int64_t rows, active, count, inputs, hidden;
-  // gate, up and down each consist of [count] matrices. The matrices of gate and up are [inputs,
-  // hidden], and the matrices of down are [hidden, inputs].
+  // gate, up and down are arrays of `count` matrices. Each matrix of gate and up is [inputs,
+  // hidden]. Each matrix of down is [hidden, inputs].
   ExpertWeights gate, up, down;
   ExpertFormat format;
   int64_t group_size;  // as in Linear, for INT4 matrices
   float* y;
 
-  // Returns the largest number of rows that are processed at once. The remaining rows use the same
-  // scratch memory afterwards.
+  // Returns the largest number of rows that the kernel processes at once. The remaining rows use
+  // the same scratch memory afterwards.
   static constexpr int64_t kRowsTogether = 512;
 
-  // Returns true if all chosen experts exist, which the kernel requires.
+  // Returns true if all chosen experts exist. The kernel requires this condition.
   bool is_in_range() const;
 
   int64_t inputs_of(bool is_gated) const { return is_gated ? inputs : hidden; }
@@ -166,9 +166,9 @@ struct Experts {
 };
 
 // An NVFP4 linear layer: y [rows, columns] = x [rows, inputs] @ weight. `inputs` must be a multiple
-// of 16. Each element of the matrix `weight` is the element's E2M1 code, times the scale of the
-// element's group, times the tensor's scale. The product of the two scales is computed first, in
-// fp32. x is not quantised.
+// of 16. Each element of the matrix `weight` is a product of three numbers: the element's E2M1
+// code, the scale of the element's group, and the tensor's scale. The product of the two scales is
+// computed first, in fp32. x is not quantised.
 struct Nvfp4Linear {
   const float* x;
   int64_t rows, inputs, columns;
@@ -191,8 +191,8 @@ enum class CacheType { fp32, fp16, int8 };
 // Every query sees all cached rows. If visible_block is 0, every query also sees all new rows.
 // Otherwise the positions are divided into blocks of visible_block positions, and a query sees the
 // new rows of its own block and of earlier blocks. With segments, B is 1, and a query sees only the
-// rows of its own segment. Cached rows are used as stored, so they may be rounded. New rows are
-// used as computed.
+// rows of its own segment. The kernel uses cached rows as they were stored, so cached rows may be
+// rounded. The kernel uses new rows as they were computed.
 struct CachedAttention {
   CacheType cache;
   // q: [B, T, H, D]; k and v: [B, T, Hkv, D]; H query heads, Hkv key/value heads.
@@ -207,7 +207,8 @@ struct CachedAttention {
   int64_t segment_count;
   float* y;                      // [B, T, H, D]
   float *new_keys, *new_values;  // [B, Hkv, T, D]
-  // [B, Hkv, T] rows in the cache's format; fp32: equal to the new keys and values.
+  // [B, Hkv, T] rows in the cache's format. If the format is fp32, these rows equal the new keys
+  // and values.
   void *present_keys, *present_values;
   const float *q_norm, *k_norm;  // [D], RMSNorm weights, the same for every head; nullptr: no norms
   float epsilon;                 // for both norms
@@ -276,9 +277,9 @@ struct Embedding {
 // The number format in which a tied head's table is stored.
 enum class TableType { fp32, bf16, fp16, fp8 };
 
-// The head of a denoiser that uses its embedding table as the head's weight matrix: y [rows,
-// columns] = x [rows, inputs] @ transposed table. The table is stored once, with one row per token.
-// Sums are fp32.
+// A tied head, which uses the denoiser's embedding table as its weight matrix: y [rows, columns] =
+// x [rows, inputs] @ transposed table. The table is stored once, with one row per token. Sums are
+// fp32.
 struct TiedHead {
   const float* x;
   int64_t rows, inputs, columns;
@@ -315,9 +316,10 @@ const std::vector<KernelSet>& list_kernel_sets();
 // Lists the kernel sets that can run on this processor, fastest first.
 std::vector<const Kernels*> list_kernels();
 
-// Returns the kernel set to use. If the environment variable DLM_KERNELS is set, it contains the
-// name of the set. Otherwise the fastest set that can run is used. Returns nullptr if no set can
-// run on this processor, or if DLM_KERNELS is "none". Throws Error if the name is unknown.
+// Returns the kernel set to use. If the environment variable DLM_KERNELS is set, the variable
+// contains the name of the set. If the variable is not set, returns the fastest set that can run.
+// Returns nullptr if no set can run on this processor, or if DLM_KERNELS is "none". Throws Error if
+// the name is unknown.
 const Kernels* find_kernels();
 
 }  // namespace dlm

@@ -1,5 +1,5 @@
 // The kernel for INT8 and INT4 linear layers. The kernel is written for a class `Codes` (simd::Int8
-// or simd::Int4), which defines how weights and rows are read and multiplied. `Codes` has these
+// or simd::Int4), which defines how weights and rows are read and multiplied. `Codes` defines these
 // members:
 //
 // - Code, kCodeOrder, store_codes: the type of a row's code, and the order in which four codes are
@@ -18,7 +18,7 @@
 
 namespace {
 
-// The quantised rows of one tile.
+// The quantised rows of one tile, with their scales.
 template <class Codes>
 struct Tile {
   const typename Codes::Code* codes;  // [K / 4, rows, 4], where the order of each four codes is
@@ -45,7 +45,7 @@ template <class Codes>
 struct Panel {
   const uint8_t* codes;
   const Scale<Codes>* scales;  // [groups, 32]
-  uintptr_t ahead;  // kFetchedAhead for the first tile that uses the panel; 0 for the others
+  uintptr_t ahead;  // kFetchedAhead for the first tile that uses the panel; 0 for all later tiles
 };
 
 // Quantises some rows of a tile. The rows of the tile are `stride` apart. kTogether codes of a row
@@ -164,7 +164,8 @@ template <class Codes, int kRows>
         I sums[kSums];
         start(sums);
         int64_t here = least(group_size, left);
-        // With groups of 32 inputs, the codes of a group have 8 times as many bytes as its scales.
+        // With groups of 32 inputs, the codes of a group take 8 times as many bytes as the group's
+        // scales.
         fetch_ahead(scale, panel.ahead / 8);
         if constexpr (Codes::kMostInputs == 0) {
           sum_products<Codes, kRows>(code, weight, here, panel.ahead, sums);
@@ -218,7 +219,7 @@ struct Product {
   const dlm::Linear& layer;
   int64_t group_size, groups;
   Tiles tiles;
-  // These arrays are in scratch memory. Each array contains the data of all tiles.
+  // The next arrays are in scratch memory. Each array contains the data of all tiles.
   float* scales;
   int32_t* offsets;
   typename Codes::Code* codes;
@@ -277,10 +278,10 @@ struct Product {
   }
 };
 
-constexpr int64_t kTasks = 16;  // number of tasks for a layer that is large enough
+constexpr int64_t kTasks = 16;  // number of tasks into which a large layer is divided
 
-// Quantises the rows of a layer and multiplies them by every panel. The class Product must have
-// these members (the struct Product above is an example):
+// Quantises the rows of a layer and multiplies them by every panel. The class Product must define
+// these members, like the struct Product above:
 //
 // - slices: the number of slices of rows. quantise(i) quantises slice i.
 // - tiles, kTogether: the tiles of rows, and the number of tiles that a task processes at once.

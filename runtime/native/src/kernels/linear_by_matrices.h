@@ -1,7 +1,7 @@
 // Computes INT8 and INT4 linear layers of many rows with matrix registers. The header that defines
-// the namespace `matrix` must be included first. The vector kernel of kernels/linear.h is used
-// instead if there are few rows, or if the groups do not suit the registers. Both kernels give
-// bit-identical results.
+// the namespace `matrix` must be included first. If there are few rows, or if the groups do not
+// suit the registers, the vector kernel of kernels/linear.h is used instead. The matrix kernel and
+// the vector kernel give bit-identical results.
 //
 // A tile has 32 rows, which fill two registers of 16 rows each. A panel has 32 columns, which also
 // fill two registers. The bytes of a panel are already stored in the layout of these registers.
@@ -18,14 +18,15 @@ constexpr int64_t kMatrixRows = 32;  // number of rows in a tile
 // that several threads can share the work on a single tile.
 constexpr int64_t kSliceRows = 8;
 constexpr int64_t kMatrixTogether = 8;  // number of tiles that a task multiplies by each panel
-// INT4 weights are unpacked for this many inputs at a time. The unpacked weights use 8 KiB, which
-// fits the first-level cache.
+// The number of inputs whose INT4 weights are unpacked at a time. The unpacked weights use 8 KiB,
+// which fits the first-level cache.
 constexpr int64_t kUnpackedInputs = 256;
 
 // Layers with at most this many rows use the vector kernel, because matrix registers would be
 // padded with empty rows. On the vector units, a row takes 16 cycles per 2048 weights, so 16 rows
-// take 256 cycles. A core cannot read 2048 weights from memory in less time. At 3 GHz, reading that
-// fast would need a bandwidth of 24 GB/s (12 GB/s for INT4), which is more than a core's share.
+// take 256 cycles. A core cannot read 2048 weights from memory in less than 256 cycles. At 3 GHz,
+// this would need a bandwidth of 24 GB/s (12 GB/s for INT4), which is more than a core's share of
+// the memory bandwidth.
 constexpr int64_t kFewRows = 16;
 
 // The formats of codes. In both formats, the codes of rows are signed bytes, and weights are
@@ -42,7 +43,8 @@ struct MatrixInt4 : simd::Bytes {
   static constexpr int64_t kStep = kInputs;
 };
 
-// Data to prefetch while products are computed. Each product prefetches `lines` cache lines.
+// The data to prefetch while products are computed. During each product, `lines` cache lines are
+// prefetched.
 struct Fetched {
   const uint8_t* next;
   int64_t lines;
@@ -108,8 +110,8 @@ struct MatrixProduct {
   const dlm::Linear& layer;
   int64_t group_size, groups;
   Tiles tiles;
-  // These arrays contain the data of all tiles. The shapes below are per tile. Tiles are padded to
-  // 32 rows, and rows are padded to a multiple of `step` inputs.
+  // The next arrays contain the data of all tiles. The shapes in the comments are per tile. Tiles
+  // are padded to 32 rows, and rows are padded to a multiple of `step` inputs.
   int8_t* codes;     // [K / step, 32, step]
   int32_t* offsets;  // [groups, 32]: numbers to add to the sums of each group
   float* scales;     // [32]
@@ -250,8 +252,8 @@ struct MatrixProduct {
   }
 };
 
-// Computes a linear layer with matrix registers. If the layer does not suit these registers, uses
-// the vector kernel of the same processor.
+// Computes a linear layer with matrix registers. If the layer does not suit matrix registers, uses
+// the vector kernel for the same processor.
 template <const dlm::Kernels& kVectorKernels>
 void matrix_linear(const dlm::Linear& layer, void* scratch, dlm::Parallel& parallel) {
   const int64_t size = layer.group_size;

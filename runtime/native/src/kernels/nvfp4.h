@@ -9,7 +9,8 @@ namespace {
 // fits the first-level cache.
 constexpr int64_t kStretch = 128;
 
-// Decodes a scale in the format E4M3. The exponent bias is 7 in E4M3, and 127 in a float.
+// Decodes a scale in the format E4M3. E4M3 uses the exponent bias 7, and a float uses the exponent
+// bias 127.
 inline float e4m3(uint8_t byte) {
   if ((byte & 0x7f) == 0x7f) return __builtin_nanf("");
   const uint32_t bits =
@@ -24,7 +25,7 @@ inline void decode(const uint8_t* codes, const uint8_t* scales, int64_t inputs, 
                    float* weights) {
   constexpr int kVectors = kPanel / kLanes, kHalf = kPanel / 2;
   constexpr int8_t kTwice[] = {0, 1, 2, 3, 4, 6, 8, 12,
-                               // all numbers that E2M1 can represent
+                               // twice each number that E2M1 can represent
                                0, -1, -2, -3, -4, -6, -8, -12};
   const simd::Table table = simd::load_table(kTwice);
   for (int64_t from = 0; from < inputs; from += dlm::kGroup, scales += kPanel) {

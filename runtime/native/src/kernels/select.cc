@@ -64,15 +64,15 @@ std::vector<KernelSet> find_kernel_sets() {
       has(__builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"),
           __builtin_cpu_supports("avx512dq"), __builtin_cpu_supports("avx512vl"),
           __builtin_cpu_supports("avx512vnni"));
-  // CPUID reports F16C in leaf 1, and AVX-VNNI in leaf 7, subleaf 1. Older compilers cannot test
-  // for these features by name.
+  // CPUID reports F16C in leaf 1, and AVX-VNNI in leaf 7, subleaf 1. This code uses CPUID, because
+  // older compilers cannot test for F16C and AVX-VNNI by name.
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx >> 29 & 1) != 0;
   const bool has_avx2 =
       has(__builtin_cpu_supports("avx2"), __builtin_cpu_supports("fma"), has_f16c);
 #ifdef DLM_AMX
-  // This file creates the kernel set. The kernels' own files cannot create the kernel set, because
-  // code in these files may not run on this processor.
+  // This file creates the kernel set. The files of the kernels must not create the kernel set,
+  // because this processor may be unable to run code from these files.
   static const Kernels amx = [] {
     Kernels kernels = kAvx512Kernels;
     kernels.name = "amx-int8", kernels.linear = kAmxLinear;

@@ -6,8 +6,8 @@
 
 namespace {
 
-// The numbers of table rows and of activation rows that are multiplied at a time. The sums of the
-// products fit the registers.
+// The number of table rows and the number of activation rows that are multiplied at a time. The
+// sums of their products fit the registers.
 constexpr int kTableRows = 4, kHeadRows = simd::kFloatRows * simd::kFloatVectors / kTableRows;
 
 // Multiplies kRows rows of x by kTable rows of a table. Writes the products to y, whose rows are

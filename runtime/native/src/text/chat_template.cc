@@ -26,8 +26,8 @@ std::string_view stripped(std::string_view text) {
   return first < last ? text.substr(first, last - first) : std::string_view();
 }
 
-// Returns the index of a role. If the file lists the name of a role twice, the first entry is for
-// the first message of a conversation.
+// Returns the index of a role. If the text file lists a role's name twice, the first entry applies
+// to the first message of a conversation, and the second entry to all later messages.
 size_t role_of(const TextFile& file, const std::string& where, std::string_view name,
                bool is_first) {
   std::string known;

@@ -1,5 +1,5 @@
-// Converts a conversation to text in the form on which the denoiser was trained. The text ends
-// where the assistant's reply starts.
+// Converts a conversation to text, in the form on which the denoiser was trained. The text ends at
+// the position where the assistant's reply starts.
 //
 // The chat template itself is not run. The bundle's text file contains the text that the template
 // puts before, between and after messages.
@@ -20,8 +20,8 @@ struct ChatMessage {
 
 struct RenderedChat {
   std::string text;
-  // The byte range of each message's content in the text, in ascending order: from `first` to
-  // `last` - 1. Empty contents are left out.
+  // The byte range of each message's content in the text, in ascending order. A range contains the
+  // bytes from `first` to `last` - 1. Messages with empty content have no range.
   std::vector<std::pair<size_t, size_t>> contents;
 };
 

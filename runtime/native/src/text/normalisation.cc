@@ -9,9 +9,11 @@
 namespace dlm {
 namespace {
 
-// The class of starters that may change. A starter is a character with the combining class 0.
+// In the NFC tables, the class of starters that may change. A starter is a character whose
+// combining class is 0.
 constexpr uint8_t kStarts = 255;
-constexpr char32_t kFirstChange = 0x300;  // all text below this code point is already composed
+constexpr char32_t kFirstChange = 0x300;  // text is already composed if all its code points are
+                                          // below this limit
 // Constants of Hangul, whose syllables are composed by arithmetic (section 3.12 of the standard).
 constexpr char32_t kSyllables = 0xAC00, kLeads = 0x1100, kVowels = 0x1161, kTails = 0x11A7;
 constexpr char32_t kLeadCount = 19, kVowelCount = 21, kTailCount = 28,

@@ -12,13 +12,14 @@ namespace {
 constexpr char kMagic[] = "DLMTEXT";
 constexpr uint8_t kVersion = 1;
 constexpr size_t kMagicBytes = 8, kPages = kCodePoints / 256;
-// The largest number of code points in a decomposition. The longest decomposition in Unicode has 4.
+// The largest number of code points in a decomposition. The longest decomposition in Unicode has 4
+// code points.
 constexpr int32_t kMostDecomposed = 18;
 constexpr int32_t kMostAround = 1024, kMostRoles = 16, kMostClasses = 255;
 constexpr int32_t kMostSplits = 64;  // largest number of splits; released tokenizers use up to four
                                      // splits
-// The largest size of a token's text in bytes. The limit ensures that a denoiser that repeats a
-// token cannot fill the memory.
+// The largest size of a token's text in bytes. Without this limit, a denoiser that repeats a token
+// could fill the memory.
 constexpr size_t kMostTokenBytes = size_t{1} << 16;
 
 // The numbers in the header of the file, in order. These numbers are the sizes of the tables.
@@ -96,7 +97,7 @@ void check_sizes(const Sizes& s, const Reader& reader) {
     reader.refuse("splits", "have no classes of characters");
 }
 
-// Reads the vocabulary. The vocabulary must be read first, because merges, characters and splits
+// Reads the vocabulary. This function must be called first, because merges, characters and splits
 // refer to tokens.
 void read_vocabulary(TextFile& file, const Sizes& s, Reader& reader) {
   const int32_t last = s.vocab - 1;

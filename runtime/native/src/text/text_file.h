@@ -43,8 +43,8 @@ struct Strings {
 struct TextFile {
   enum TokenFlag : uint8_t { special = 1, whole = 2, byte = 4 };
   enum AddedFlag : int32_t { strips_left = 1, strips_right = 2, single_word = 4 };
-  // How a chat uses the content of a message: not at all (the message is rejected), unchanged, or
-  // without surrounding white space.
+  // How a chat uses the content of a message. The chat rejects the message, uses the content
+  // unchanged, or uses the content without surrounding white space.
   enum Transform : int32_t { refused = 0, as_is = 1, stripped = 2 };
 
   TextFile() = default;
@@ -55,18 +55,18 @@ struct TextFile {
   std::vector<int32_t> storage;  // content of the file; all other fields point into this content
 
   int32_t vocab_size = 0;
-  // The text of each token. If the text of a piece equals the text of a token with the flag
-  // `whole`, this token is used without merging.
+  // The text of each token. If a token has the flag `whole`, and a piece equals the token's text,
+  // the piece is encoded as this token without merging.
   Strings tokens;
   View<uint8_t> token_flags;
   // The tokens of a piece before merging. A character in char_points becomes one token. Any other
   // character becomes one token for each of its bytes. -1 means that a byte has no token and is
   // left out.
   Numbers byte_ids, char_points, char_ids;
-  Numbers merges;  // [M, 3]: left token, right token, merged token; earlier rows have priority
-  // Texts that always become one token, called added texts. The first `raw_added` added texts are
-  // matched before normalisation. The remaining added texts are matched after normalisation. Each
-  // of these two parts is in ascending order.
+  Numbers merges;  // [M, 3]: left token, right token, merged token; earlier merges have priority
+  // Added texts, which are texts that are always encoded as one token. The first `raw_added` added
+  // texts are matched before normalisation. The remaining added texts are matched after
+  // normalisation. Each of these two parts is in ascending order.
   Numbers added_ids, added_flags;
   Strings added;
   size_t raw_added = 0;
@@ -97,15 +97,15 @@ struct TextFile {
 
   Numbers prefix, suffix;  // token ids added before and after a prompt
 
-  // Tables for chats. The context of a message is a number: 2 * role, plus 1 if the message is the
+  // Tables for chats. The context of a message is the number 2 * role, plus 1 if the message is the
   // last message. The text before a message depends on its context and on the previous role. (The
   // previous role is stored as role + 1. 0 means that there is no previous message.) The text after
-  // the last message depends on the role of that message. -1 means that the conversation is not
-  // allowed.
+  // the last message depends on the role of that message. The entry -1 means that the conversation
+  // is not allowed.
   Strings chat_strings;
-  // [R]: the names of the R roles. If a name is listed twice, the first entry is for the first
-  // message of a conversation. If there are no roles, the first string of chat_strings says why
-  // chats are not supported.
+  // [R]: the names of the R roles. If a name is listed twice, the first entry applies only to the
+  // first message of a conversation. If there are no roles, the first string of chat_strings says
+  // why chats are not supported.
   Numbers roles;
   Numbers chat_transforms;             // [2 R]
   Numbers chat_gaps;                   // [R + 1, 2 R]

@@ -3,7 +3,7 @@
 // Python tokenizer.
 //
 // The tokenizer implements byte pair encoding. In some vocabularies, tokens are sequences of bytes.
-// In other vocabularies, tokens are sequences of characters. If such a vocabulary lacks a
+// In other vocabularies, tokens are sequences of characters. If a vocabulary of characters lacks a
 // character, the character is encoded as bytes.
 #pragma once
 
@@ -25,8 +25,8 @@ constexpr size_t kMostTextBytes = size_t{1} << 28;  // largest number of bytes o
 class Index {
  public:
   void reserve(size_t count);
-  // Adds a number. Throws Error(DLM_BAD_BUNDLE) if there are so many hash collisions that somebody
-  // must have chosen the numbers.
+  // Adds a number. Throws Error(DLM_BAD_BUNDLE) if there are so many hash collisions that the
+  // numbers must have been chosen on purpose.
   void insert(uint64_t hash, int32_t number);
   template <class IsIt>
   int32_t find(uint64_t hash, IsIt is_it) const {
@@ -58,7 +58,7 @@ class Text {
   // or encodes to a special token that is not allowed.
   void encode(std::string_view text, Encode how, std::vector<int32_t>& out) const;
   // Appends the ids of a chat to `out`. Special tokens are recognised only in the template's text.
-  // Text that touches the content of a message never becomes a special token.
+  // If a text includes a part of a message's content, the text is never encoded as a special token.
   void encode_chat(const RenderedChat& chat, std::vector<int32_t>& out) const;
 
  private:
@@ -70,12 +70,13 @@ class Text {
   TextFile file_;
   const std::string where_;
   Index merges_, wholes_;
-  // 1 for each byte that can start an added text, before and after normalisation.
+  // For each byte: 1 if an added text can start with this byte. One table is for the text before
+  // normalisation, and one table is for the text after normalisation.
   uint8_t starts_added_[2][256] = {};
 };
 
-// Decodes token ids to text, in batches. Each batch returns only whole characters. So the text does
-// not depend on how the ids are split into batches.
+// Decodes token ids to text, in batches. Each batch returns only whole characters. So different
+// splits into batches give the same text.
 class TextDecoder {
  public:
   explicit TextDecoder(std::shared_ptr<const Text> text) : text_(std::move(text)) {}

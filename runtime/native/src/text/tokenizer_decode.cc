@@ -18,7 +18,8 @@ void TextDecoder::operator()(const int32_t* ids, size_t count, bool is_last, std
     put(file.tokens[token], out);
   }
   if (file.is_byte_fallback) {
-    // Bytes can be checked only when no more bytes can follow these bytes.
+    // Adjacent byte tokens are decoded together, so bytes are checked only when no more bytes can
+    // follow.
     if (is_last) end_bytes(out);
     return;
   }

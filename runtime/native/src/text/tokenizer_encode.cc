@@ -11,8 +11,8 @@
 namespace dlm {
 namespace {
 
-// The largest number of probes in a hash table. A few dozen probes are enough, unless somebody
-// chose keys that collide.
+// The largest number of probes in a hash table. A few dozen probes are enough, unless the keys were
+// chosen to collide.
 constexpr size_t kMostProbes = 1024;
 constexpr size_t kStepsPerChar = 64;  // largest number of steps of a split, per character of the
                                       // text
@@ -116,8 +116,8 @@ class Encoding {
   }
 
  private:
-  // Finds the added texts in `text`, and appends their ids. Calls `piece` for each part of the text
-  // between two added texts.
+  // Finds the added texts in `text`, and appends the ids of these added texts. Calls `piece` for
+  // each part of `text` that is not an added text.
   template <class Piece>
   void split_added(std::string_view text, size_t stage, Piece piece) {
     const uint8_t* const starts = text_.starts_added_[stage];
@@ -250,8 +250,8 @@ class Encoding {
   }
 
   // Merges the tokens of a piece (byte pair encoding). Each step merges two neighbouring tokens:
-  // the pair that comes first in the list of merges. If this pair occurs several times, the
-  // leftmost occurrence is merged.
+  // the pair that comes first in the list of merges. If the pair occurs several times, the step
+  // merges the leftmost occurrence.
   void merge(std::string_view text) {
     const int32_t whole = text_.wholes_.find(
         hash_of(text), [&](int32_t token) { return file_.tokens[token] == text; });
@@ -315,7 +315,7 @@ class Encoding {
     }
   }
 
-  // Looks for a merge of the symbol at index `at` with the next symbol, and adds this merge to the
+  // If a merge of the symbol at index `at` with the next symbol exists, adds the merge to the
   // queue.
   void offer(size_t at, bool is_heap) {
     Symbol& left = symbols_[at];
@@ -326,7 +326,7 @@ class Encoding {
   }
 
   struct Symbol {
-    int32_t id, merge;  // merge: index of the merge with the next symbol, or -1
+    int32_t id, merge;  // merge: index of the merge with the next symbol; -1 if no merge exists
     uint32_t previous, next;
   };
 

@@ -1,5 +1,5 @@
-// Writes the arrays of one case (see writer.h). Some of the first items may have a schema of their
-// own. All other items have the same schema.
+// Writes the arrays of one case (see writer.h). Some of the first items may each have a separate
+// schema. All remaining items have the same schema.
 #include <algorithm>
 
 #include "compile/schema/keywords.h"
@@ -15,8 +15,8 @@ constexpr uint64_t kMostIntegers = 100;  // largest number of integers that fini
 
 }  // namespace
 
-// Returns the formula of the item with the given index. Also returns true if a schema describes
-// this item.
+// Returns the formula of the item with the given index, and a bool. The bool is true if a schema
+// describes this item.
 std::pair<Formula, bool> Writer::item(const Case& found, size_t index) {
   std::vector<Formula> parts;
   bool is_described = false;
@@ -40,9 +40,10 @@ std::pair<Formula, bool> Writer::item(const Case& found, size_t index) {
 }
 
 // Returns the number of items at the start of an array that a schema evaluates. In the
-// specification, a schema evaluates an item if a keyword such as `items` applies to it. Items that
-// an inner schema evaluates, for example in allOf, also count. `by` is the schema that contains the
-// keyword unevaluatedItems. This keyword applies only to items that are not evaluated.
+// specification, a schema evaluates an item if a keyword such as `items` applies to the item. If an
+// inner schema, for example in allOf, evaluates an item, the outer schema evaluates the item too.
+// `by` is the schema that contains the keyword unevaluatedItems. unevaluatedItems applies only to
+// items that are not evaluated.
 size_t Writer::evaluated_items(const Schema& schema, const Schema& by, const Case& found) {
   expressions_.budget().check();
   if (schema.is_boolean()) return 0;
@@ -159,8 +160,8 @@ Writer::Made Writer::array(const Case& found, const Place& place) {
 
 // Writes an array in which a given number of items must match a given schema, as `contains`
 // requires. The function from() builds an automaton. A state of this automaton consists of the
-// number of items so far and, for each schema, the number of matching items so far. Numbers are
-// counted only as far as necessary.
+// number of items so far and, for each schema, the number of matching items so far. The automaton
+// does not count further than necessary.
 Writer::Made Writer::array_with_matches(const Case& found, const std::vector<const Term*>& matches,
                                         const Place& place, size_t prefix, uint64_t low,
                                         uint32_t high) {
@@ -170,7 +171,7 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
   size_t last = std::max<size_t>({prefix, 1, static_cast<size_t>(low)});
   for (const Term* const term : matches) last = std::max<size_t>(last, term->first + 1);
   if (high != kUnbounded) last = high;
-  std::vector<uint64_t> most;  // for each schema: count matching items up to this number
+  std::vector<uint64_t> most;  // for each schema: largest number of matching items to count
   double states = static_cast<double>(last + 1);
   for (const Term* const term : matches) {
     most.push_back(term->high == kNoLimit ? term->low : term->high);
@@ -208,7 +209,7 @@ Writer::Made Writer::array_with_matches(const Case& found, const std::vector<con
           is_possible = is_possible && is_counted && counts[m] < most[m];
           ++next[m];
           // If there is a maximum but no minimum, an item that is counted as matching need not
-          // match. So fewer items match than are counted, which is allowed.
+          // match. Fewer items may then match than are counted, which the maximum allows.
           if (term.low > 0) parts.push_back(formulas_.of(*term.schema, term.inner));
         } else if (is_counted && term.high != kNoLimit) {
           parts.push_back(formulas_.of(*term.schema, !term.inner));
@@ -257,8 +258,8 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
     return std::all_of(ways.begin(), ways.end(),
                        [&](Formula way) { return finite(way, level, keyed, order); });
   }
-  // The rest of the function handles formulas that consist only of a type and, for integers, a
-  // minimum and a maximum.
+  // The remaining code of this function handles formulas that consist only of a type and, for
+  // integers, a minimum and a maximum.
   std::optional<Decimal> low, high;
   bool is_low_excluded = false, is_high_excluded = false;
   for (const Formula part : formulas_.conjuncts(formula)) {
@@ -290,7 +291,7 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
     if (to - from >= static_cast<int64_t>(kMostIntegers)) return false;
     for (int64_t number = from; number <= to; ++number) {
       const std::string text = std::to_string(number);
-      // Makes the same key as key_of() makes for this number.
+      // Makes the key that key_of() makes for this number.
       const Decimal decimal = Decimal::parse(text);
       add(decimal.is_zero() ? "#0"
                             : (decimal.is_negative ? "#-" : "#") + decimal.digits + "e" +
@@ -303,8 +304,8 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
   return true;
 }
 
-// Writes an array whose items must all be different, with items from a finite set. If the set is
-// small, the items may come in any order. Otherwise the items come in the order of the set.
+// Writes an array of distinct items from a finite set. If the set is small, the items may come in
+// any order. If the set is large, the items come in the order of the set.
 std::optional<Writer::Made> Writer::unique_array(Formula item_, uint64_t low, uint64_t high,
                                                  const Place& place) {
   std::map<std::string, Node> keyed;

@@ -109,8 +109,8 @@ Formula Writer::violation(const Term& term, const std::vector<std::string>& name
   return formulas_.any(ways);
 }
 
-// Does the same as reduced(), but for a choice that the case already requires. For such a choice,
-// reduced() would return kYes.
+// Does the same as reduced(), but for a choice that the case already requires. For a required
+// choice, reduced() would return kYes.
 Formula Writer::reduced_choice(Formula choice, const Case& found,
                                const std::vector<std::string>& names) {
   std::vector<Formula> ways;
@@ -119,8 +119,8 @@ Formula Writer::reduced_choice(Formula choice, const Case& found,
   return formulas_.any(ways);
 }
 
-// Removes the decided choices. A choice is decided if it is certainly true, or if only one possible
-// alternative is left. Returns true if the case has changed.
+// Removes the decided choices. A choice is decided if the choice is certainly true, or if only one
+// alternative of the choice is still possible. Returns true if the case has changed.
 bool Writer::propagate(Case& found) {
   std::vector<Formula> choices;
   choices.swap(found.choices);
@@ -134,7 +134,7 @@ bool Writer::propagate(Case& found) {
       if (rest == Formulas::kYes) is_true = true;
       if (rest != Formulas::kNo) left.push_back(way);
     }
-    // The case no longer requires a choice that is decided. So a property that the choice names may
+    // The case no longer requires a decided choice. So a property that only this choice names may
     // be written like any property that the schema does not name.
     if (is_true || left.size() <= 1) found.asserted.erase(choices[i]);
     if (is_true) {
@@ -150,8 +150,8 @@ bool Writer::propagate(Case& found) {
   return is_changed;
 }
 
-// Returns true if a branch constrains the content of an array or object. Such a case must be split
-// before the branch can be written. If `with_names` is true, also returns true if the branch
+// Returns true if a branch constrains the content of an array or object. If so, the case must be
+// split before the branch can be written. If `with_names` is true, also returns true if the branch
 // requires a property that is not in `names`.
 bool Writer::adds_structure(Formula formula, const std::vector<std::string>& names,
                             bool with_names) {
@@ -252,7 +252,8 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
     if (found.is_dead) continue;
     if (type == kObject && expand_violation(found, names, open)) continue;
     if (!found.choices.empty() && formulas_.listed(formulas_.all(found.atoms)) == nullptr) {
-      // Each remaining choice is about the presence of properties, or is certainly true by now.
+      // At this line, each remaining choice is about the presence of properties, or is certainly
+      // true.
       std::vector<Clause> clauses;
       bool is_changed = false;
       std::optional<size_t> other;
@@ -279,8 +280,8 @@ Writer::Made Writer::container_values(Formula formula, uint8_t type, const Place
         continue;
       }
       if (is_changed) {
-        // Requires the alternatives that are certainly true, and processes the case again. This
-        // removes the choices that these alternatives decide.
+        // Requires the alternatives that are certainly true, and processes the case again. The
+        // second processing removes the choices that these alternatives decide.
         assert_all(found, certain);
         open.push_back(std::move(found));
         continue;

@@ -57,8 +57,8 @@ class Table {
   }
 
  private:
-  // Writes one field. If `is_alone` is true, the field is the only field of its line. Such a field
-  // must not be empty. Otherwise its line would be empty, and programs that read CSV skip empty
+  // Writes one field. If `is_alone` is true, the field is the only field of its line. This field
+  // must not be empty, because its line would then be empty, and programs that read CSV skip empty
   // lines.
   Node field(Node texts, bool is_alone) {
     const Node needs_no_quotes =

@@ -1,6 +1,6 @@
-// Interprets a JSON Schema that describes a text in another format, such as CSV or XML. csv.cc and
-// xml.cc use this code to get the properties of objects, and the plain texts of strings, numbers,
-// booleans and nulls.
+// Interprets a JSON Schema that describes a text in a format other than JSON, such as CSV or XML.
+// csv.cc and xml.cc use this code to get the properties of objects, and the plain texts of strings,
+// numbers, booleans and nulls.
 #pragma once
 
 #include <initializer_list>
@@ -53,8 +53,7 @@ class Described {
   Expressions& expressions() { return expressions_; }
   Automata& automata() { return automata_; }
   Document& document() { return document_; }
-  // Returns a node together with all warnings so far. Throws an error if there is no text of the
-  // node.
+  // Returns a node together with all warnings so far. Throws an error if the node contains no text.
   Texts texts(Node node);
 
  private:
@@ -67,9 +66,9 @@ class Described {
   const char* const format_;
 };
 
-// Returns the texts of a node, in which some bytes are replaced by other spellings. For example,
-// XML writes & as &amp;. A spelling must not be the start of a different spelling. The first byte
-// of each spelling must be a byte that is itself replaced.
+// Returns the texts of a node after replacing some bytes by different spellings. For example, XML
+// writes & as &amp;. A spelling must not be the start of a different spelling. The first byte of
+// each spelling must be one of the replaced bytes.
 using Spellings = std::vector<std::pair<uint8_t, std::string_view>>;
 Node respelled(Expressions& expressions, Automata& automata, Node node, const Spellings& spellings);
 

@@ -121,8 +121,8 @@ void Document::read_root() {
   index(*root_, nullptr, resources_[0].get(), true);
 }
 
-// Returns the resource of an object. If the object has its own $id, the resource is a new resource.
-// Otherwise the resource is `around`.
+// Returns the resource of an object. If the object contains $id, creates and returns a new
+// resource. Otherwise returns `around`.
 Resource* Document::resource_of(const Value& value, Resource* around) {
   bool is_named = around->names_draft;
   const bool is_root = around->root == &value;

@@ -77,8 +77,7 @@ enum class Keyword : uint8_t {
 
 constexpr int kDraft4 = 4, kDraft6 = 6, kDraft7 = 7, kDraft2019 = 2019, kDraft2020 = 2020;
 
-// The kinds of JSON values, as a bit mask. In this list, a fraction is a number that is not an
-// integer.
+// The kinds of JSON values, as a bit mask. kFraction means a number that is not an integer.
 enum Kinds : uint8_t {
   kNull = 1,
   kBoolean = 2,
@@ -91,7 +90,7 @@ enum Kinds : uint8_t {
   kAllKinds = 127
 };
 
-// A resource, as the specification defines it: the whole document, or a subschema that has its own
+// A resource, which the specification defines as the whole document, or as a subschema with its own
 // $id. References are relative to the URI of their resource.
 struct Resource {
   const json::Value* root;
@@ -101,8 +100,8 @@ struct Resource {
   std::unordered_map<std::string, const json::Value*> anchors, dynamic_anchors;
 };
 
-// A subschema. For each keyword, `keywords` contains the value of the keyword, or nullptr if the
-// subschema does not contain the keyword. The parser has already checked that the shapes of the
+// A subschema. For each keyword, `keywords` contains the keyword's value, or nullptr if the
+// subschema does not contain the keyword. The parser has already checked that the shapes of these
 // values follow the specification.
 struct Schema {
   const json::Value* value;
@@ -130,8 +129,8 @@ class Document {
   const Schema& root() { return schema(*root_); }
   // Returns the subschema for a JSON value of the document. Repeated calls return the same object.
   const Schema& schema(const json::Value& value);
-  // Returns the target of a schema's $ref, $dynamicRef or $recursiveRef. Throws if the target is
-  // outside the document.
+  // Returns the target of a schema's $ref, $dynamicRef or $recursiveRef. Throws an error if the
+  // target is outside the document.
   const Schema& target(const Schema& from, Keyword keyword);
 
   // Returns the position of a value in the document, as a JSON pointer such as "#/properties/a".

@@ -198,7 +198,7 @@ Formula Formulas::differs(const Value& value, const Schema& schema) {
   }
   if (is_array) {
     ways.push_back(range(Atom::item_count, schema, kArray, inner.size(), inner.size(), false));
-  } else {  // an object with all these properties and at least one more property
+  } else {  // an object with all properties of `value` and at least one more property
     names.push_back(range(Atom::property_count, schema, kObject, 0, inner.size(), false));
     ways.push_back(all(names));
   }

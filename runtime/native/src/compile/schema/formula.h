@@ -6,7 +6,7 @@
 // A schema has two formulas, because some keywords cannot be expressed exactly. If the first
 // formula is true for a value, the value is certainly valid. If the second formula is true for a
 // value, the value is certainly invalid. For some values, both formulas are false. Formulas::of()
-// returns the first formula if `positive` is true. Otherwise it returns the second formula.
+// returns the first formula if `positive` is true, and the second formula if `positive` is false.
 #pragma once
 
 #include <cstdint>
@@ -32,9 +32,9 @@ enum class Op : uint8_t { no, yes, atom, all, any, one };
 // other values. For example, `length` is true for every number. The atoms `enter`, `type` and
 // `values` apply to all values.
 //
-// "(or not)" marks statements that can be negated. In the negated atom, `positive` is false. If the
-// line says "inner", `inner` is false instead. In the comments, `schema` means Term::schema, the
-// schema that contains the keywords.
+// In the comments, "(or not)" marks statements that can be negated. In a negated atom, `positive`
+// is false. But if the comment mentions "inner", the negated atom has `inner` == false instead.
+// `schema` means Term::schema, the schema that contains the keywords.
 enum class Atom : uint8_t {
   enter,       // is always true; records that a recursive reference enters target `low`
   type,        // the value has one of `kinds`; if low is not 0, 1.0 is not an integer (Draft 4)
@@ -97,8 +97,8 @@ class Formulas {
   static constexpr Formula kNo = 0, kYes = 1;
   const Term& operator[](Formula formula) const { return terms_[formula]; }
 
-  // Returns the formula for the valid values of a schema if `positive` is true. Otherwise returns
-  // the formula for its invalid values.
+  // If `positive` is true, returns the formula for the valid values of a schema. If `positive` is
+  // false, returns the formula for the schema's invalid values.
   Formula of(const Schema& schema, bool positive);
   Formula all(const std::vector<Formula>& parts);
   Formula any(const std::vector<Formula>& parts);
@@ -107,8 +107,8 @@ class Formulas {
   // is_valid is false, the statement is that the schema does not allow the property.
   Formula member(const std::string& name, const Schema& schema, bool is_valid);
 
-  // Returns the parts of a formula that are joined by "and". If the formula is not of this kind,
-  // the result contains only the formula itself.
+  // If "and" joins the parts of a formula, returns these parts. Otherwise returns a list that
+  // contains only the formula itself.
   std::vector<Formula> conjuncts(Formula formula) const;
   // Returns the alternatives of a formula of kind `any` or `one`. The formula is true if and only
   // if at least one of these alternatives is true.
@@ -117,8 +117,8 @@ class Formulas {
   // kString, kArray or kObject.
   Formula restricted(Formula formula, uint8_t type);
   // Removes the branches that enter the target of a recursive reference more often than `max_depth`
-  // allows. `counts` contains pairs. A pair consists of the number of a target, and of a count: how
-  // many values of this target are around the value.
+  // allows. `counts` contains pairs of a target's number and a count. The count says how many
+  // values of the target are around the value.
   Formula entered(Formula formula, const std::vector<std::pair<uint32_t, uint32_t>>& counts,
                   uint32_t max_depth);
   // Returns the numbers of the recursive targets that a formula enters, either for the value itself
@@ -128,9 +128,9 @@ class Formulas {
   // Returns true if `other` is certainly true for every value for which `one` is true. Returns
   // false if `other` may be false, or if the function cannot decide this quickly.
   bool implies(Formula one, Formula other, int depth = 8);
-  // Returns a formula for the property `name` of an object. The formula is true for the property of
-  // every object for which `formula` is true. This formula contains only conditions that are easy
-  // to derive. So this formula may allow more values than necessary.
+  // Returns a formula for the property `name` of an object. If `formula` is true for an object, the
+  // returned formula is true for the object's property. The returned formula contains only
+  // conditions that are easy to derive, so it may allow more values than necessary.
   Formula property(Formula formula, const std::string& name);
 
   // Returns a list that contains all values for which the formula is true. Returns nullptr if no

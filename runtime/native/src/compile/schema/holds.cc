@@ -20,7 +20,7 @@ size_t code_points(const std::string& text) {
 bool is_within(uint64_t count, const Term& term) { return count >= term.low && count <= term.high; }
 
 // Returns true if `number` is a multiple of `of`. If the computation would take long, sets
-// *is_decided to false, and the result is not valid.
+// *is_decided to false. The returned value is then meaningless.
 bool is_multiple(const Decimal& number, const Decimal& of, bool* is_decided) {
   if (number.is_zero()) return true;
   const int64_t shift = number.exponent - of.exponent;
@@ -240,7 +240,8 @@ bool Holds::array(const Term& term, const Value& value_) {
   }
 }
 
-// Returns true if a property satisfies patternProperties and additionalProperties of a schema.
+// Returns true if a property satisfies the keywords patternProperties and additionalProperties of a
+// schema.
 bool Holds::member(const Schema& schema, const Value& member_) {
   bool is_listed = schema.properties.count(member_.key()) != 0;
   Document& document = formulas_.document();

@@ -1,5 +1,5 @@
-// Decides whether a formula is true for one known value. The compiler uses this code for the values
-// of enum and const, and for the names of properties.
+// Decides if a formula is true for one known value. The compiler uses this code for the values of
+// enum and const, and for the names of properties.
 #pragma once
 
 #include <array>

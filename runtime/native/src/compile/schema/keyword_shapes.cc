@@ -118,7 +118,7 @@ bool is_type(const Value& value) {
 
 // Returns the edit distance of two words, which is the restricted Damerau-Levenshtein distance:
 // swapping two neighbouring letters is one edit, and swapped letters are not edited again. All
-// differences between upper and lower case together are one edit.
+// differences between upper and lower case count as one edit in total.
 size_t distance(std::string_view one, std::string_view other) {
   const auto lower = [](std::string_view text) {
     std::string out(text);
@@ -188,7 +188,8 @@ void Document::check_shape(const Schema& schema, Keyword keyword, const Value& v
     return !number.is_negative && number.is_integer();
   };
   const Shape shape = shape_of(keyword);
-  // If the document does not select a draft, the forms of older drafts are accepted too.
+  // If the document does not select a draft, the compiler also accepts the keyword shapes of older
+  // drafts.
   const bool may_be_older = !schema.resource->names_draft;
   switch (shape) {
     case Shape::any:

@@ -12,8 +12,7 @@ struct ItemSchemas {
   const json::Value* others = nullptr;
 
   size_t count() const { return prefix == nullptr ? 0 : prefix->elements().size(); }
-  // Returns the schema of the item with the given index. Returns nullptr if any value is allowed as
-  // this item.
+  // Returns the schema of the item with the given index, or nullptr if the item may be any value.
   const json::Value* at(size_t index) const {
     return index < count() ? &prefix->elements()[index] : others;
   }
@@ -26,8 +25,9 @@ inline ItemSchemas item_schemas(const Schema& schema) {
   return {schema[Keyword::prefix_items], items};
 }
 
-// Returns true if the draft of a schema defines a keyword. Validators for that draft ignore other
-// keywords. But the author of the schema expects that values obey all of its keywords.
+// Returns true if the draft of a schema defines a keyword. Validators for this draft ignore
+// undefined keywords. But the author of the schema expects that values obey all keywords of the
+// schema.
 inline bool is_of_draft(const Schema& schema, Keyword keyword) {
   const int draft = schema.draft();
   switch (keyword) {

@@ -1,5 +1,5 @@
-// Writes the objects of one case (see writer.h). An object is a row of properties in the order of
-// the schema.
+// Writes the objects of one case (see writer.h). An object is written as a row of properties in the
+// order of the schema.
 #include <algorithm>
 
 #include "compile/ecma_pattern.h"
@@ -31,12 +31,13 @@ bool Writer::is_name_allowed(const Case& found, const std::string& name) {
 }
 
 // Returns true if a schema evaluates a property. In the specification, a schema evaluates a
-// property if a keyword such as `properties` applies to it. An inner schema, for example in allOf,
-// may also evaluate the property. `by` is the schema that contains the keyword
-// unevaluatedProperties. This keyword applies only to properties that are not evaluated.
+// property if a keyword such as `properties` applies to the property. If an inner schema, for
+// example in allOf, evaluates a property, the outer schema evaluates the property too. `by` is the
+// schema that contains the keyword unevaluatedProperties. unevaluatedProperties applies only to
+// properties that are not evaluated.
 //
-// If `name` is null, the question is about all properties that are not listed in `properties`,
-// match all of `patterns`, and match no other pattern.
+// If `name` is null, the function returns the result for all properties that are not listed in
+// `properties`, and whose names match all of `patterns` and no other pattern.
 bool Writer::is_evaluated(const Schema& schema, const Schema& by, const std::string* name,
                           const std::vector<const Value*>& patterns, const Case& found) {
   expressions_.budget().check();
@@ -131,8 +132,8 @@ Writer::Made Writer::property(const Case& found, const std::string& name, const 
 }
 
 // Writes one property that no schema lists in `properties`. If `are_all` is false, the name of the
-// property must match patternProperties. The possible names are divided into classes. All names of
-// a class match the same patterns.
+// property must match patternProperties. The code divides the possible names into classes. All
+// names of a class match the same patterns.
 Writer::Made Writer::more_properties(const Case& found, const std::vector<std::string>& names,
                                      bool are_all, const Place& place) {
   struct Class {

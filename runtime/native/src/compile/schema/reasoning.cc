@@ -1,6 +1,6 @@
-// Derives facts from formulas alone, without testing values. The functions find the parts that
-// matter for a type, the branches that exclude each other, and the references that are nested too
-// deeply.
+// Derives facts from formulas alone, without testing values. The functions find the parts of a
+// formula that matter for a type, the branches that exclude each other, and the references that are
+// nested too deeply.
 #include <algorithm>
 
 #include "compile/schema/formula.h"
@@ -227,10 +227,10 @@ bool Formulas::implies(Formula one_, Formula other, int depth) {
   return false;
 }
 
-// Returns a set of excluded values: the formula is true for every value outside of this set. If
-// `within` is true, the values are the values of the property `name`. In this case, the formula is
-// true for every object if the value of its property `name` is outside of the set. *is_typed is set
-// to true if the formula also requires the type object. Returns nullptr if there is no such set.
+// Returns a set of excluded values. The formula is true for every value outside of this set. If
+// `within` is true, the set contains values of the property `name`. In this case, the formula is
+// true for every object whose property `name` has a value outside of the set. *is_typed is set to
+// true if the formula also requires the type object. Returns nullptr if there is no such set.
 const ValueSet* Formulas::unlisted(Formula formula, const std::string& name, bool within,
                                    bool* is_typed) {
   const Term& term = terms_[formula];
@@ -264,8 +264,8 @@ const ValueSet* Formulas::unlisted(Formula formula, const std::string& name, boo
 // Returns true if at most one branch can be true because each branch allows different constants.
 // For example, the branches {"const": 1} and {"const": 2} exclude each other. The constants are
 // constants for the value itself, or for one property that all branches require. The function
-// ignores all other differences between branches. So the time grows only linearly with the number
-// of branches.
+// ignores all other differences between branches. So the time is only proportional to the number of
+// branches.
 bool Formulas::are_told_apart(const std::vector<Formula>& pairs) {
   std::vector<std::string> names;
   bool are_listed = listed(pairs[0]) != nullptr;

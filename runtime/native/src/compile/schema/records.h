@@ -19,21 +19,21 @@ std::pair<uint32_t, uint32_t> counts(const json::Value& description, uint32_t lo
 // Returns `low` to `high` repetitions of a part, with a separator between two repetitions.
 Node separated(Expressions& expressions, Node part, Node separator, uint32_t low, uint32_t high);
 
-// Both functions below throw Error(DLM_INVALID_ARGUMENT). The message gives the keyword and its
-// position in the schema.
+// The two functions below throw Error(DLM_INVALID_ARGUMENT). The message gives the keyword and the
+// position of the keyword in the schema.
 
-// Returns the texts of all CSV tables (RFC 4180) that `description` allows. The description has
-// these members:
+// Returns the texts of all CSV tables (RFC 4180) that `description` allows. The description
+// contains these members:
 //
 //   "csv"        the schema of a row: an object whose properties are the columns
-//   "header"     true (default) if the first line has the names of the columns
+//   "header"     true (default) if the first line contains the column names
 //   "delimiter"  "," (default), ";", "|" or a tab
 //   "line_end"   "\n" (default) or "\r\n"
 //   "low"        smallest number of rows (default: 1)
 //   "high"       largest number of rows (default: unlimited)
 //
-// Fields have quotes only if necessary. A null is written as an empty field. A missing property is
-// an empty field too.
+// Fields have quotes only if necessary. A null and a missing property are both written as an empty
+// field.
 Texts csv_texts(Expressions& expressions, const json::Value& description, const Options& options);
 
 // Returns the XML texts of an element. There is no white space between elements. The properties of

@@ -4,7 +4,7 @@
 // The targets of references form a graph. A schema can contain itself if the graph has a cycle.
 // This class chooses some targets to be counted. While the writer writes a value, the writer counts
 // how many values of each counted target are around this value, and stops at `max_depth`. Each
-// counted target has an identifying number.
+// counted target has a number.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ class Recursion {
   // counted. Each value then has one counter per target, and the number of combinations of counters
   // grows quickly. If a group of connected cycles would have too many combinations, only some
   // targets of the group are counted. These targets are enough to break all cycles of the group. If
-  // there are still too many combinations, the counted targets of the group get the same number.
+  // there are still too many combinations, all counted targets of the group share one number.
   void count(uint32_t max_depth);
 
   // Returns the number of a counted target. Returns kNotCounted for a target that is not counted.

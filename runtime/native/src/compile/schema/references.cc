@@ -100,10 +100,10 @@ const Value& Document::target_value(const Schema& from, Keyword keyword) {
   if (keyword == Keyword::ref) return *found;
 
   // The target of a dynamic reference depends on the path by which the validator reached the
-  // reference. If the outermost resource on that path contains the same anchor, this anchor is the
-  // target. The root of the document is always the outermost resource. If the root lacks the
-  // anchor, but several other resources contain the anchor, the target is unknown, and the
-  // reference is rejected.
+  // reference. If the outermost resource on this path contains the same anchor, the anchor in this
+  // resource is the target. The root of the document is always the outermost resource. If the root
+  // lacks the anchor, but several resources inside the document contain the anchor, the target is
+  // unknown. The compiler then rejects the reference.
   std::vector<const Value*> same;
   if (keyword == Keyword::dynamic_ref) {
     const auto anchor = is_pointer ? resource->second->dynamic_anchors.end()

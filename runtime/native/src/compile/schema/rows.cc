@@ -8,15 +8,15 @@
 
 namespace dlm::compile::schema {
 
-// Returns the end of a row, after its last slot: unlisted properties and the closing bracket.
-// `count` is the number of parts that the row already contains.
+// Returns the texts of a row after the last slot, which consist of unlisted properties and the
+// closing bracket. `count` is the number of parts that the row already contains.
 Node Writer::end_of_row(const Row& row, bool is_array, const Layout::Around& around,
                         uint64_t count) {
   const Node closing = expressions_.bytes(is_array ? "]" : "}");
   const Node ended = expressions_.sequence(expressions_.bytes(around.end), closing);
   const Node between = expressions_.sequence(expressions_.bytes(around.between), row.more);
-  // All unlisted properties may have the same name. In this case, programs keep only one of these
-  // properties. So all unlisted properties together count as one property towards the minimum.
+  // All unlisted properties may have the same name. If so, programs keep only one of these
+  // properties. So for the minimum, all unlisted properties together count as one property.
   const uint64_t missing = row.low > count ? row.low - count : 0;
   const uint64_t most = row.high == kNoLimit ? kUnbounded : row.high - std::min(count, row.high);
   const auto limit = static_cast<uint32_t>(most);
@@ -39,8 +39,8 @@ Node Writer::end_of_row(const Row& row, bool is_array, const Layout::Around& aro
 Node Writer::row(const Row& row, bool is_array, uint32_t level) {
   const Layout::Around around = options_.layout.around(level, is_array);
   // The row is built from an automaton that processes one slot after another. A state consists of
-  // the number of parts so far, and of a bit mask of the clauses that are already true. The number
-  // of parts is counted only as far as a minimum or maximum needs it.
+  // the number of parts so far, and of a bit mask of the clauses that are already true. The
+  // automaton counts parts only as far as a minimum or maximum requires.
   using State = std::pair<uint64_t, uint64_t>;
   const uint64_t most_counted = row.high != kNoLimit ? row.high : std::max<uint64_t>(row.low, 1);
   const size_t slots = row.slots.size();
@@ -115,7 +115,7 @@ Node Writer::row(const Row& row, bool is_array, uint32_t level) {
 }
 
 // Does the same as row(), but the slots may come in any order. A state is the set of the slots that
-// are already written. So the number of slots must be small.
+// are already written. So there are 2^n states for n slots, and the number of slots must be small.
 Node Writer::row_in_any_order(const Row& row, bool is_array, uint32_t level) {
   const Layout::Around around = options_.layout.around(level, is_array);
   std::vector<Slot> slots;

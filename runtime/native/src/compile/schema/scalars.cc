@@ -18,8 +18,9 @@ Node digits(Expressions& expressions, char low, char high, uint32_t fewest, uint
 }
 
 // The largest numbers of digits in a number that is written without an exponent. Integers have up
-// to 15 digits. Other numbers have up to 9 digits before the point and 6 digits after it. Two
-// different numbers within these limits remain different when they are rounded to doubles.
+// to 15 digits. All other numbers have up to 9 digits before the decimal point and up to 6 digits
+// after the decimal point. If two different numbers within these limits are rounded to doubles, the
+// doubles are different too.
 constexpr uint32_t kWholeDigits = 9, kFractionDigits = 6, kMostDigits = 15;
 
 Node whole_number(Expressions& expressions, uint32_t most) {
@@ -37,7 +38,7 @@ Node plain_numbers(Expressions& expressions) {
       expressions.sequence(whole_number(expressions, kWholeDigits), fraction));
 }
 
-// Returns the numbers within these limits that are not integers.
+// Returns the numbers within the limits above that are not integers.
 Node plain_fractions(Expressions& expressions) {
   const Node zeros = digits(expressions, '0', '0', 1, kFractionDigits);
   const Node fraction =
@@ -58,8 +59,8 @@ uint32_t Writer::low_count(const Term& term, Keyword keyword) {
   return static_cast<uint32_t>(term.low);
 }
 
-// Returns a maximum count as a 32-bit number. If the maximum is too large, reduces it, and warns
-// that longer values are left out.
+// Returns a maximum count as a 32-bit number. If the maximum is too large, returns a smaller
+// maximum, and warns that longer values are left out.
 uint32_t Writer::high_count(const Term& term, Keyword keyword) {
   if (term.high == kNoLimit) return kUnbounded;
   if (term.high > kMostCount)
@@ -194,19 +195,20 @@ Node Writer::not_multiple(const Term& term) {
   return expressions_.either(others, plain_fractions(expressions_));
 }
 
-// Returns the numbers without an exponent that are different from all values in a list.
+// Returns the numbers without an exponent that differ from all values in a list.
 Node Writer::other_numbers(const ValueSet& values) {
   std::vector<Node> excluded;
   for (const json::Value* const value : values.values) {
     if (value->kind() != json::Value::Kind::number) continue;
     const Decimal number = Decimal::parse(value->written());
-    // For a value with so many digits, comparing digits is not enough, because a number with fewer
-    // digits may round to the same double. So no numbers are written at all.
+    // If a value has more digits than this limit, comparing digits is not enough, because a number
+    // with fewer digits may round to the same double. So the function returns no numbers at all.
     if (number.digits.size() > kMostDigits) return expressions_.nothing();
     std::string whole = "0", fraction;
     if (number.exponent >= 0) {
       if (!number.is_zero()) whole = number.digits;
-      constexpr int64_t kMostZeros = 400;  // a finite double has at most this many zeros
+      constexpr int64_t kMostZeros = 400;  // a finite double, written as a decimal, has at most
+                                           // this many zeros
       for (int64_t i = 0; i < std::min(number.exponent, kMostZeros); ++i) whole += '0';
     } else {
       const auto places = static_cast<size_t>(-number.exponent);

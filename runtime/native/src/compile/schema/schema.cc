@@ -23,15 +23,15 @@ constexpr int64_t kMostLines = 1'000'000;
 struct Extent {
   uint32_t recursion, any, characters;
 };
-// Limits for depths and string lengths. The first entry gives the largest automaton, and the last
-// entry gives the smallest automaton. The first entries only shorten strings, because the decoded
-// text rarely has room for long strings.
+// A list of limits for depths and string lengths. The first entry gives the largest automaton, and
+// the last entry gives the smallest automaton. The first entries only shorten strings, because the
+// decoded text rarely has room for long strings.
 constexpr Extent kExtents[] = {{3, 3, kUnbounded}, {3, 3, 2048}, {3, 3, 1024}, {2, 3, 1024},
                                {2, 2, 1024},       {1, 2, 1024}, {1, 1, 256},  {0, 1, 256}};
-// By default, the estimated number of states should be at most the limit of states divided by this
-// number.
+// By default, the estimated number of states should be at most the limit of states divided by
+// kComfort.
 constexpr double kComfort = 4;
-// Smaller limits are used only if these limits reduce the estimate to this share of the first
+// Smaller limits are used only if they reduce the estimate to at most this fraction of the first
 // estimate.
 constexpr double kWorthwhile = 0.9;
 
@@ -177,7 +177,7 @@ class Tree {
     return options;
   }
 
-  // Returns the texts of several values of a schema. Each value is on a line of its own.
+  // Returns texts that consist of several values of a schema, each on a line of its own.
   Texts lines_of(const Value& schema, std::pair<uint32_t, uint32_t> times) {
     const auto [low, high] = times;
     Options options = options_;

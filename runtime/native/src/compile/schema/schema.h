@@ -1,11 +1,11 @@
 // Compiles JSON Schemas to regular languages (sets of texts). Also compiles trees, which combine
 // several schemas with other texts.
 //
-// Every keyword that constrains values is either enforced, or rejected with an error that names the
-// keyword. So every text of the language is valid. But the language contains only some of the valid
-// texts:
+// If a keyword constrains values, the compiler either enforces the keyword, or throws an error that
+// names the keyword. So every text of the language is valid. But the language contains only some of
+// the valid texts:
 //
-//   - Objects have only the properties that the schema names, in the order of the schema.
+//   - Objects contain only the properties that the schema names, in the order of the schema.
 //   - Strings use the shortest escapes.
 //   - The layout determines the white space.
 //
@@ -29,8 +29,8 @@ struct Options {
   // not constrain, max_depth is the largest nesting depth of arrays and objects. The default is 3.
   // If the automaton would exceed the limits with this default, a smaller depth is used.
   std::optional<uint32_t> max_depth;
-  // The desired maximum of the estimated number of states. If the estimate is higher, depths and
-  // the lengths of strings are reduced. 0 means a quarter of the limit of states.
+  // The desired maximum of the estimated number of states. If the estimate is higher, the compiler
+  // reduces depths and the lengths of strings. 0 means a quarter of the limit of states.
   double most_states = 0;
   uint32_t level = 0;            // number of containers around the value
   bool any_order = false;        // objects with up to 6 properties may have them in any order
@@ -39,14 +39,15 @@ struct Options {
 
 struct Texts {
   Node node;
-  // Warnings about keywords that look misspelled, and about values that are left out.
+  // Warnings about keywords that look misspelled, and about valid values that the language does not
+  // contain.
   std::vector<std::string> warnings;
   double size = 0;          // estimated number of states
   bool is_smallest = true;  // true if a smaller most_states would not reduce `size`
 };
 
-// All functions below throw Error(DLM_INVALID_ARGUMENT). The message gives the keyword and its
-// position in the schema.
+// All functions below throw Error(DLM_INVALID_ARGUMENT). The message gives the keyword and the
+// position of the keyword in the schema.
 
 // Returns the texts of the values that are valid against a JSON Schema.
 Texts schema_texts(Expressions& expressions, std::string_view schema, const Options& options);

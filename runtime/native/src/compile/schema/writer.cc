@@ -31,7 +31,7 @@ Writer::Made Writer::either(const std::vector<Made>& some) {
   return {expressions_.either(std::move(nodes)), size};
 }
 
-// Returns all values up to the nesting depth any_depth. `around` is the number of containers around
+// Returns all JSON values up to the nesting depth any_depth. `around` counts the containers around
 // the value that the schema does not constrain.
 Writer::Made Writer::anything(uint32_t level, uint32_t around) {
   const uint32_t depth = options_.any_depth > around ? options_.any_depth - around : 0;

@@ -1,7 +1,7 @@
-// Writes the values of a formula as a regular language (a set) of JSON texts.
+// Writes the values for which a formula is true as a regular language (a set) of JSON texts.
 //
-// The formula of an array or object is split into cases. In a case, "or" may occur only in
-// conditions on the presence of properties. For example, {"anyOf": [A, B]} is split into two cases.
+// The formula of an array or object is split into cases. In a case, "or" occurs only in conditions
+// on the presence of properties. For example, the writer splits {"anyOf": [A, B]} into two cases.
 // An object is written as a row, which lists its properties in the order of the schema. An array is
 // written as a row of items. The language is the union of all cases.
 //
@@ -28,8 +28,8 @@ struct WriterOptions {
   Layout layout;
   uint32_t max_depth = 3;  // largest number of times that a schema may contain itself
   uint32_t any_depth = 3;  // largest nesting depth of values that a schema does not constrain
-  // The largest length of a string that has a maxLength. If minLength requires a longer string, a
-  // string may be longer.
+  // The largest length of a string that has a maxLength. Longer strings are written only if
+  // minLength requires longer strings.
   uint32_t most_characters = kUnbounded;
   // Objects with up to kMostInAnyOrder properties may have them in any order.
   bool any_order = false;
@@ -57,7 +57,8 @@ class Writer {
   bool has_cut_strings() const { return has_cut_strings_; }
 
  private:
-  // Pairs of the number of a schema in Recursion and a count. The numbers are in ascending order.
+  // Each pair consists of a schema's number in Recursion, and a count. The pairs are in ascending
+  // order of the numbers.
   using Counts = std::vector<std::pair<uint32_t, uint32_t>>;
 
   // The containers and schemas around a value.

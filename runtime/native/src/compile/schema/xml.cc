@@ -21,9 +21,9 @@ constexpr uint32_t kMostNesting = 300;
 const CodePoints kCharacters = {
     {0x9, 0xA}, {0xD, 0xD}, {0x20, 0xD7FF}, {0xE000, 0xFFFD}, {0x10000, 0x10FFFF}};
 
-// XML parsers change line breaks to \n. In attributes, they also change white space to spaces. XML
-// parsers do not change character references such as &#13;. So the characters that parsers would
-// change are written as references.
+// XML parsers change line breaks to \n. In attributes, XML parsers also change white space to
+// spaces. But XML parsers do not change character references such as &#13;. So all characters that
+// parsers would change are written as character references.
 const Spellings kInElements = {{'&', "&amp;"}, {'<', "&lt;"}, {'>', "&gt;"}, {'\r', "&#13;"}};
 const Spellings kInAttributes = {{'&', "&amp;"},  {'<', "&lt;"},  {'>', "&gt;"},  {'\r', "&#13;"},
                                  {'\n', "&#10;"}, {'\t', "&#9;"}, {'"', "&quot;"}};
@@ -59,7 +59,7 @@ class Elements {
 
  private:
   // Returns the member `key` of a schema's keyword `xml`. If the schema lacks this member, returns
-  // the member of the target of the schema's $ref.
+  // the member from the target of the schema's $ref.
   const Value* xml(const Schema& schema, const char* key) {
     for (const Schema* at : {&schema, &described_.resolved(schema)}) {
       const Value* const found = at->is_boolean() ? nullptr : at->value->find("xml");
@@ -167,7 +167,7 @@ class Elements {
   Expressions& expressions_;
   Described described_;
   const uint32_t max_depth_;
-  // For each schema: the number of open elements of the schema.
+  // For each schema: the number of elements of this schema that are open at the moment.
   std::unordered_map<const Schema*, uint32_t> open_;
   std::map<std::pair<const Value*, std::string>, Node> kept_;
 };

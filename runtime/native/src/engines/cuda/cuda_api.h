@@ -1,7 +1,8 @@
 // The part of CUDA's driver API that engines use. libcuda is loaded at run time. This file declares
-// the functions of libcuda, because few build machines have CUDA's headers. The names are the same
-// as in libcuda. The types and values are the same as in cuda.h. If cuda.h is installed,
-// tests/cuda_calls_check.cc compares this file with cuda.h. Enums are passed as int.
+// the functions of libcuda, because CUDA's headers are installed on few build machines. The
+// functions have the same names as in libcuda. The types and values are the same as in cuda.h. If
+// cuda.h is installed, tests/cuda_calls_check.cc compares this file with cuda.h. Enums are passed
+// as int.
 #pragma once
 
 #include <cstddef>
@@ -115,8 +116,8 @@ class CudaDevice {
     explicit Use(const CudaDevice& device) : cuda_(device.cuda_) {
       cuda_.check(cuda_.cuCtxPushCurrent_v2(device.context_), "cuCtxPushCurrent");
     }
-    // For use in destructors, which must not throw. If the context cannot be made current, the
-    // memory of the context was already freed.
+    // Destructors use this constructor, because destructors must not throw. If the context cannot
+    // be made current, the context's memory was already freed.
     Use(const CudaDevice& device, std::nothrow_t) noexcept
         : cuda_(device.cuda_),
           is_pushed_(cuda_.cuCtxPushCurrent_v2(device.context_) == CUDA_SUCCESS) {}

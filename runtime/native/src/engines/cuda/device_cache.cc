@@ -40,7 +40,8 @@ void DeviceCache::keep_outside(int32_t first, int32_t last, CUstream stream) {
   const int32_t length = kept_ + hole_.tokens();
   first = std::min(first, length);
   last = std::min(last, length);
-  // If the range is the same, `past` already contains exactly the rows outside of the range.
+  // If the range is the same as in the last call, `past` already contains exactly the rows outside
+  // of the range.
   if (first == hole_.first && last == hole_.last) return;
   const bool is_filled = written_.first == hole_.first && written_.last == hole_.last;
   if (!is_filled && (first > hole_.first || last < hole_.last))

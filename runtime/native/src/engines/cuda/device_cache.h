@@ -1,5 +1,5 @@
-// The cache of keys and values on a CUDA device. The part "past" contains the rows that passes
-// read. The part "present" contains the rows that the last pass wrote.
+// The cache of keys and values on a CUDA device. The cache has two parts. `past` contains the rows
+// that passes read. `present` contains the rows that the last pass wrote.
 #pragma once
 
 #include <algorithm>
@@ -52,11 +52,11 @@ class DeviceCache {
   // Does the work of Context::keep_outside. The copies are queued on the stream, and the function
   // does not wait for the copies. Rows stay in the order of their positions.
   //
-  // First, all of `past` is copied to the memory after the rows of `present`. Then the rows to keep
-  // are copied back, with the new number of rows per head. This method needs a few copies per
-  // tensor. In host memory, only the rows that change are moved (cache/slots.h). On a device,
-  // moving only these rows would need several copies per head. That would be thousands of copies,
-  // and each copy takes microseconds.
+  // First, the function copies all of `past` to the memory after the rows of `present`. Then the
+  // function copies the rows to keep back to `past`, with the new number of rows per head. This
+  // method needs a few copies per tensor. In host memory, only the rows whose place changes are
+  // moved (cache/slots.h). On a device, moving only such rows would need several copies per head,
+  // which is thousands of copies. Each copy takes microseconds.
   void keep_outside(int32_t first, int32_t last, CUstream stream);
 
   // Returns the number of bytes that `past` and `present` currently use.

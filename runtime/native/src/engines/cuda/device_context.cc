@@ -40,7 +40,7 @@ class DeviceContext final : public Context {
     cache_.end(pass, use);
   }
 
-  // The engine uses other streams, so this function waits until the copies are finished.
+  // The engine uses different streams, so this function waits until the copies are finished.
   void keep_outside(int32_t first, int32_t last) override {
     const CudaDevice::Use use(device_);
     cache_.keep_outside(first, last, stream_.get());

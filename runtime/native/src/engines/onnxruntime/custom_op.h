@@ -19,7 +19,8 @@
 
 namespace dlm::ops {
 
-// The element types that no port uses. engines/graph_contract.h defines the other element types.
+// The element types that no port uses. engines/graph_contract.h defines the element types that
+// ports use.
 constexpr int kUint8 = 2, kFloat8 = 17;
 constexpr size_t kMostWeights = 3, kMostDims = 5;
 constexpr size_t kSegments = 8;  // index of attention's optional input with the segments
@@ -88,7 +89,8 @@ class Call final : public Parallel {
 
   void run(size_t count, void (*task)(void* user, size_t i), void* user) override {
     if (count == 1) return task(user, 0);
-    // Each task is a batch of its own. So a thread that starts late runs fewer tasks.
+    // Each task is a separate batch for ONNX Runtime, so a thread that starts late runs fewer
+    // tasks.
     ask<ort::KernelContextParallelFor>(api_, context_, task, count, count, user);
   }
 
@@ -132,8 +134,8 @@ class Scratch {
 
 struct Op;
 
-// The attributes of one node of the graph. The comment before or after each field names the
-// operators that have the attribute.
+// The attributes of one node of the graph. The comment before or after a field names the operators
+// that use the attribute.
 struct Node {
   const Op& op;
   // Linear layers: number of columns of each weight matrix.
@@ -147,7 +149,7 @@ struct Node {
 struct Definition {
   const char* name;
   std::vector<int> inputs, outputs;  // element types
-  // Reads the attributes of a node. NULL if the operator has no attributes.
+  // The function that reads the attributes of a node. NULL if the operator has no attributes.
   void (*read)(const ort::Api& api, const OrtKernelInfo* info, Node& node);
   void (*compute)(const Kernels& kernels, const Node& node, Call& call);
   bool has_segments = false;

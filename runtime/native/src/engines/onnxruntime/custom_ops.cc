@@ -85,7 +85,7 @@ CustomOps::CustomOps(const ort::Api& api, const Kernels& kernels)
        {ops::linear_operators(), ops::expert_operators(), ops::attention_operators()})
     for (const ops::Definition& is : kind)
       ops_.push_back({ops::make_entry(), is, api, &kernels, memory_.get()});
-  for (const ops::Op& op : ops_)  // from now on, the elements of ops_ do not move
+  for (const ops::Op& op : ops_)  // after this line, the elements of ops_ must not move
     ask<ort::CustomOpDomainAdd>(api, domain_.get(), &op.entry);
 }
 

@@ -7,7 +7,7 @@
 namespace dlm::ops {
 namespace {
 
-constexpr int64_t kSegmentNumbers = 4;  // a segment is stored as an array of this many numbers
+constexpr int64_t kSegmentNumbers = 4;  // a stored segment consists of this many numbers
 
 void read_heads(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   ask<ort::KernelInfoGetAttributeInt64>(api, info, "heads", &node.heads);

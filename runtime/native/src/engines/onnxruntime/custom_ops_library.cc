@@ -15,8 +15,8 @@
 extern "C" DLM_API OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
                                                 const dlm::ort::ApiBase* base) {
   const void* const table = base->get_api(dlm::ort::kApiVersion);
-  // This version of ONNX Runtime is too old. A session of this version rejects the graph with its
-  // own error message.
+  // This version of ONNX Runtime is too old. When the program creates a session, ONNX Runtime
+  // rejects the graph with its own error message.
   if (table == nullptr) return nullptr;
   const dlm::ort::Api api(table);
   try {

@@ -1,12 +1,12 @@
 // The engine that runs a bundle's graph with ONNX Runtime.
 //
-// libonnxruntime is not linked, but loaded at run time. So one build of the runtime works with the
-// library of the pip wheel and with the library of the system. engines/onnxruntime/ort_api.h
+// libonnxruntime is loaded at run time, not linked. So one build of the runtime works with the pip
+// wheel's libonnxruntime and with the system's libonnxruntime. engines/onnxruntime/ort_api.h
 // declares its functions.
 //
-// The graph is untrusted. When the graph is opened, its inputs and outputs are compared with the
-// manifest. Every output is bound to a buffer of exactly the shape that the pass needs. So ONNX
-// Runtime writes only to these buffers.
+// The graph is untrusted. When the engine opens the graph, the engine compares the graph's inputs
+// and outputs with the manifest. In each pass, the engine binds every output to a buffer of exactly
+// the shape that the pass needs. So ONNX Runtime writes only to these buffers.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -56,8 +56,9 @@ struct Library {
 // need a newer version of the library.
 Library load_library(const std::string& given, const ProviderChoice& provider) {
   // In the official builds, CreateEnv stores a device id and starts to send telemetry. If this
-  // variable is set before the call, CreateEnv does neither (docs/Privacy.md of ONNX Runtime). If
-  // the program has set the variable itself, this code does not change the variable.
+  // environment variable is set before the call, CreateEnv stores no device id and sends no
+  // telemetry (docs/Privacy.md of ONNX Runtime). If the program has set the variable, this code
+  // does not change the variable.
   setenv("ORT_DISABLE_TELEMETRY", "1", 0);
   // The file names to try. First comes the name in ONNX Runtime's releases, then the name that
   // linkers use. Debian's names, which contain the minor version, come last.
@@ -72,7 +73,8 @@ Library load_library(const std::string& given, const ProviderChoice& provider) {
     throw Error(DLM_ENGINE_MISSING,
                 name + " is not ONNX Runtime: it has no OrtGetApiBase. " + kAdvice);
   const ort::ApiBase* const base = get_base();
-  // The version is checked first. If the library is too old, get_api prints an error to stderr.
+  // The version is checked before get_api is called, because get_api prints an error to stderr if
+  // the library is too old.
   const std::string version = one_line(base->get_version_string());
   char* point = nullptr;
   const long major = std::strtol(version.c_str(), &point, 10);
@@ -102,8 +104,8 @@ dlm_status load_failure(const ort::Api& api, const OrtStatus* reported) {
   return is_bad ? DLM_BAD_BUNDLE : DLM_ENGINE_FAILED;
 }
 
-// Returns true if a message of ONNX Runtime says that a device has no memory left. Such messages
-// come from ONNX Runtime's memory arena or from CUDA.
+// Returns true if an error message says that a device has no memory left. ONNX Runtime's memory
+// arena and CUDA write such messages.
 bool is_out_of_memory(const std::string& message) {
   const char* const signs[] = {"Failed to allocate memory", "Available memory of", "out of memory"};
   return std::any_of(std::begin(signs), std::end(signs),
@@ -111,8 +113,8 @@ bool is_out_of_memory(const std::string& message) {
 }
 
 // kNoFallback is a session option. This option makes ONNX Runtime reject sessions that would run
-// some operators on the CPU. kFallbackRefused is a part of ONNX Runtime's error message in this
-// case.
+// some operators on the CPU. kFallbackRefused is a part of ONNX Runtime's error message for such a
+// session.
 constexpr char kNoFallback[] = "session.disable_cpu_ep_fallback",
                kFallbackRefused[] = "assigned to the default CPU EP";
 
@@ -167,7 +169,7 @@ class OnnxRuntime final : public HostEngine {
   }
 
   // Segments require our kernels. Without our kernels, ONNX Runtime runs the graph's own functions,
-  // in which every request would see the rows of all requests.
+  // and with these functions every request would see the rows of all requests.
   bool takes_segments() const override { return has_segments_ && !device_ && !kernels_.empty(); }
 
   void run(const dlm_pass& pass, const std::vector<Segment>& segments) override {
@@ -242,8 +244,8 @@ class OnnxRuntime final : public HostEngine {
 
   void set_up(SessionOptions& options, int threads) const {
     set(api().call<ort::CreateSessionOptions>(options.out()));
-    // All sessions of the process share the environment. Other code may have set a more verbose log
-    // level for the environment.
+    // All sessions of the process share the environment. Code outside this library may have set a
+    // more verbose log level for the environment.
     set(api().call<ort::SetSessionLogSeverityLevel>(options.get(), ort::kLogFatal));
     // If the number of threads is 0, ONNX Runtime uses all physical cores.
     set(api().call<ort::SetIntraOpNumThreads>(options.get(), threads));
@@ -258,15 +260,15 @@ class OnnxRuntime final : public HostEngine {
     configure(options, "session.qdq_matmulnbits_accuracy_level", "1");
     // The sizes of passes change, and ONNX Runtime would store a memory plan for each combination
     // of sizes. For a 6-layer denoiser, these plans took 10 MB after 1200 shapes and saved no time.
-    // So memory plans are switched off. The memory arena stays on. The arena stops growing after
-    // the largest pass. Without the arena, memory use varies by 20 MB.
+    // So this code switches memory plans off. The memory arena stays on, because memory use would
+    // vary by 20 MB without the arena. The arena stops growing after the largest pass.
     set(api().call<ort::DisableMemPattern>(options.get()));
   }
 
   // Sets up the session for the CPU, with our kernels.
   void set_up_processor(const SessionOptions& options) {
-    // Without VNNI, sums of products of unsigned by signed bytes saturate. With this option, ONNX
-    // Runtime makes both factors unsigned.
+    // On processors without VNNI, sums of products of unsigned bytes and signed bytes saturate.
+    // With this option, ONNX Runtime uses unsigned bytes for both factors.
     configure(options, "session.x64quantprecision", "1");
     // Without this option, ONNX Runtime would fuse nodes into FP8 kernels that ONNX Runtime lacks.
     // With this option, ONNX Runtime dequantises the weights when it loads the graph.
@@ -279,9 +281,9 @@ class OnnxRuntime final : public HostEngine {
   }
 
   // Creates a session. The process's first session adds our operators' domain to a table that all
-  // sessions share. ONNX Runtime does this without a lock. If two threads created their first
-  // sessions at the same time, one of the calls would fail. So sessions are created one at a time
-  // until the first session exists.
+  // sessions share. ONNX Runtime changes this table without a lock. If two threads created the
+  // first sessions at the same time, one of the calls would fail. So sessions are created one at a
+  // time until the first session exists.
   OrtStatus* try_session(const SessionOptions& options) {
     static std::mutex first;
     static std::atomic<const void*> has_domain{nullptr};
@@ -308,7 +310,8 @@ class OnnxRuntime final : public HostEngine {
   }
 
   // Opens a session on a GPU. ONNX Runtime rejects a session that would run nodes on the CPU. If
-  // that happens, a second session is opened to find the names of these nodes.
+  // ONNX Runtime rejects the session, this function opens a second session to find the names of
+  // these nodes.
   void open_on_device(const SessionOptions& options, const ProviderChoice& provider) {
     check_provider_there(api(), library_.version, *provider_);
     device_.emplace(provider.device);

@@ -1,5 +1,5 @@
-// The part of ONNX Runtime's C API that the engine uses. This file declares it because pip wheels
-// do not include the official header.
+// Declares the part of ONNX Runtime's C API that the engine uses. The official header is not used,
+// because pip wheels do not include the official header.
 //
 // The library exports one function, OrtGetApiBase. OrtGetApiBase gives access to OrtApi, a table of
 // function pointers. New versions of ONNX Runtime only add functions at the end of the table. So
@@ -8,7 +8,7 @@
 //
 // Below, each function is declared by its slot number and its signature. If the official header is
 // installed, tests/ort_slots_check.cc compares the slots, the signatures and the values of the
-// enums with that header. Enums are passed as int.
+// enums with the official header. Enums are passed as int.
 #pragma once
 
 #include <cstddef>
@@ -48,9 +48,10 @@ constexpr uint32_t kOpsetVersion = 23;
 constexpr uint32_t kPlacementVersion = 24;
 
 struct ApiBase {
-  // If the library does not support the version, returns NULL and prints a line to stderr.
+  // Returns the table. If the library does not support the version, returns NULL and prints a line
+  // to stderr.
   const void* (*get_api)(uint32_t version);
-  const char* (*get_version_string)();  // for example "1.31.1"; static
+  const char* (*get_version_string)();  // returns a static string such as "1.31.1"
 };
 using GetApiBase = const ApiBase* (*)();  // the type of OrtGetApiBase
 
@@ -157,8 +158,8 @@ using PlacedNodeGetDomain = Entry<411, OrtStatus*(const OrtEpAssignedNode*, cons
 using PlacedNodeGetOperator = Entry<412, OrtStatus*(const OrtEpAssignedNode*, const char**)>;
 // clang-format on
 
-// OrtCustomOp: the functions that define a custom operator. If there is a second version of a
-// function with V2 in its name, ONNX Runtime calls this second version.
+// OrtCustomOp: the functions that define a custom operator. Some functions have a second version
+// with V2 in its name. ONNX Runtime then calls only the second version.
 struct CustomOp {
   uint32_t version;  // the API version of the struct; the entries below exist in this version
   void* (*create_kernel)(const CustomOp*, const void* api, const OrtKernelInfo*);

@@ -61,8 +61,8 @@ void add(const ort::Api& api, const Provider& provider, const Options& given,
 }
 
 void add_cuda(const ort::Api& api, int32_t device, OrtSessionOptions* options) {
-  // By default, CUDA would round fp32 to TensorFloat-32, which has only ten bits of fraction. The
-  // memory arena grows only by as much as a pass needs.
+  // With use_tf32, CUDA would round fp32 to TensorFloat-32, which has only ten bits of fraction.
+  // With kSameAsRequested, the memory arena grows only by as much as a pass needs.
   const Options given = {{"device_id", std::to_string(device)},
                          {"use_tf32", "0"},
                          {"arena_extend_strategy", "kSameAsRequested"}};

@@ -10,7 +10,8 @@
 namespace dlm {
 
 struct Provider {
-  const char *name, *registered, *label;  // our name, ONNX Runtime's name, and the name in messages
+  const char *name, *registered, *label;  // the name in this library, the name in ONNX Runtime, and
+                                          // the name in messages
 };
 
 // Returns the provider with this name, or NULL for "cpu". Throws Error(DLM_UNSUPPORTED) for an

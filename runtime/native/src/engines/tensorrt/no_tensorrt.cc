@@ -1,5 +1,5 @@
-// This file replaces engines/tensorrt/tensorrt_engine.cc if the library is built without TensorRT's
-// headers.
+// If the library is built without TensorRT's headers, this file replaces
+// engines/tensorrt/tensorrt_engine.cc.
 #include "base/error.h"
 #include "engines/engine.h"
 

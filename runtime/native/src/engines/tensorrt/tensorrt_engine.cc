@@ -20,8 +20,8 @@
 namespace dlm::trt {
 namespace {
 
-// Chooses the engine that can run here. If no engine can run, throws an error that gives the reason
-// for each engine.
+// Chooses the engine that can run on this device with the loaded library. If no engine can run,
+// throws an error that gives the reason for each engine.
 const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Platform& platform) {
   std::string reasons;
   for (const EngineSpec& engine : engines) {

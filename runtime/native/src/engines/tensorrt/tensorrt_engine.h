@@ -1,5 +1,5 @@
-// The TensorRT engine, which runs an engine file on the first CUDA device. The loaded TensorRT must
-// have the same version as the TensorRT that built the file.
+// The TensorRT engine, which runs an engine file on the first CUDA device. The version of the
+// loaded TensorRT must be the version that built the engine file.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -55,8 +55,8 @@ class TensorRt final : public Engine {
   // context. Any thread may call this function.
   std::unique_ptr<nvinfer1::IExecutionContext> create_context();
 
-  // Throws Error(DLM_ENGINE_FAILED). The message contains the name of the call and TensorRT's own
-  // message.
+  // Throws Error(DLM_ENGINE_FAILED). The message contains the name of the failed call and
+  // TensorRT's own message.
   [[noreturn]] void fail_call(const std::string& call);
 
   // Drops errors that TensorRT reported although the call succeeded, so that a later failure does

@@ -30,7 +30,8 @@ void Logger::log(Severity severity, const char* message) noexcept {
   try {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (first_.empty()) first_ = one_line(message);
-  } catch (...) {  // there is no memory for the message, so report the error without it
+  } catch (...) {  // there is not enough memory for TensorRT's message, so the error is reported
+                   // without this message
   }
 }
 

@@ -26,8 +26,8 @@ class Logger final : public nvinfer1::ILogger {
  public:
   void log(Severity severity, const char* message) noexcept override;
 
-  // Returns and forgets the first error since the last call. Callers append the returned text to a
-  // sentence.
+  // Returns the first error since the last call of this function, and forgets the error. Callers
+  // append the returned text to a sentence.
   std::string take();
 
  private:
@@ -40,8 +40,8 @@ struct Library {
   std::string version;  // for example "10.14.1.48"
 };
 
-// Loads the library at the path `given`. If `given` is empty, loads the library from the paths that
-// dlm_open_options lists. Throws Error(DLM_ENGINE_MISSING).
+// Loads the library at the path `given`. If `given` is empty, loads the library as the comment of
+// dlm_open_options.engine_library describes. Throws Error(DLM_ENGINE_MISSING).
 Library load_library(const std::string& given);
 
 }  // namespace dlm::trt

@@ -48,9 +48,9 @@ inline int32_t choose_profile(const EngineSpec& engine, int32_t tokens, int32_t 
   return -1;
 }
 
-// Returns the number of rows that a pass scores if `rows` rows are needed. The number is rounded up
-// to a multiple of 8. So there are fewer distinct pass sizes, and more CUDA graphs can be used
-// again. The rounded number does not exceed `tokens` or the profile's limit.
+// Returns the number of rows that a pass scores if `rows` rows are needed. This function rounds the
+// number up to a multiple of 8, so that passes have fewer distinct sizes and more CUDA graphs can
+// be used again. The rounded number exceeds neither `tokens` nor the profile's limit.
 inline int32_t rows_bucket(int32_t rows, int32_t tokens, const Sizes& sizes) {
   const int32_t rounded = std::min({(rows + 7) / 8 * 8, std::max(rows, tokens), sizes.largest});
   return std::max(rounded, sizes.smallest);

@@ -18,7 +18,7 @@
 namespace dlm::trt {
 namespace {
 
-// The sizes that identify a pass. Each PassKey has its own CUDA graph.
+// The sizes that identify a pass. Each distinct PassKey has its own CUDA graph.
 struct PassKey {
   int32_t profile, tokens, cached, rows;
   bool operator==(const PassKey& other) const {
@@ -98,12 +98,13 @@ class Session final : public Context {
   // of its profile, which can run any size. The second time, the pass gets an execution context of
   // its own. From the third time on, the CUDA graph of the pass is replayed.
   //
-  // Each graph needs its own execution context. A captured graph refers to the context from which
-  // it was captured, and must not be used after this context has changed. The contexts may share
-  // working memory (CUDA Graphs in TensorRT's developer guide).
+  // Each graph needs its own execution context, because a captured graph refers to the context from
+  // which the graph was captured. The graph must not be used after this context has changed. The
+  // contexts may share working memory (CUDA Graphs in TensorRT's developer guide).
   struct Repeated {
     PassKey key;
-    // This context is created when the pass runs for the second time.
+    // The pass's own execution context. The session creates this context when the pass runs for the
+    // second time.
     std::unique_ptr<nvinfer1::IExecutionContext> context;
     CudaGraphExec graph;  // nullptr if the pass was not captured
   };
@@ -264,8 +265,8 @@ class Session final : public Context {
 
   TensorRt& engine_;
   const Cuda& cuda_;
-  // The destructor sets this member. So the device's context is current while all members below are
-  // freed.
+  // The destructor sets this member, so that the device's context is current while the destructor
+  // frees all members below.
   std::optional<CudaDevice::Use> current_;
   CudaStream stream_;  // the stream is freed after the members below
   const std::vector<size_t> offsets_, staging_offsets_;

@@ -11,7 +11,7 @@ namespace simd {
 constexpr int kLanes = 4;
 // Register tile for products of floats: 20 vectors of sums, 4 vectors of weights.
 constexpr int kFloatRows = 5, kFloatVectors = 4;
-constexpr int kQueryVectors = 4;  // number of vectors of queries that attention processes at a time
+constexpr int kQueryVectors = 4;  // number of query vectors that attention processes at a time
 constexpr int kKeyBlock = 4;
 
 using F = float32x4_t;
@@ -41,8 +41,8 @@ inline F power_of_two(I n) {
   return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(n, iset(127)), 23));
 }
 
-// Each of these functions loads or stores kLanes numbers. The numbers are in fp16, or are codes of
-// one byte. Stores to fp16 round half to even.
+// The next functions load or store kLanes numbers. The numbers are in fp16, or are codes of one
+// byte. Stores to fp16 round half to even.
 inline F load_half(const uint16_t* from) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
 }
@@ -52,8 +52,8 @@ inline F load_codes(const int8_t* from) {
   __builtin_memcpy(&bits, from, sizeof bits);
   return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bits)))));
 }
-// Each of these functions loads kLanes numbers in bf16 or in E4M3. E4M3 has the exponent bias 7,
-// and its largest code is NaN.
+// The next functions load kLanes numbers in bf16 or in E4M3. In E4M3, the exponent bias is 7, and
+// the largest code is NaN.
 inline F load_bfloat(const uint16_t* from) {
   return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(from)), 16));
 }
@@ -71,7 +71,7 @@ inline F load_e4m3(const uint8_t* from) {
 // Returns the sum of all lanes.
 inline float total(F x) { return vaddvq_f32(x); }
 
-// Selects per lane: a if x > y, otherwise b.
+// For each lane, returns a if x > y, and otherwise returns b.
 inline F select_greater(F x, F y, F a, F b) { return vbslq_f32(vcgtq_f32(x, y), a, b); }
 inline I select_greater(F x, F y, I a, I b) { return vbslq_s32(vcgtq_f32(x, y), a, b); }
 
@@ -100,7 +100,7 @@ struct Bytes {
   }
 };
 
-// 128 was added to each stored weight. One exclusive-or instruction subtracts 128 again.
+// Each stored byte is a weight plus 128. One exclusive-or instruction subtracts 128 from each byte.
 struct Int8 : Bytes {
   static constexpr int kParts = 1;
   static constexpr int32_t kWeightOffset = 0;
@@ -120,8 +120,8 @@ struct Int4 : Bytes {
   }
 };
 
-// A table of 16 numbers. look_up takes kLanes nibbles from `from`, starting at bit kShift, and uses
-// them as indices into the table. look_up returns one number per nibble.
+// A table of 16 numbers. look_up takes kLanes nibbles from `from`, starting at bit kShift. Each
+// nibble is an index into the table. look_up returns the number at each index.
 using Table = int8x16_t;
 inline Table load_table(const int8_t* from) { return vld1q_s8(from); }
 template <int kShift>

@@ -13,7 +13,8 @@ struct Kernels;
 struct AmxHost {
   uint32_t features;  // the register edx of CPUID's leaf 7
   bool has_avx512_vnni;
-  uint64_t saved_state;  // XCR0: which registers the operating system saves for each thread
+  uint64_t saved_state;  // XCR0, which shows the registers that the operating system saves for each
+                         // thread
   // Asks the operating system for permission to use AMX in all threads of the process. Returns 0 or
   // errno.
   int (*request)();
@@ -22,8 +23,8 @@ struct AmxHost {
 
 AmxHost read_amx_host(bool has_avx512_vnni, bool (*prove)());
 
-// Makes the checks in order, up to the first check that fails. Returns a text about the failure, or
-// "" if no check fails.
+// Makes the checks in order, and stops at the first check that fails. Returns the reason of the
+// failure, or "" if no check fails.
 std::string find_amx_refusal(const AmxHost& host);
 
 // Returns true if the kernels compute small INT8 and INT4 layers with the same results as plain

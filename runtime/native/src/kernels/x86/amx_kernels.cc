@@ -1,9 +1,10 @@
-// Linear layers for x86-64 processors with AMX-INT8. All such processors also have AVX-512 with
-// VNNI. So these processors use the AVX-512 kernels for all other operations (kernels/select.cc).
+// Linear layers for x86-64 processors with AMX-INT8. All processors with AMX-INT8 also support
+// AVX-512 with VNNI. So these processors use the AVX-512 kernels for all operations except linear
+// layers (kernels/select.cc).
 #include "kernels/x86/matrix_amx.h"
 #include "kernels/x86/simd_avx512.h"
-// kernels/linear_by_matrices.h uses the registers and vectors of the headers above, so it must come
-// after them.
+// kernels/linear_by_matrices.h uses the registers and vectors of the headers above, so
+// linear_by_matrices.h must be included last.
 #include "kernels/linear_by_matrices.h"
 
 namespace dlm {

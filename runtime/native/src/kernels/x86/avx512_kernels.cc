@@ -1,6 +1,7 @@
 // Compiles the kernels for x86-64 with AVX-512 and VNNI.
 #include "kernels/x86/simd_avx512.h"
-// kernels/body.h uses the vector operations of simd_avx512.h, so it must come after this header.
+// kernels/body.h uses the vector operations of simd_avx512.h, so body.h must be included after
+// simd_avx512.h.
 #include "kernels/body.h"
 
 namespace dlm {

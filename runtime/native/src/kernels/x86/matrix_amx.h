@@ -1,7 +1,7 @@
 // The functions that kernels/linear_by_matrices.h needs, for the matrix registers of AMX.
 // tests/matrix_emulated.h implements the same functions in plain C++.
 //
-// The instructions are written as assembly, because GCC's intrinsics do not declare that they read
+// The instructions are written in assembly, because GCC's intrinsics do not declare their reads of
 // memory, and do not accept a constant from a template.
 #pragma once
 
@@ -10,10 +10,10 @@
 namespace {
 namespace matrix {
 
-// Configures the matrix registers of this thread until the object is destroyed. Other code also
-// uses these registers, so their contents are unknown at first. Registers 0 to 3 hold sums [16,
-// 16]. Registers 4 and 5 hold the codes [16, step] of rows. Registers 6 and 7 hold weights [step /
-// 4, 16, 4].
+// Configures the matrix registers of this thread until the object is destroyed. The contents of the
+// registers are unknown at first, because code outside this library may use the registers too.
+// Registers 0 to 3 hold sums [16, 16]. Registers 4 and 5 hold the codes [16, step] of rows.
+// Registers 6 and 7 hold weights [step / 4, 16, 4].
 class Registers {
  public:
   // `step`, the number of inputs per product, must be a multiple of 4, and at most 64.

@@ -12,7 +12,7 @@ namespace simd {
 constexpr int kLanes = 8;
 // Register tile for products of floats: 12 vectors of sums, 2 vectors of weights.
 constexpr int kFloatRows = 6, kFloatVectors = 2;
-constexpr int kQueryVectors = 2;  // number of vectors of queries that attention processes at a time
+constexpr int kQueryVectors = 2;  // number of query vectors that attention processes at a time
 constexpr int kKeyBlock = 4;
 
 using F = __m256;
@@ -44,8 +44,8 @@ inline F power_of_two(I n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, iset(127)), 23));
 }
 
-// Each of these functions loads or stores kLanes numbers. The numbers are in fp16, or are codes of
-// one byte. Stores to fp16 round half to even.
+// The next functions load or store kLanes numbers. The numbers are in fp16, or are codes of one
+// byte. Stores to fp16 round half to even.
 inline F load_half(const uint16_t* from) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
@@ -56,8 +56,8 @@ inline F load_codes(const int8_t* from) {
   return _mm256_cvtepi32_ps(
       _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 }
-// Each of these functions loads kLanes numbers in bf16 or in E4M3. E4M3 has the exponent bias 7,
-// and its largest code is NaN.
+// The next functions load kLanes numbers in bf16 or in E4M3. In E4M3, the exponent bias is 7, and
+// the largest code is NaN.
 inline F load_bfloat(const uint16_t* from) {
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
@@ -80,7 +80,7 @@ inline float total(F x) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-// Selects per lane: a if x > y, otherwise b.
+// For each lane, returns a if x > y, and otherwise returns b.
 inline F select_greater(F x, F y, F a, F b) {
   return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_GT_OQ));
 }
@@ -115,7 +115,7 @@ struct Bytes {
   }
 };
 
-// Computes the same products as the class `Products`. Each byte of weights stores two weights.
+// Computes the same products as the class `Products`. One byte stores two weights.
 template <class Products>
 struct Nibbles : Products {
   static constexpr int kParts = 2;
@@ -154,8 +154,9 @@ struct Int8 : Products {
 #else
 
 // The AVX2 instruction for products of bytes adds two products in 16 bits. The sum could exceed 16
-// bits, and would then saturate. So both factors are first widened to 16 bits. Weights are widened
-// here, even and odd bytes separately. Codes are widened when they are stored.
+// bits, and would then saturate. So both factors are first widened to 16 bits. The code below
+// widens the weights, even and odd bytes separately. Codes were already widened when the codes were
+// stored.
 struct Int8 {
   static constexpr int kTileRows = 4, kVectors = 2;  // 8 vectors of sums, 4 of weights, 2 of codes
   static constexpr int kParts = 1;
@@ -199,8 +200,8 @@ struct Products : Bytes {
 
 using Int4 = Nibbles<Products>;
 
-// A table of 16 numbers. look_up takes kLanes nibbles from `from`, starting at bit kShift, and uses
-// them as indices into the table. look_up returns one number per nibble.
+// A table of 16 numbers. look_up takes kLanes nibbles from `from`, starting at bit kShift. Each
+// nibble is an index into the table. look_up returns the number at each index.
 using Table = __m128i;
 inline Table load_table(const int8_t* from) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));

@@ -11,7 +11,7 @@ namespace simd {
 constexpr int kLanes = 16;
 // Register tile for products of floats: 24 vectors of sums, 2 vectors of weights.
 constexpr int kFloatRows = 12, kFloatVectors = 2;
-constexpr int kQueryVectors = 2;  // number of vectors of queries that attention processes at a time
+constexpr int kQueryVectors = 2;  // number of query vectors that attention processes at a time
 constexpr int kKeyBlock = 8;
 
 using F = __m512;
@@ -43,8 +43,8 @@ inline F power_of_two(I n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, iset(127)), 23));
 }
 
-// Each of these functions loads or stores kLanes numbers. The numbers are in fp16, or are codes of
-// one byte. Stores to fp16 round half to even.
+// The next functions load or store kLanes numbers. The numbers are in fp16, or are codes of one
+// byte. Stores to fp16 round half to even.
 inline F load_half(const uint16_t* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
@@ -56,8 +56,8 @@ inline F load_codes(const int8_t* from) {
   return _mm512_cvtepi32_ps(
       _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
-// Each of these functions loads kLanes numbers in bf16 or in E4M3. E4M3 has the exponent bias 7,
-// and its largest code is NaN.
+// The next functions load kLanes numbers in bf16 or in E4M3. In E4M3, the exponent bias is 7, and
+// the largest code is NaN.
 inline F load_bfloat(const uint16_t* from) {
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
@@ -75,7 +75,7 @@ inline F load_e4m3(const uint8_t* from) {
 // Returns the sum of all lanes.
 inline float total(F x) { return _mm512_reduce_add_ps(x); }
 
-// Selects per lane: a if x > y, otherwise b.
+// For each lane, returns a if x > y, and otherwise returns b.
 inline F select_greater(F x, F y, F a, F b) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a);
 }
@@ -127,8 +127,8 @@ struct Int4 : Bytes {
   }
 };
 
-// A table of 16 numbers. look_up takes kLanes nibbles from `from`, starting at bit kShift, and uses
-// them as indices into the table. look_up returns one number per nibble.
+// A table of 16 numbers. look_up takes kLanes nibbles from `from`, starting at bit kShift. Each
+// nibble is an index into the table. look_up returns the number at each index.
 using Table = __m128i;
 inline Table load_table(const int8_t* from) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
