@@ -104,6 +104,28 @@ def test_the_deltas_of_a_stream_are_the_text(served: Served) -> None:
     assert reasons == [None] * (len(reasons) - 1) + ["stop"]
 
 
+@pytest.mark.parametrize("diffusing", [False, True])
+def test_each_chunk_can_contain_the_counts_so_far(served: Served, diffusing: bool) -> None:
+    found = events(
+        served,
+        "/v1/chat/completions",
+        messages=MESSAGES,
+        n=2,
+        diffusing=diffusing,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+        dlm={"policy": {"commit": "static", "steps_per_block": 8}},
+    )
+    counts = [event["usage"] for event in found]
+    for name in ("completion_tokens", "denoising_passes"):
+        so_far = [each[name] for each in counts]
+        assert so_far[0] == 0
+        assert so_far == sorted(so_far)
+        assert len(set(so_far)) > 2
+    assert {each["prompt_tokens"] for each in counts} == {counts[-1]["prompt_tokens"]}
+    assert found[-1]["choices"] == []
+    assert counts[-2] == counts[-1]
+
+
 def test_a_denoising_stream_replaces_its_text_until_all_is_decided(served: Served) -> None:
     whole = chat(served).json()["choices"][0]["message"]["content"]
     found = events(

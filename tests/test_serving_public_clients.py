@@ -1,8 +1,9 @@
 """Public clients of OpenAI's API against ``dlm-export serve``, unchanged: LiteLLM, LangChain,
-instructor, and OpenAI's package for Node.
+instructor, OpenAI's package for Node, and the load generator GuideLLM.
 
 The Python packages are in tests/requirements.txt. For Node, set DLM_NODE_MODULES to a folder
-``node_modules`` with the package openai.
+``node_modules`` with the package openai. GuideLLM has many dependencies of its own, so install it
+in another environment, and set DLM_GUIDELLM to its program.
 """
 
 from __future__ import annotations
@@ -187,3 +188,39 @@ def test_the_client_for_node(served: Served, text: str, tmp_path: Path) -> None:
     assert found["error"] == ["BadRequestError", 400, "n"]
     assert found["aborted"] in ("APIUserAbortError", "true")
     assert found["timeout"] == "APIConnectionTimeoutError"
+
+
+def test_a_public_load_generator(served: Served, demo_bundle: Path, tmp_path: Path) -> None:
+    program = os.environ.get("DLM_GUIDELLM")
+    if not program:
+        pytest.skip("DLM_GUIDELLM does not name the program of GuideLLM")
+    prompts = [json.dumps({"prompt": f"{COMMAND} {at}"}) for at in range(12)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
+    options = {
+        "--backend": f"kind=openai_http,target={served.url}",
+        "--profile": "kind=concurrent,streams=4",
+        "--constraint": f"kind=max_requests,count={len(prompts)}",
+        "--data": f"kind=json_file,path={tmp_path / 'prompts.jsonl'}",
+        "--tokenizer": f"kind=hf_auto,model={demo_bundle}",
+        "--output": f"kind=json,path={tmp_path / 'report.json'}",
+    }
+    command = [
+        program,
+        "run",
+        "--disable-console",
+        *(part for each in options.items() for part in each),
+    ]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (measured,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
+    totals = measured["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (len(prompts), 0)
+    for request in measured["requests"]["successful"]:
+        assert request["output_metrics"]["text_tokens"] > 0

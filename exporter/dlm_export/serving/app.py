@@ -465,10 +465,10 @@ def _answered(
 
 def _choices(body: fields.Sampling, choices: Choices) -> Form:
     """Return the form that creates responses with a field ``choices``."""
-    has_usage = body.stream_options is not None and body.stream_options.include_usage
+    options = body.stream_options or fields.StreamOptions()
 
     def writer(ask: Ask, model: Model) -> Writer:
-        return ChoicesWriter(choices, has_usage, ask, model, bool(body.diffusing))
+        return ChoicesWriter(choices, options.counts, ask, model, bool(body.diffusing))
 
     return Form(choices.whole, writer)
 

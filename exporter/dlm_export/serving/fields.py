@@ -62,9 +62,20 @@ class Own(Body):
     special_tokens: bool = False
 
 
+Counts = Literal["none", "last", "each"]
+"""Which events of a stream contain token counts: no event, the last event, or each event."""
+
+
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # a field of vLLM
     include_obfuscation: bool = False  # a hint, which has no effect
+
+    @property
+    def counts(self) -> Counts:
+        if not self.include_usage:
+            return "none"
+        return "each" if self.continuous_usage_stats else "last"
 
 
 class Part(Body):

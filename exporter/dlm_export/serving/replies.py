@@ -87,13 +87,18 @@ def usage(answers: Sequence[Answer], ask: Ask) -> dict[str, Any]:
     prompts = answers[:: ask.choices]
     prompt = sum(each.generation.prompt_tokens for each in prompts)
     completion = sum(each.completion_tokens for each in answers)
+    return usage_of(prompt, completion, sum(each.generation.nfe for each in answers))
+
+
+def usage_of(prompt: int, completion: int, passes: int) -> dict[str, Any]:
+    """Return the object ``usage`` for the given numbers of tokens and passes."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": 0},
-        "denoising_passes": sum(each.generation.nfe for each in answers),
+        "denoising_passes": passes,
     }
 
 

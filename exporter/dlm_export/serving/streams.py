@@ -16,8 +16,9 @@ from starlette.types import Receive, Scope, Send
 
 from dlm_export.serving.conversation import Ask
 from dlm_export.serving.errors import ApiError, of_runtime
+from dlm_export.serving.fields import Counts
 from dlm_export.serving.hosting import Model
-from dlm_export.serving.replies import Answer, Choices, answer, tool_calls, usage
+from dlm_export.serving.replies import Answer, Choices, answer, tool_calls, usage, usage_of
 from dlm_runtime import DlmError, Event, Generation, Job, ToolCall
 
 UNDECIDED = "░"
@@ -95,8 +96,15 @@ class Writer(ABC):
     def _failure(self, error: ApiError) -> Iterator[bytes]:
         """Yield the events that end the stream after a job has failed."""
 
+    def _note(self, index: int, job: Job, event: Event | None) -> None:  # noqa: B027
+        """Note the progress of a job before the event is written. Before the first event of a job,
+        ``event`` is None.
+        """
+
     async def chunks(self, jobs: Sequence[Job]) -> AsyncGenerator[bytes, None]:
         """Yield all events of the stream. Closing the iterator cancels the jobs."""
+        for index, job in enumerate(jobs):
+            self._note(index, job, None)
         found: asyncio.Queue[bytes | None] = asyncio.Queue()
         tasks = [
             asyncio.create_task(self._follow(index, job, found)) for index, job in enumerate(jobs)
@@ -136,6 +144,7 @@ class Writer(ABC):
         """Yield events that add text. While the text may become a function call, no event is sent."""
         sent = 0
         async for event in job:
+            self._note(index, job, event)
             text = event.text or ""
             if event.result is not None:
                 end = await self._answered(index, event.result)
@@ -174,6 +183,7 @@ class Writer(ABC):
     async def _snapshots(self, index: int, job: Job) -> AsyncIterator[bytes]:
         """Yield the whole text after each pass. Each text replaces the previous text."""
         async for event in job:
+            self._note(index, job, event)
             if event.result is None:
                 content, guess, progress = await asyncio.to_thread(self._snapshot, job, event)
             else:
@@ -240,17 +250,37 @@ class ChoicesWriter(Writer):
 
     Args:
         form: The format of the answers. Log probabilities are sent at the end of an answer.
-        has_usage: If True, the last event contains the token counts.
+        counts: Which events contain the token counts.
         ask, model, is_diffusing: See ``Writer``.
     """
 
     def __init__(
-        self, form: Choices, has_usage: bool, ask: Ask, model: Model, is_diffusing: bool
+        self, form: Choices, counts: Counts, ask: Ask, model: Model, is_diffusing: bool
     ) -> None:
         super().__init__(ask, model, is_diffusing)
         kind = f"{form.head.kind}.chunk" if form.is_chat else form.head.kind
-        self._form, self._has_usage = form, has_usage
+        self._form, self._counts = form, counts
+        self._so_far: dict[int, tuple[int, int, int]] = {}  # tokens given, tokens made, passes
         self._head = replace(form.head, kind=kind)
+
+    def _note(self, index: int, job: Job, event: Event | None) -> None:
+        if self._counts != "each":
+            return
+        made = passes = 0
+        if event is not None:
+            ends, passes = self._model.bundle.eos_token_ids, event.nfe
+            decided = [at for at in self._positions(job, event) if not event.undecided[at]]
+            first_end = next((at for at in decided if event.canvas[at] in ends), None)
+            made = sum(first_end is None or at < first_end for at in decided)
+        self._so_far[index] = (job.prompt_tokens, made, passes)
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        for index, end in self.answers.items():
+            found = end.generation
+            self._so_far[index] = (found.prompt_tokens, end.completion_tokens, found.nfe)
+        rows = [self._so_far[index] for index in sorted(self._so_far)]
+        given = sum(row[0] for row in rows[:: self._ask.choices])
+        return usage_of(given, sum(row[1] for row in rows), sum(row[2] for row in rows))
 
     def _opening(self, index: int) -> Iterator[bytes]:
         if self._form.is_chat:
@@ -273,7 +303,7 @@ class ChoicesWriter(Writer):
         yield self._chunk([{"index": index, **text, **beside}])
 
     def _closing(self) -> Iterator[bytes]:
-        if self._has_usage:
+        if self._counts != "none":
             yield self._chunk([], usage=usage(self.in_order(), self._ask))
         yield DONE
 
@@ -285,6 +315,8 @@ class ChoicesWriter(Writer):
         return self._chunk([choice], **beside)
 
     def _chunk(self, choices: list[dict[str, Any]], **beside: Any) -> bytes:
-        if self._has_usage:
+        if self._counts == "last":
             beside = {"usage": None} | beside
+        elif self._counts == "each":
+            beside = {"usage": self._usage_so_far()} | beside
         return sse(self._head.around(choices=choices, **beside))
