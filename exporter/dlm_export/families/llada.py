@@ -12,7 +12,7 @@ from dlm_export.network.spec import AttentionSpec, LayerSpec, MlpSpec, NetworkSp
 
 
 def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
-    """Read the network from a released LLaDA config.json. Raises CheckpointError."""
+    """Read the shape of the network from a released LLaDA config.json. Raises CheckpointError."""
     config = checkpoint.config
     # LLaDA's configuration class contains all settings of OLMo. Reject all values except the values
     # below, because with any other value, the network would compute something different.

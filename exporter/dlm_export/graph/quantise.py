@@ -375,7 +375,7 @@ class _Writer:
     ) -> ir.Value:
         """Quantise and dequantise the input of a layer, and return the result.
 
-        Layers with the same input and the same range share the nodes.
+        Layers with the same input and the same range share the nodes of the graph that do this.
         """
         key = (id(x), number_format, amax)
         if key not in self._inputs:

@@ -334,8 +334,9 @@ class Carried:
 
     @torch.no_grad()
     def features(self, rows: Sequence[np.ndarray]) -> list[Tensor]:
-        """Return the features after the final norm, ``[R, hidden]`` on the CPU, at the positions
-        ``rows`` ``[R]`` of each canvas.
+        """Return the features after the final norm at the positions ``rows`` of each canvas.
+
+        ``rows`` has the shape ``[R]``. The result has the shape ``[R, hidden]`` and is on the CPU.
 
         Call this method after the last layer.
         """

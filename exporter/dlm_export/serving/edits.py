@@ -26,7 +26,7 @@ CURSOR = "<|cursor|>"
 FENCE = "```"
 """The line that Mercury's API writes before and after the region in an answer."""
 SPARE_TOKENS = 16
-"""The number of tokens by which a new region may always be longer than the old region."""
+"""A new region may be longer than the old region by at least this number of tokens."""
 WHERE = "messages[0].content"
 
 

@@ -287,8 +287,8 @@ def _most_specific(errors: list[ErrorDetails]) -> ErrorDetails:
 
 
 def _path(error: ErrorDetails) -> list[int | str]:
-    """Return the path of the wrong field. Remove the names of allowed types, which pydantic adds to
-    the path.
+    """Return the path of the wrong field. The path that pydantic
+    reports also contains the names of allowed types. Remove these names.
     """
     place = error["loc"]
     return [part for at, part in enumerate(place) if not _is_variant(place, at)]

@@ -225,8 +225,8 @@ class Text:
     def _between_specials(self, made: Any, length: int) -> Iterator[tuple[list[int], int, int]]:
         """Split an encoding at its special tokens.
 
-        Yields each special token, and the ids between two special tokens, each with its range of
-        characters in the text.
+        Yields single special tokens, and lists of the ids between special tokens. Each item also
+        contains its range of characters in the text.
         """
         ids: list[int] = []
         done = 0

@@ -264,7 +264,7 @@ def _lowest(thresholds: Sequence[float], holds: Callable[[float], bool]) -> floa
 
 
 def _is_above(ours: np.ndarray, theirs: np.ndarray, seed: int) -> bool:
-    """Return True if ``ours`` contains significantly more passes per sample than ``theirs``.
+    """Return True if ``ours`` needs significantly more denoiser passes per sample than ``theirs``.
 
     Both arrays have the shape ``[N]``.
     """

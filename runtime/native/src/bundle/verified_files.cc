@@ -1,4 +1,5 @@
-// Finds, checks and writes the records of files whose SHA-256 was right.
+// Records which files had the right SHA-256 when they were last hashed. Finds and checks these
+// records later.
 #include "bundle/verified_files.h"
 
 #include <fcntl.h>

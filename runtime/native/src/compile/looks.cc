@@ -116,8 +116,8 @@ Looks::Piece Looks::repeat(Piece part, uint32_t low, uint32_t high) {
   return add(std::move(item));
 }
 
-// Splits classes of characters until each class is completely inside or completely outside of every
-// set.
+// Splits classes of characters. Afterwards, every set contains either all characters of a class or
+// none of them.
 void Looks::divide(const std::array<CodePoints, 2>& sets, std::vector<CodePoints>& classes) const {
   for (const CodePoints& set : sets) {
     if (set.empty()) continue;

@@ -32,8 +32,9 @@
 
 namespace dlm {
 
-// The marginal probability of a token at one position, over all texts. `margin` (p1 - p2) and
-// `entropy` (the sum of p ln p) describe the distribution of all tokens at this position.
+// The marginal probability of a token at one position, over all texts. `margin` is the largest
+// probability of a token at this position minus the second largest. `entropy` is the sum of p ln p
+// over all tokens at this position.
 struct Marginal {
   double prob, margin, entropy;
 };

@@ -106,8 +106,8 @@ class Context {
   virtual void run(const dlm_pass& pass, CacheUse use) = 0;
 
   // Selects the rows that later passes read. These are the rows of all positions before `first`,
-  // and the rows of all positions from `last` on. Each selected row must be stored already, or the
-  // last pass must have computed the row. The order of the rows does not matter, because keys
+  // and the rows of all positions from `last` on. Each selected row must be stored already, or must
+  // have been computed by the preceding pass. The order of the rows does not matter, because keys
   // include their positions.
   virtual void keep_outside(int32_t first, int32_t last) = 0;
 

@@ -113,7 +113,7 @@ class Formulas {
   // Returns the alternatives of a formula of kind `any` or `one`. The formula is true if and only
   // if at least one of these alternatives is true.
   const std::vector<Formula>& alternatives(Formula formula);
-  // Simplifies a formula under the condition that the value has one type: kNull, kBoolean, kNumber,
+  // Simplifies a formula for values of a single type. The type is kNull, kBoolean, kNumber,
   // kString, kArray or kObject.
   Formula restricted(Formula formula, uint8_t type);
   // Removes the branches that enter the target of a recursive reference more often than `max_depth`

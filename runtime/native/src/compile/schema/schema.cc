@@ -28,8 +28,7 @@ struct Extent {
 // decoded text rarely has room for long strings.
 constexpr Extent kExtents[] = {{3, 3, kUnbounded}, {3, 3, 2048}, {3, 3, 1024}, {2, 3, 1024},
                                {2, 2, 1024},       {1, 2, 1024}, {1, 1, 256},  {0, 1, 256}};
-// By default, the estimated number of states should be at most the limit of states divided by
-// kComfort.
+// By default, the estimated number of states should be at most 1 / kComfort of the limit of states.
 constexpr double kComfort = 4;
 // Smaller limits are used only if they reduce the estimate to at most this fraction of the first
 // estimate.
