@@ -11,6 +11,7 @@ import re
 import shlex
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -397,7 +398,9 @@ def test_the_samples_of_the_page_run(
     blocks = re.findall(r"^```(\w+)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / "demo").symlink_to(demo_bundle)
+    (tmp_path / "examples").symlink_to(Path(__file__).parent.parent / "examples")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a sample adds a folder
     with serving(demo_bundle) as served:
         shell = next(text for kind, text in blocks if kind == "sh" and "curl" in text)
         words = shlex.split(shell.replace("\\\n", " "))
@@ -405,10 +408,11 @@ def test_the_samples_of_the_page_run(
         assert served.client.post("/v1/chat/completions", json=body).status_code == 200
         names: dict[str, Any] = {}
         programs = [text for kind, text in blocks if kind == "python"]
-        assert len(programs) == 4
+        assert len(programs) == 5
         for text in programs:
             there = text.replace("http://127.0.0.1:8000", served.url)
             exec(compile(there, "serving.md", "exec", dont_inherit=True), names)
+        assert names["call"].name == "set_light"
         assert names["answer"].output_text
 
 
