@@ -3,7 +3,6 @@
 #   make demos  build the bundles of all three demos: build/demo, build/several, build/sudoku
 #   make bench  measure this machine, beside torch and llama.cpp
 #   make test   lint, types, and all tests but the slow ones
-#   make clients  install clients of other projects, which `make test` then also runs
 #   make docs   build the documentation site into build/site
 #   make aarch64  the native library and the demo on 64-bit Arm, cross-compiled and emulated
 #   make wheels   an sdist, and wheels for x86-64 and aarch64, into dist; the latter needs a cross compiler
@@ -20,13 +19,14 @@ WORKERS := -n $(shell nproc) --dist loadgroup
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := $(VENV)/.clients
 NATIVE := $(shell find runtime/native -type f -not -path '*/tests/*' -not -path '*/fuzz/*')
 # C and C++ sources that clang-format checks.
 C_SOURCES := $(shell find runtime/native examples benchmarks -type f \( -name '*.c' -o -name '*.cc' -o -name '*.h' -o -name '*.hpp' \))
 # Everything that a build runs, however deep it lies.
 PACKAGES := $(shell find exporter calibration runtime/dlm_runtime -type f -not -path '*/__pycache__/*')
 
-.PHONY: demo demos test clients test-slow docs fuzz aarch64 wheels lint format bench clean
+.PHONY: demo demos test test-slow docs fuzz aarch64 wheels lint format bench clean
 
 demo: $(STAMP) build/demo/manifest.json
 	$(BIN)/python examples/demo/show.py build/demo
@@ -47,12 +47,13 @@ build/several/manifest.json: $(STAMP) $(wildcard examples/demo-several/*) $(PACK
 build/sudoku/manifest.json: $(STAMP) $(wildcard examples/demo-sudoku/*) $(PACKAGES)
 	$(call BUILD_DEMO,examples/demo-sudoku)
 
-test: lint
+test: lint $(CLIENTS)
 	$(BIN)/python -m pytest -m "not slow" $(WORKERS)
 
 # Clients of other projects, which tests run against the server. Without them, those tests are skipped.
-clients: $(STAMP)
+$(CLIENTS): $(STAMP) tests/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/requirements.txt
+	@touch $@
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(WORKERS)
