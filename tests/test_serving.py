@@ -423,6 +423,7 @@ def test_models_have_the_fields_of_both_apis(served: Served, bundle: dlm_runtime
     found = served.client.get("/v1/models").json()["data"]
     assert [each["id"] for each in found] == [served.model, "other"]
     assert found[0]["context_length"] == bundle.max_canvas_length
+    assert "decisions" in found[0]["supported_endpoints"]
     one = served.client.get(f"/v1/models/{served.model}").json()
     assert one["id"] == served.model
     lists = {

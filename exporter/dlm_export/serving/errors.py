@@ -70,7 +70,8 @@ def of_runtime(err: DlmError, param: str | None = None) -> ApiError:
     if isinstance(err, ClosedError):
         return ApiError(503, "the model is being closed or replaced: try again", code="unavailable")
     if isinstance(err, RequestError):
-        return ApiError(400, said, param, "invalid_value")
+        # The API calls this argument of the runtime max_tokens.
+        return ApiError(400, said.replace("max_new_tokens", "max_tokens"), param, "invalid_value")
     if isinstance(err, EngineError):
         return ApiError(500, said, code="engine_failed")
     return ApiError(500, said)

@@ -191,6 +191,8 @@ def describe(model: Model) -> dict[str, Any]:
     endpoints = ["completions"]
     if model.has_chat:
         endpoints = ["chat.completions", "responses", *endpoints]
+    if model.bundle.tokenizer is not None:
+        endpoints.append("decisions")
     if model.can_infill:
         endpoints += ["fim.completions", "edit.completions"]
     features = ["streaming", "structured_outputs", "json_mode"]
