@@ -95,8 +95,8 @@ class Server:
 
 
 def wrk(server: Any, folder: Path, connections: int, seconds: float) -> dict[str, float]:
-    """Run wrk once on the port of a server. ``requests`` is the number of answers. ``refused`` is how many of them had a
-    status other than 2xx.
+    """Run wrk once on the port of a server. ``requests`` is the number of answers. ``refused`` is
+    how many of them had a status other than 2xx.
     """
     command = [
         "wrk",

@@ -71,12 +71,9 @@ class Target:
 
 def status_of(client: socket.socket) -> str:
     """The status of the response that arrives on a connection."""
-    found = b""
-    try:
-        while piece := client.recv(1 << 16):
-            found += piece
-    except ConnectionError:
-        pass
+    from serving_process import read_all  # shapes adds its folder to the path
+
+    found = read_all(client)
     return found.split(b" ", 2)[1].decode() if found.startswith(b"HTTP/") else "closed"
 
 
@@ -394,7 +391,7 @@ HEAD = [
 
 
 def main() -> int:
-    from serving_process import serving  # shapes adds its folder to the path
+    from serving_process import serving
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

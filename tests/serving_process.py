@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -61,6 +62,17 @@ class Served:
         """All of stderr. The process must have ended."""
         self.reader.join(10)
         return "".join(self.lines)
+
+
+def read_all(client: socket.socket) -> bytes:
+    """What the server sends until it closes the connection."""
+    found = b""
+    try:
+        while piece := client.recv(1 << 16):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
 
 
 @contextmanager

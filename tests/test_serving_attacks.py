@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serving_process import Served, serving
+from serving_process import Served, read_all, serving
 
 pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
@@ -33,17 +33,6 @@ def served(demo_bundle: Path) -> Iterator[Served]:
 
 def connect(served: Served) -> socket.socket:
     return socket.create_connection((served.host, served.port), timeout=WAIT_S)
-
-
-def read_all(client: socket.socket) -> bytes:
-    """What the server sends until it closes the connection."""
-    found = b""
-    try:
-        while piece := client.recv(1 << 16):
-            found += piece
-    except ConnectionResetError:
-        pass
-    return found
 
 
 def is_polite_client_answered(served: Served) -> bool:

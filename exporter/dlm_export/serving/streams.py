@@ -275,10 +275,11 @@ class ChoicesWriter(Writer):
         self._so_far[index] = (job.prompt_tokens, made, passes)
 
     def _usage_so_far(self) -> dict[str, Any]:
-        for index, end in self.answers.items():
-            found = end.generation
-            self._so_far[index] = (found.prompt_tokens, end.completion_tokens, found.nfe)
-        rows = [self._so_far[index] for index in sorted(self._so_far)]
+        ended = {
+            index: (end.generation.prompt_tokens, end.completion_tokens, end.generation.nfe)
+            for index, end in self.answers.items()
+        }
+        rows = [row for _, row in sorted((self._so_far | ended).items())]
         given = sum(row[0] for row in rows[:: self._ask.choices])
         return usage_of(given, sum(row[1] for row in rows), sum(row[2] for row in rows))
 
