@@ -687,8 +687,10 @@ typedef struct dlm_stats {
   double total_s; /* seconds from start to end, without the time in the program's callbacks. total_s
                      is more than the sum of the other times, because total_s includes the loop's
                      bookkeeping */
-  uint64_t cache_bytes; /* largest number of bytes that the keys and values of the request used at
-                           the same time; 0 without a cache */
+  uint64_t cache_bytes;  /* largest number of bytes that the keys and values of the request used at
+                            the same time; 0 without a cache */
+  int32_t cached_tokens; /* number of tokens at the start of the prompt whose keys and values came
+                            from earlier requests of the same scheduler */
 } dlm_stats;
 
 /* The reason why a request ended. */
@@ -905,6 +907,13 @@ typedef struct dlm_scheduler_options {
                        the number 1 to ended_fd, as 8 bytes. So a program can wait for many jobs
                        with one call of poll(). ended_fd must stay open until the scheduler is
                        destroyed */
+  uint64_t prefix_cache_bytes; /* largest number of bytes, within cache_bytes, that keep the keys
+                                  and values of prompts and answers after their requests have ended.
+                                  A later request reuses them if its prompt starts with the same
+                                  tokens. UINT64_MAX (default): as much of cache_bytes as running
+                                  requests leave unused. 0: requests never reuse keys and values.
+                                  Only denoisers with block-causal attention reuse them, and only
+                                  if the engine can share passes */
 } dlm_scheduler_options;
 DLM_API void dlm_scheduler_options_init(dlm_scheduler_options* options, size_t struct_size);
 
@@ -952,13 +961,16 @@ typedef struct dlm_scheduler_stats {
                                            requests. `finished`: requests that have ended.
                                            `refused`: requests that were rejected with DLM_BUSY */
   int64_t passes;                       /* number of passes */
-  int64_t shares;       /* the number of requests in each pass, summed over all passes */
-  double busy_s;        /* seconds spent in passes and commits */
-  uint64_t cache_bytes; /* largest number of bytes that the keys and values of all requests used at
-                           the same time */
-  double passes_s;      /* seconds spent in passes, without commits */
-  double expected_s;    /* seconds that the cost model predicts for the passes in passes_s; 0
-                           without a cost model, or if the engine cannot share passes */
+  int64_t shares;        /* the number of requests in each pass, summed over all passes */
+  double busy_s;         /* seconds spent in passes and commits */
+  uint64_t cache_bytes;  /* largest number of bytes that the keys and values of all requests used at
+                            the same time */
+  double passes_s;       /* seconds spent in passes, without commits */
+  double expected_s;     /* seconds that the cost model predicts for the passes in passes_s; 0
+                            without a cost model, or if the engine cannot share passes */
+  int64_t prefix_hits;   /* number of requests that reused keys and values of earlier requests */
+  int64_t prefix_tokens; /* number of tokens that these requests did not compute */
+  uint64_t prefix_bytes; /* number of bytes of keys and values that new requests can reuse */
 } dlm_scheduler_stats;
 
 /* Copies the current statistics to *stats. `struct_size` is the size of *stats in bytes. Any thread

@@ -33,6 +33,7 @@
 namespace {
 
 int passed = 0, failed = 0;
+int64_t all_hits = 0;
 
 void note(bool holds, int line, const std::string& what) {
   ++(holds ? passed : failed);
@@ -106,8 +107,8 @@ struct Limits {
 class Scheduler {
  public:
   Scheduler(const dlm::Denoiser& of, dlm::Engine& engine, const dlm::Runner::Options& options,
-            int64_t rows)
-      : passes_(dlm::make_shared_passes(of, engine, rows)) {
+            int64_t rows, int64_t most_idle = 0)
+      : passes_(dlm::make_shared_passes(of, engine, rows, most_idle)) {
     if (passes_ == nullptr)
       passes_ = std::make_unique<dlm::LockstepPasses>(of, engine, rows,
                                                       static_cast<size_t>(options.most_running));
@@ -218,7 +219,7 @@ void test_random_requests(uint32_t seed, bool shares) {
                 shift = static_cast<int32_t>(random() % 2);
   const dlm::Denoiser of = denoiser(visible_block, shift);
   Summing engine(shape(), visible_block, shares), other(shape(), visible_block, false);
-  const int64_t rows = 150 + static_cast<int64_t>(random() % 300);
+  const int64_t rows = 16 * (10 + static_cast<int64_t>(random() % 20));
   Scheduler scheduler(
       of, engine,
       {static_cast<int32_t>(1 + random() % 9), 100, static_cast<int32_t>(8 + random() % 200)},
@@ -240,6 +241,164 @@ void test_random_requests(uint32_t seed, bool shares) {
   CHECK(stats.waiting == 0 && stats.running == 0 &&
         stats.finished == static_cast<int64_t>(jobs.size()) && stats.refused == 0);
   CHECK(stats.shares >= stats.passes && (shares || stats.shares == stats.passes));
+}
+
+// Returns true if two jobs decided the same tokens for the same reason.
+bool same_answer(const dlm::Job& job, const std::shared_ptr<dlm::Job>& alone) {
+  const dlm_result &one = job.result(), &other = alone->result();
+  return one.status == DLM_OK && canvas_of(job) == canvas_of(*alone) &&
+         one.finish == other.finish && one.stats->store_passes == other.stats->store_passes;
+}
+
+// Requests whose prompts start alike reuse keys and values. Their answers do not change.
+void test_prefixes(uint32_t seed) {
+  std::mt19937 random(seed);
+  const int32_t visible_block = any_of<int32_t>(random, {4, 8, 16, 32}),
+                shift = static_cast<int32_t>(random() % 2), page = dlm::page_rows(visible_block);
+  const dlm::Denoiser of = denoiser(visible_block, shift);
+  Summing engine(shape(), visible_block, true), other(shape(), visible_block, false);
+  const int64_t rows = page * (8 + static_cast<int64_t>(random() % 20));
+  const int64_t most_idle = any_of<int64_t>(random, {0, page, 3 * page, rows});
+  Scheduler scheduler(
+      of, engine,
+      {static_cast<int32_t>(1 + random() % 5), 100, static_cast<int32_t>(8 + random() % 200)}, rows,
+      most_idle);
+  // Few different prompts, so that many requests start alike. Some prompts continue an answer.
+  std::vector<std::vector<int32_t>> prompts;
+  std::vector<Wish> wishes;
+  std::vector<std::shared_ptr<dlm::Job>> jobs;
+  const auto submit = [&] {
+    std::vector<int32_t> prompt;
+    if (!prompts.empty() && random() % 5 != 0) {
+      prompt = any_of(random, prompts);
+      prompt.resize(std::min(prompt.size(), size_t{64}));
+      if (random() % 2 == 0 && !prompt.empty()) prompt.resize(1 + random() % prompt.size());
+    }
+    for (size_t more = random() % 40; more > 0 && prompt.size() < 70; --more)
+      prompt.push_back(static_cast<int32_t>(2 + random() % (kVocabulary - 2)));
+    Wish wish = make_wish(random, visible_block, shift);
+    wish.canvas = prompt;
+    wish.canvas.resize(std::min(prompt.size() + 1 + random() % 30, size_t{96}), kMask);
+    if (rows_of(wish.make(of, engine), page) > rows) return;
+    wishes.push_back(wish);
+    prompts.push_back(prompt);
+    jobs.push_back(scheduler.submit(wish.make(of, engine), wish.limits));
+  };
+  submit();
+  size_t read = 0;
+  scheduler.run(true, [&] {
+    if (jobs.size() < 30 && random() % 2 == 0) submit();
+    for (; read < jobs.size() && jobs[read]->wait(dlm::Clock::duration{}); ++read)
+      if (jobs[read]->result().status == DLM_OK) prompts.push_back(canvas_of(*jobs[read]));
+    return true;
+  });
+  int64_t hits = 0, tokens = 0;
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    const auto alone = run_alone(of, other, wishes[i]);
+    const int32_t cached = jobs[i]->result().stats->cached_tokens;
+    hits += cached > 0, tokens += cached;
+    // A step limit counts the passes that fill the cache.
+    CHECK(wishes[i].limits.max_steps > 0 && cached > 0 ? jobs[i]->result().status == DLM_OK
+                                                       : same_answer(*jobs[i], alone));
+    CHECK(cached % page == 0 && cached < static_cast<int32_t>(wishes[i].canvas.size()));
+  }
+  const dlm_scheduler_stats stats = scheduler.told();
+  CHECK(stats.prefix_hits == hits && stats.prefix_tokens == tokens);
+  CHECK(most_idle > 0 || (hits == 0 && stats.prefix_bytes == 0));
+  const uint64_t row = 2 * (2 + 1) * 2 * 4;  // bytes of a token, see shape()
+  CHECK(stats.prefix_bytes <= static_cast<uint64_t>(most_idle) * row);
+  CHECK(stats.cache_bytes <= static_cast<uint64_t>(rows) * row);
+  all_hits += hits;
+}
+
+// The passes of a second request with the same prompt do not compute the prompt again.
+void test_a_second_request_reuses_its_prompt(int32_t shift) {
+  const dlm::Denoiser of = denoiser(4, shift);
+  Summing engine(shape(), 4, true);
+  Scheduler scheduler(of, engine, {4, 100, 1 << 20}, 960, 960);
+  dlm_policy policy = dlm::default_policy();
+  policy.cache = "block";
+  policy.block_length = 0;
+  const auto run = [&](size_t given, int32_t first) {
+    Wish wish{dlm::check_policy(policy), std::vector<int32_t>(given, 2), {}};
+    wish.canvas.front() = first;
+    wish.canvas.resize(given + 8, kMask);
+    const auto job = scheduler.submit(wish.make(of, engine), {});
+    scheduler.run(true, kNothing);
+    CHECK(job->result().status == DLM_OK);
+    return *job->result().stats;
+  };
+  CHECK(run(64, 5).cached_tokens == 0);
+  // A shifted denoiser computes the last row of the prompt again, and so its last page.
+  const dlm_stats again = run(64, 5);
+  CHECK(again.cached_tokens == (shift == 0 ? 64 : 48));
+  CHECK(again.prefill_passes == (shift == 0 ? 0 : 1));
+  CHECK(run(65, 5).cached_tokens == (shift == 0 ? 64 : 48));
+  CHECK(run(63, 5).cached_tokens == 48);
+  CHECK(run(64, 6).cached_tokens == 0);  // the first token differs
+}
+
+// Pages against a model: which tokens each page contains.
+void test_pages(uint32_t seed) {
+  std::mt19937 random(seed);
+  constexpr int32_t kPages = 24;
+  constexpr size_t kRows = 2;
+  const auto most_idle = static_cast<int32_t>(random() % (kPages + 1));
+  dlm::Pages pages(kPages, most_idle);
+  std::vector<std::vector<int32_t>> contents(kPages);  // the tokens up to the end of each page
+  struct User {
+    std::vector<int32_t> pages, tokens;
+    size_t shared;
+  };
+  std::vector<User> users;
+  for (int step = 0; step < 300; ++step) {
+    if (random() % 3 != 0) {
+      User user{{}, std::vector<int32_t>(kRows * (1 + random() % 6)), 0};
+      for (int32_t& token : user.tokens) token = static_cast<int32_t>(random() % 2);
+      const size_t count = user.tokens.size() / kRows;
+      const auto found = pages.find(user.tokens.data(), kRows, count);
+      const auto fresh = static_cast<int32_t>(count - found.pages.size());
+      if (fresh + found.idle > pages.unused()) continue;
+      user.pages = found.pages, user.shared = found.pages.size();
+      for (size_t i = 0; i < user.shared; ++i) {
+        const std::vector<int32_t> wanted(
+            user.tokens.begin(),
+            user.tokens.begin() + static_cast<std::ptrdiff_t>((i + 1) * kRows));
+        CHECK(contents[user.pages[i]] == wanted);
+      }
+      for (const int32_t page : found.pages) pages.use(page);
+      while (user.pages.size() < count) user.pages.push_back(pages.take());
+      for (size_t i = user.shared; i < count; ++i) contents[user.pages[i]] = {-1};
+      users.push_back(user);
+    } else if (!users.empty()) {
+      const size_t which = random() % users.size();
+      User& user = users[which];
+      for (size_t left = random() % 7; left > 0 && user.shared < user.pages.size(); --left) {
+        const size_t i = user.shared++;
+        const int32_t page = pages.share(user.pages[i], i == 0 ? -1 : user.pages[i - 1],
+                                         user.tokens.data() + i * kRows, kRows);
+        const std::vector<int32_t> wanted(
+            user.tokens.begin(),
+            user.tokens.begin() + static_cast<std::ptrdiff_t>((i + 1) * kRows));
+        if (page == user.pages[i]) contents[page] = wanted;
+        CHECK(contents[page] == wanted);
+        user.pages[i] = page;
+      }
+      if (random() % 2 == 0) {
+        pages.give_back(user.pages);
+        users.erase(users.begin() + static_cast<std::ptrdiff_t>(which));
+      }
+    }
+    std::vector<bool> is_used(kPages);
+    size_t all = 0;
+    for (const User& user : users) {
+      for (const int32_t page : user.pages) is_used[page] = true;
+      all += user.pages.size();
+    }
+    const auto used = std::count(is_used.begin(), is_used.end(), true);
+    CHECK(pages.unused() == kPages - used && pages.idle() <= most_idle);
+    CHECK(pages.saved() == static_cast<int64_t>(all) - used);
+  }
 }
 
 void test_passes_are_shared() {
@@ -465,7 +624,7 @@ void test_an_error_of_nobody_ends_all(bool shares) {
 void test_limits() {
   const dlm::Denoiser of = denoiser(0, 0);
   Summing engine(shape(), 0, true);
-  Scheduler scheduler(of, engine, {1, 2, 64}, 30);
+  Scheduler scheduler(of, engine, {1, 2, 64}, 32);
   dlm_policy policy = dlm::default_policy();
   policy.cache = "dual";
   policy.block_length = 4;
@@ -483,7 +642,7 @@ void test_limits() {
       return error.status();
     }
   };
-  CHECK(status_of(wish(31, {})) == DLM_INVALID_ARGUMENT);  // more rows than exist
+  CHECK(status_of(wish(33, {})) == DLM_INVALID_ARGUMENT);  // more rows than exist
   const auto first = submit(wish(30, {})),
              second = submit(wish(8, {0, dlm::Clock::now(), nullptr, nullptr}));
   CHECK(status_of(wish(8, {})) == DLM_BUSY);
@@ -520,7 +679,7 @@ void test_limits() {
   // A request that is dropped with its scheduler ends as cancelled.
   std::shared_ptr<dlm::Job> abandoned;
   {
-    Scheduler short_lived(of, engine, {1, 2, 64}, 30);
+    Scheduler short_lived(of, engine, {1, 2, 64}, 32);
     abandoned = short_lived.submit(wish(8, {}).make(of, engine), {});
   }
   CHECK(abandoned->wait({}) && finish_of(*abandoned) == DLM_FINISH_CANCELLED);
@@ -742,6 +901,10 @@ int main(int argc, char** argv) {
   for (uint32_t seed = 0; seed < 60; ++seed) test_random_requests(seed, true);
   for (uint32_t seed = 0; seed < 20; ++seed) test_random_requests(seed, false);
   for (uint32_t seed = 0; seed < 40; ++seed) test_costs(seed);
+  for (uint32_t seed = 0; seed < 60; ++seed) test_prefixes(seed);
+  CHECK(all_hits > 100);
+  for (const int32_t shift : {0, 1}) test_a_second_request_reuses_its_prompt(shift);
+  for (uint32_t seed = 0; seed < 1000; ++seed) test_pages(seed);
   test_passes_are_shared();
   test_admission_by_cost();
   for (const bool shares : {true, false}) {

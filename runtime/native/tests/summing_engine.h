@@ -52,9 +52,16 @@ class Summing final : public dlm::HostEngine {
 
   void run(const dlm_pass& pass, const std::vector<dlm::Segment>& segments) override {
     if (fails_after_ >= 0 && fails_after_-- == 0) dlm::fail(DLM_ENGINE_FAILED, "made to fail");
-    std::vector<dlm::Segment> parts = segments;
-    if (parts.empty())
-      for (int64_t b = 0; b < pass.batch; ++b) parts.push_back({0, pass.cached, 0, pass.tokens});
+    std::vector<Part> parts;
+    if (segments.empty())
+      for (int64_t b = 0; b < pass.batch; ++b)
+        parts.push_back({0, pass.tokens, pass.cached, {{0, pass.cached}}});
+    for (const dlm::Segment& segment : segments) {
+      if (parts.empty() || parts.back().first != segment.first)
+        parts.push_back({segment.first, segment.tokens, 0, {}});
+      parts.back().cached += segment.cached;
+      parts.back().rows.push_back({segment.start, segment.cached});
+    }
     most_requests_ = std::max<int64_t>(most_requests_, static_cast<int64_t>(parts.size()));
     count(pass, parts);
     std::this_thread::sleep_for(time_);
@@ -66,9 +73,15 @@ class Summing final : public dlm::HostEngine {
   }
 
  private:
-  void count(const dlm_pass& pass, const std::vector<dlm::Segment>& parts) {
+  // The tokens of one request, and its cached rows: pairs of a first row and a number of rows.
+  struct Part {
+    int64_t first, tokens, cached;
+    std::vector<std::pair<int64_t, int64_t>> rows;
+  };
+
+  void count(const dlm_pass& pass, const std::vector<Part>& parts) {
     dlm::PassLoad load{0, static_cast<double>(pass.rows), 0};
-    for (const dlm::Segment& part : parts) {
+    for (const Part& part : parts) {
       load.tokens += static_cast<double>(part.tokens);
       load.pairs += static_cast<double>(part.tokens * (part.tokens + part.cached));
     }
@@ -81,7 +94,7 @@ class Summing final : public dlm::HostEngine {
     return mix(static_cast<uint64_t>(token) * 100003 + static_cast<uint64_t>(position));
   }
 
-  void keep(const dlm_pass& pass, int64_t b, const dlm::Segment& part) const {
+  void keep(const dlm_pass& pass, int64_t b, const Part& part) const {
     if (pass.present_keys == nullptr) return;
     for (size_t layer = 0; layer < cache_.size(); ++layer)
       for (int32_t head = 0; head < cache_[layer].kv_heads; ++head)
@@ -95,26 +108,26 @@ class Summing final : public dlm::HostEngine {
   }
 
   // Sums the cached rows of each head of each layer; all heads must agree.
-  uint64_t cached_sum(const dlm_pass& pass, int64_t b, const dlm::Segment& part) const {
+  uint64_t cached_sum(const dlm_pass& pass, int64_t b, const Part& part) const {
     uint64_t found = 0;
     if (part.cached == 0) return found;
     for (size_t layer = 0; layer < cache_.size(); ++layer)
       for (const void* const* const tensors : {pass.past_keys, pass.past_values})
         for (int32_t head = 0; head < cache_[layer].kv_heads; ++head) {
           uint64_t sum = 0;
-          const auto* const rows =
-              static_cast<const float*>(tensors[layer]) +
-              ((b * cache_[layer].kv_heads + head) * pass.cached + part.start) * 2;
-          for (int64_t i = 0; i < part.cached; ++i)
-            sum +=
-                value_of(static_cast<int64_t>(rows[2 * i]), static_cast<int64_t>(rows[2 * i + 1]));
+          const auto* const rows = static_cast<const float*>(tensors[layer]) +
+                                   (b * cache_[layer].kv_heads + head) * pass.cached * 2;
+          for (const auto& [start, count] : part.rows)
+            for (int64_t i = start; i < start + count; ++i)
+              sum += value_of(static_cast<int64_t>(rows[2 * i]),
+                              static_cast<int64_t>(rows[2 * i + 1]));
           if (found != 0 && found != sum) dlm::fail(DLM_INTERNAL, "heads that see other rows");
           found = sum;
         }
     return found;
   }
 
-  void score(const dlm_pass& pass, int64_t b, const dlm::Segment& part) const {
+  void score(const dlm_pass& pass, int64_t b, const Part& part) const {
     const int64_t* const ids = pass.input_ids + b * pass.tokens;
     const int64_t* const positions = pass.position_ids + b * pass.tokens;
     const uint64_t cached = cached_sum(pass, b, part);

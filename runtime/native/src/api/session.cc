@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "api/handles.h"
+#include "cache/arena.h"
 #include "decode/lockstep_passes.h"
 #include "decode/runner.h"
 
@@ -123,10 +124,12 @@ std::vector<size_t> lockstep_order(const dlm::Engine& engine,
 }
 
 // Returns an upper limit for the number of cache rows (of keys and values) that `most` requests
-// need together, whichever requests run at the same time.
-int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most) {
+// need together, whichever requests run at the same time. Each canvas takes a multiple of
+// `page_rows` rows.
+int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most, int32_t page_rows) {
   std::vector<int64_t> rows;
-  for (const dlm::Wanted& wanted : requests) rows.push_back(dlm::rows_of(wanted.request));
+  for (const dlm::Wanted& wanted : requests)
+    rows.push_back(dlm::rows_of(wanted.request, page_rows));
   std::sort(rows.rbegin(), rows.rend());
   rows.resize(std::min(rows.size(), most));
   return std::accumulate(rows.begin(), rows.end(), int64_t{0});
@@ -146,7 +149,8 @@ void run_batch(dlm_session& session, std::vector<dlm::Wanted> requests, int32_t 
     set_jobs(session, std::move(jobs));
     run(session, runner, Runner::Until::idle);
   };
-  if (const auto shared = dlm::make_shared_passes(denoiser, engine, most_rows(requests, most))) {
+  const int64_t rows = most_rows(requests, most, dlm::page_rows(denoiser.visible_block));
+  if (const auto shared = dlm::make_shared_passes(denoiser, engine, rows, rows)) {
     Runner runner(denoiser, *shared, {});
     std::vector<size_t> order(requests.size());
     std::iota(order.begin(), order.end(), size_t{0});

@@ -3,13 +3,23 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <utility>
 
 #include "base/error.h"
 
 namespace dlm {
 
-Arena::Arena(HostEngine& engine, const CacheShape& shape, int64_t rows)
-    : engine_(engine), shape_(shape), rows_(rows), starts_(1, 0), pointers_(shape.size()) {
+Arena::Arena(HostEngine& engine, const CacheShape& shape, int32_t page_rows, int64_t rows,
+             int64_t most_idle)
+    : engine_(engine),
+      shape_(shape),
+      page_rows_(page_rows),
+      rows_(rows),
+      shares_(most_idle > 0),
+      pages_(static_cast<int32_t>(rows / page_rows),
+             static_cast<int32_t>(std::min(rows, most_idle) / page_rows)),
+      starts_(1, 0),
+      pointers_(shape.size()) {
   for (size_t i = 0; i < 2 * shape.size(); ++i) {
     const size_t row = heads(i) * row_bytes(i);
     size_t bytes = 0, end = 0;
@@ -21,43 +31,45 @@ Arena::Arena(HostEngine& engine, const CacheShape& shape, int64_t rows)
   }
 }
 
-std::byte* Arena::rows_of(const Place& place, size_t tensor, size_t head) const {
-  const size_t row = head * rows_ + place.start;
-  return storage_.get() + starts_[tensor] + row * row_bytes(tensor);
+size_t Arena::pages_for(int32_t rows) const {
+  return (static_cast<size_t>(rows) + page_rows_ - 1) / page_rows_;
 }
 
-bool Arena::has_room(const std::vector<int32_t>& wanted) const {
-  // The lengths of the free gaps between the places of requests. A new request takes the first gap
-  // that is long enough.
-  std::vector<int64_t> gaps;
-  int64_t end = 0;
-  for (const Place& place : places_) {
-    gaps.push_back(place.start - end);
-    end = place.start + place.rows;
+int32_t Arena::stored(const std::vector<int32_t>& tokens, int32_t most) const {
+  if (!shares_) return 0;
+  const Pages::Found found = pages_.find(tokens.data(), page_rows_, most / page_rows_);
+  return static_cast<int32_t>(found.pages.size()) * page_rows_;
+}
+
+bool Arena::has_room(const std::vector<Wanted>& wanted) const {
+  size_t needed = 0;
+  for (const Wanted& one : wanted) {
+    const Pages::Found found = pages_.find(one.tokens.data(), page_rows_, one.stored / page_rows_);
+    // An idle page that the canvas shares is not available to other canvases.
+    needed += pages_for(one.rows) - found.pages.size() + found.idle;
   }
-  gaps.push_back(rows_ - end);
-  return std::all_of(wanted.begin(), wanted.end(), [&](int32_t rows) {
-    const auto gap =
-        std::find_if(gaps.begin(), gaps.end(), [&](int64_t length) { return length >= rows; });
-    if (gap != gaps.end()) *gap -= rows;
-    return gap != gaps.end();
-  });
+  return needed <= static_cast<size_t>(pages_.unused());
 }
 
-Arena::Handle Arena::take(int32_t rows) {
-  if (rows > 0 && storage_ == nullptr) make_room();
-  int64_t start = 0;
-  auto before = places_.begin();
-  for (; before != places_.end() && before->start - start < rows; ++before)
-    start = before->start + before->rows;
-  if (before == places_.end() && rows_ - start < rows)
-    fail(DLM_INTERNAL, "no room for %d key/value rows", rows);
-  std::list<Place> made;
-  made.push_back({start, rows, {}});
-  const Handle place = made.begin();
-  place->slots.lay_out(1, std::max(rows, 1));
-  places_.splice(before, made);
+Arena::Handle Arena::take(const Wanted& wanted) {
+  if (wanted.rows > 0 && storage_ == nullptr) make_room();
+  std::vector<int32_t> pages =
+      pages_.find(wanted.tokens.data(), page_rows_, wanted.stored / page_rows_).pages;
+  const size_t shared = pages.size(), needed = pages_for(wanted.rows);
+  pages.reserve(needed);
+  const Handle place = places_.emplace(places_.end());
+  // From here on, no statement allocates memory.
+  for (const int32_t page : pages) pages_.use(page);
+  while (pages.size() < needed) pages.push_back(pages_.take());
+  place->pages = std::move(pages);
+  place->shared = shared;
+  place->length = static_cast<int32_t>(shared) * page_rows_;
   return place;
+}
+
+void Arena::give_back(Handle place) {
+  pages_.give_back(place->pages);
+  places_.erase(place);
 }
 
 void Arena::make_room() {
@@ -66,19 +78,49 @@ void Arena::make_room() {
   for (size_t i = 0; i < 2 * shape_.size(); ++i) pointers_.set_past(i, storage_.get() + starts_[i]);
 }
 
+template <class Visit>
+void Arena::each_run(const Place& place, int32_t first, int32_t last, Visit visit) const {
+  for (int32_t position = first, end; position < last; position = end) {
+    size_t page = position / page_rows_;
+    const int64_t row = int64_t{place.pages[page]} * page_rows_ + position % page_rows_;
+    while ((static_cast<int64_t>(page) + 1) * page_rows_ < last &&
+           place.pages[page + 1] == place.pages[page] + 1)
+      ++page;
+    end = static_cast<int32_t>(
+        std::min<int64_t>((static_cast<int64_t>(page) + 1) * page_rows_, last));
+    visit(row, end - position, position);
+  }
+}
+
+// Adds the segments of a part. The part's first token is token `first` of the pass.
+void Arena::add_segments(const Part& part, int64_t first) {
+  const size_t before = segments_.size();
+  const auto add = [&](int64_t row, int32_t rows, int32_t) {
+    segments_.push_back({row, rows, first, part.tokens});
+  };
+  if (part.cached > 0) {
+    const int32_t end = part.cached > part.first ? part.cached + part.tokens : part.first;
+    if (part.cached < part.first || end > part.place->length)
+      fail(DLM_INTERNAL, "a pass over %d cached rows before %d, but %d are stored", part.cached,
+           end, part.place->length);
+    each_run(*part.place, 0, part.first, add);
+    each_run(*part.place, part.first + part.tokens, end, add);
+  }
+  if (segments_.size() == before) add(0, 0, 0);
+}
+
 void Arena::run(dlm_pass& pass, const std::vector<Part>& parts) {
   bool has_past = false, keeps = false;
   segments_.clear();
   int64_t first = 0;
   for (const Part& part : parts) {
     has_past |= part.cached > 0, keeps |= keeps_rows(part.use);
-    if (part.cached > 0 && part.place->slots.kept() != part.cached)
-      fail(DLM_INTERNAL, "a pass over %d cached rows a head, but %d are kept", part.cached,
-           part.place->slots.kept());
-    if (keeps_rows(part.use) && part.cached + part.tokens > part.place->rows)
-      fail(DLM_INTERNAL, "a pass that keeps %d rows after %d, but there is room for %d",
-           part.tokens, part.cached, part.place->rows);
-    segments_.push_back({part.cached > 0 ? part.place->start : 0, part.cached, first, part.tokens});
+    if (keeps_rows(part.use) && pages_for(part.first + part.tokens) > part.place->pages.size())
+      fail(DLM_INTERNAL, "a pass that stores %d rows from position %d, but there is room for %zu",
+           part.tokens, part.first, part.place->pages.size() * page_rows_);
+    if (keeps_rows(part.use) && static_cast<size_t>(part.first) < part.place->shared * page_rows_)
+      fail(DLM_INTERNAL, "a pass that stores rows from position %d, which is shared", part.first);
+    add_segments(part, first);
     first += part.tokens;
   }
   pass.cached = has_past ? static_cast<int32_t>(rows_) : 0;
@@ -105,30 +147,36 @@ void Arena::keep_new(const dlm_pass& pass, const std::vector<Part>& parts) {
   const size_t tokens = pass.tokens;
   size_t first = 0;
   for (const Part& part : parts) {
-    const size_t own = part.tokens, cached = part.cached;
     if (keeps_rows(part.use)) {
-      part.place->slots.note_written(part.first, part.tokens, part.cached);
+      const int32_t last = part.first + part.tokens;
+      part.place->length = std::max(part.place->length, last);
       for (size_t i = 0; i < 2 * shape_.size(); ++i) {
-        const size_t row = row_bytes(i);
+        const size_t size = row_bytes(i);
         const auto* const fresh = static_cast<const std::byte*>(
             (i % 2 == 0 ? pass.present_keys : pass.present_values)[i / 2]);
+        std::byte* const tensor = storage_.get() + starts_[i];
         for (size_t head = 0; head < heads(i); ++head)
-          std::memcpy(rows_of(*part.place, i, head) + cached * row,
-                      fresh + (head * tokens + first) * row, own * row);
+          each_run(*part.place, part.first, last, [&](int64_t row, int32_t rows, int32_t position) {
+            const size_t from = head * tokens + first + (position - part.first);
+            std::memcpy(tensor + (head * rows_ + row) * size, fresh + from * size, rows * size);
+          });
       }
     }
-    first += own;
+    first += part.tokens;
   }
-  size_t held = 0;
-  for (const Place& place : places_) held += place.slots.length();
-  used_bytes_ = std::max<uint64_t>(used_bytes_, held * row_sum_);
+  int64_t held = -pages_.saved() * page_rows_;
+  for (const Place& place : places_) held += place.length;
+  used_bytes_ = std::max<uint64_t>(used_bytes_, static_cast<uint64_t>(held) * row_sum_);
 }
 
-void Arena::keep_outside(Handle place, int32_t first, int32_t last) {
-  const std::vector<Slots::Move> moves = place->slots.keep_outside(first, last);
-  for (size_t i = 0; i < 2 * shape_.size(); ++i)
-    for (size_t head = 0; head < heads(i); ++head)
-      apply(moves, rows_of(*place, i, head), row_bytes(i));
+void Arena::share(Handle place, const std::vector<int32_t>& tokens, int32_t rows) {
+  if (!shares_) return;
+  const auto whole = static_cast<size_t>(rows / page_rows_);
+  for (size_t& number = place->shared; number < whole; ++number) {
+    const int32_t before = number == 0 ? -1 : place->pages[number - 1];
+    place->pages[number] =
+        pages_.share(place->pages[number], before, tokens.data() + number * page_rows_, page_rows_);
+  }
 }
 
 }  // namespace dlm

@@ -1,4 +1,12 @@
 // An arena is host memory for the keys and values of all requests that share passes.
+//
+// The arena is divided into pages (cache/pages.h). A canvas has a list of pages, and the row of a
+// position is always at the same place in this list. Each pass tells the engine which rows the pass
+// reads.
+//
+// With block-causal attention, the row of a position depends only on the tokens before the end of
+// its block. So requests whose prompts start with the same tokens can use the same pages. A shared
+// page is never written again.
 #pragma once
 
 #include <cstddef>
@@ -7,71 +15,95 @@
 #include <memory>
 #include <vector>
 
-#include "cache/slots.h"
+#include "cache/pages.h"
 #include "engines/engine.h"
 
 namespace dlm {
 
 class Arena {
-  // The part of the arena that belongs to one request: `rows` rows in each head of each layer.
+  // The rows of one canvas.
   struct Place {
-    int64_t start;
-    int32_t rows;
-    Slots slots;
+    std::vector<int32_t> pages;
+    size_t shared = 0;   // the first `shared` pages are shared
+    int32_t length = 0;  // rows are stored at positions before `length`
   };
 
  public:
   using Handle = std::list<Place>::iterator;
 
-  // The part of a pass that belongs to one request.
+  // The part of a pass that belongs to one canvas.
   struct Part {
     Handle place;
-    // The pass computes positions `first` to `first + tokens - 1`, and reads `cached` rows of the
-    // request.
+    // The pass computes positions `first` to `first + tokens - 1`. It reads the `cached` positions
+    // that come first, apart from these positions.
     int32_t first, tokens, cached;
     CacheUse use;
   };
 
-  // The memory is allocated when the first request with a cache reserves its rows. Throws
-  // std::bad_alloc.
-  Arena(HostEngine& engine, const CacheShape& shape, int64_t rows);
+  // The memory is allocated when the first request with a cache takes its rows. `rows` is a
+  // multiple of page_rows(). `most_idle` is the largest number of rows that are kept although no
+  // request uses them. With 0, pages are never shared. Throws std::bad_alloc.
+  Arena(HostEngine& engine, const CacheShape& shape, int32_t page_rows, int64_t rows,
+        int64_t most_idle);
 
-  // Returns true if the arena has room for several more requests at once. `wanted` contains the
-  // number of rows of each request. The rows of a request must be contiguous.
-  bool has_room(const std::vector<int32_t>& wanted) const;
+  int64_t rows() const { return rows_; }
 
-  // Reserves rows for a request. A request without a cache takes 0 rows. Call this function only if
-  // has_room() returned true.
-  Handle take(int32_t rows);
-  void give_back(Handle place) { places_.erase(place); }
+  // Returns the number of leading tokens whose rows are already stored, at most `most`. The result
+  // is a multiple of the page size.
+  int32_t stored(const std::vector<int32_t>& tokens, int32_t most) const;
+
+  // One canvas that needs room. The first `stored` tokens use shared pages.
+  struct Wanted {
+    const std::vector<int32_t>& tokens;
+    int32_t rows, stored;
+  };
+  // Returns true if the arena has room for several more canvases at once.
+  bool has_room(const std::vector<Wanted>& wanted) const;
+
+  // Reserves the rows of a canvas. Call this function only if has_room() returned true. A canvas
+  // without a cache takes 0 rows.
+  Handle take(const Wanted& wanted);
+  void give_back(Handle place);
 
   // Runs a pass over all parts, in order, with batch size 1. Works like Context::run. The function
   // itself sets the pass's pointers to keys and values.
   void run(dlm_pass& pass, const std::vector<Part>& parts);
 
-  // Does for one request what Context::keep_outside does for a context.
-  void keep_outside(Handle place, int32_t first, int32_t last);
+  // Shares the pages of the first `rows` positions of a canvas with other requests. The rows must
+  // be stored. They must be exact: computed from the tokens of the canvas, which must not change
+  // any more.
+  void share(Handle place, const std::vector<int32_t>& tokens, int32_t rows);
 
-  // Returns the number of bytes of the rows that a request currently stores.
-  uint64_t bytes_of(Handle place) const {
-    return static_cast<uint64_t>(place->slots.length()) * row_sum_;
-  }
+  // Returns the number of bytes of the rows that a canvas currently stores.
+  uint64_t bytes_of(Handle place) const { return static_cast<uint64_t>(place->length) * row_sum_; }
 
-  // Returns the largest number of bytes that all requests together have stored at any time.
+  // Returns the largest number of bytes that all requests together have stored at any time. Shared
+  // pages count once.
   uint64_t cache_bytes() const { return used_bytes_; }
+  // Returns the number of bytes of the pages that new requests can share.
+  uint64_t shared_bytes() const {
+    return static_cast<uint64_t>(pages_.shared()) * page_rows_ * row_sum_;
+  }
 
  private:
   size_t row_bytes(size_t tensor) const { return shape_[tensor / 2].row_bytes(); }
   size_t heads(size_t tensor) const { return static_cast<size_t>(shape_[tensor / 2].kv_heads); }
-  // Returns the first row of one request, in one head of a tensor.
-  std::byte* rows_of(const Place& place, size_t tensor, size_t head) const;
+  size_t pages_for(int32_t rows) const;
+  // Calls visit(row, count, position) for each run of contiguous rows in the arena that contain the
+  // positions `first` to `last` - 1.
+  template <class Visit>
+  void each_run(const Place& place, int32_t first, int32_t last, Visit visit) const;
   void make_room();
+  void add_segments(const Part& part, int64_t first);
   void keep_new(const dlm_pass& pass, const std::vector<Part>& parts);
 
   HostEngine& engine_;
   const CacheShape& shape_;  // belongs to the engine
+  const int32_t page_rows_;
   const int64_t rows_;
-  std::list<Place> places_;  // ordered by first row
+  const bool shares_;
+  Pages pages_;
+  std::list<Place> places_;
   // storage_ contains all stored rows. fresh_ contains the rows of the current pass that must still
   // be stored.
   std::unique_ptr<std::byte[]> storage_, fresh_;
@@ -83,5 +115,12 @@ class Arena {
   KeyValues pointers_;
   std::vector<Segment> segments_;
 };
+
+// Returns the number of rows in a page: a multiple of the length of a block that is at least 16.
+inline int32_t page_rows(int32_t visible_block) {
+  constexpr int32_t kLeast = 16;
+  if (visible_block == 0) return kLeast;
+  return (kLeast + visible_block - 1) / visible_block * visible_block;
+}
 
 }  // namespace dlm

@@ -158,10 +158,11 @@ std::unique_ptr<Context> HostEngine::open_context(int32_t longest) {
   return std::make_unique<HostContext>(*this, cache_, longest);
 }
 
-std::unique_ptr<Arena> Engine::open_arena(int64_t) { return nullptr; }
+std::unique_ptr<Arena> Engine::open_arena(int32_t, int64_t, int64_t) { return nullptr; }
 
-std::unique_ptr<Arena> HostEngine::open_arena(int64_t rows) {
-  return takes_segments() ? std::make_unique<Arena>(*this, cache_, rows) : nullptr;
+std::unique_ptr<Arena> HostEngine::open_arena(int32_t page_rows, int64_t rows, int64_t most_idle) {
+  if (!takes_segments()) return nullptr;
+  return std::make_unique<Arena>(*this, cache_, page_rows, rows, most_idle);
 }
 
 std::unique_ptr<Engine> make_none(CacheShape cache) {

@@ -27,7 +27,10 @@ struct LockstepPasses::Lane {
   std::vector<LaneMember*> members;
   std::vector<Row> rows;  // rows of the last pass's batch
   bool has_begun = false;
-  Range kept{0, 0};  // see Member::kept
+  // A range of positions. If the range is not empty, the cache contains the rows outside of the
+  // range, and no row was stored since the range was set. If the range is empty, the context must
+  // set the range before the next pass that reads the cache.
+  Range kept{0, 0};
 
   const LaneMember& slowest() const {
     return **std::min_element(members.begin(), members.end(), [](const auto* a, const auto* b) {
@@ -47,7 +50,7 @@ struct LockstepPasses::Lane {
 };
 
 LockstepPasses::LockstepPasses(const Denoiser& denoiser, Engine& engine, int64_t rows, size_t lanes)
-    : PassMaker(rows), denoiser_(denoiser), engine_(engine), most_lanes_(lanes) {}
+    : PassMaker(rows, 1), denoiser_(denoiser), engine_(engine), most_lanes_(lanes) {}
 
 LockstepPasses::~LockstepPasses() = default;
 
@@ -65,7 +68,7 @@ auto LockstepPasses::find_lane(const Request& request) const -> std::list<Lane>:
 }
 
 bool LockstepPasses::has_room(const Request& request) const {
-  if (rows_taken_ + rows_of(request) > rows()) return false;
+  if (rows_taken_ + rows_of(request, page_rows()) > rows()) return false;
   return lanes_.size() < most_lanes_ || find_lane(request) != lanes_.end();
 }
 
@@ -90,13 +93,13 @@ std::unique_ptr<Member> LockstepPasses::start(Request& request) {
     lanes_.splice(lanes_.end(), made);
   }
   lane->members.push_back(member.get());
-  rows_taken_ += rows_of(request);
+  rows_taken_ += rows_of(request, page_rows());
   return member;
 }
 
 void LockstepPasses::leave(LaneMember& member) noexcept {
   Lane& lane = *member.lane;
-  rows_taken_ -= rows_of(member.request);
+  rows_taken_ -= rows_of(member.request, page_rows());
   lane.members.erase(std::find(lane.members.begin(), lane.members.end(), &member));
   for (Lane::Row& row : lane.rows)
     if (row.member == &member) row.member = nullptr;

@@ -40,10 +40,7 @@ class Member {
   // The position of the request's outputs in the outputs of the last pass; see predictions_of.
   size_t first_row = 0, apart = 0;
   uint64_t cache_bytes = 0;  // current size of the request's keys and values
-  // A range of positions. If the range is not empty, the cache contains the rows outside of the
-  // range, and no row was stored since the range was set. If the range is empty, the caller must
-  // set the range before the next pass that reads the cache.
-  Range kept{0, 0};
+  int32_t reused = 0;        // number of leading positions whose rows came from other requests
 };
 
 // Limits for a pass that several requests share.
@@ -60,12 +57,14 @@ struct PassSeconds {
 
 class PassMaker {
  public:
-  explicit PassMaker(int64_t rows) : rows_(rows) {}
+  // Each canvas takes a multiple of `page_rows` rows.
+  PassMaker(int64_t rows, int32_t page_rows) : rows_(rows), page_rows_(page_rows) {}
   virtual ~PassMaker() = default;
 
   // The largest number of cache rows (of keys and values) that all running requests may hold
   // together.
   int64_t rows() const { return rows_; }
+  int32_t page_rows() const { return page_rows_; }
 
   virtual bool has_room(const Request& request) const = 0;
 
@@ -84,14 +83,21 @@ class PassMaker {
   // Returns the number of bytes of keys and values that all running requests currently use.
   virtual uint64_t cache_bytes() const = 0;
 
+  // Returns the number of bytes of the keys and values that new requests can reuse.
+  virtual uint64_t prefix_bytes() const { return 0; }
+
  private:
   const int64_t rows_;
+  const int32_t page_rows_;
 };
 
-// Returns the number of cache rows (of keys and values) that a request needs for all its canvases.
-inline int64_t rows_of(const Request& request) {
-  return request.has_cache() ? static_cast<int64_t>(request.canvases() * request.canvas().size())
-                             : 0;
+// Returns the number of cache rows (of keys and values) that a request needs for all its canvases,
+// if each canvas takes a multiple of `page_rows` rows.
+inline int64_t rows_of(const Request& request, int32_t page_rows) {
+  if (!request.has_cache()) return 0;
+  const auto length = static_cast<int64_t>(request.canvas().size());
+  return static_cast<int64_t>(request.canvases()) * ((length + page_rows - 1) / page_rows) *
+         page_rows;
 }
 
 // Returns the outputs that at least one of the members needs. The candidates are not included,
@@ -106,9 +112,10 @@ inline Needs needs_of(const std::vector<Member*>& members) {
 }
 
 // Makes a PassMaker for an engine that takes segments. Returns NULL if the engine takes no
-// segments. `rows` limits the cache rows (of keys and values) of all requests together. `denoiser`
-// and `engine` must outlive the returned object.
+// segments. `rows` limits the cache rows (of keys and values) of all requests together. It is a
+// multiple of page_rows(denoiser.visible_block). At most `most_idle` of these rows are kept for new
+// requests while no request uses them. `denoiser` and `engine` must outlive the returned object.
 std::unique_ptr<PassMaker> make_shared_passes(const Denoiser& denoiser, Engine& engine,
-                                              int64_t rows);
+                                              int64_t rows, int64_t most_idle);
 
 }  // namespace dlm

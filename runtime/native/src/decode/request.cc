@@ -109,6 +109,32 @@ bool Request::fits(const Request& other) const {
   return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
 }
 
+int32_t Request::reusable() const {
+  if (denoiser_.visible_block == 0 || !has_cache() || done()) return 0;
+  // A shifted denoiser predicts a block's first position in the last row before the block. So a
+  // pass must compute this row.
+  return std::max(0, plan_.front().block.first - denoiser_.shift);
+}
+
+void Request::skip_stored(int32_t rows) {
+  for (Stage& stage : plan_) {
+    if (stage.rows.first >= rows) break;
+    stage.rows.first = stage.cached = std::min(rows, stage.rows.last);
+  }
+  const auto first = std::find_if(plan_.begin(), plan_.end(),
+                                  [](const Stage& stage) { return stage.rows.tokens() > 0; });
+  skipped_ = static_cast<int32_t>(first - plan_.begin());
+  plan_.erase(plan_.begin(), first);
+  masked_ = count_undecided(stage().decided);
+  settle();
+}
+
+int32_t Request::exact_after(int32_t exact) const {
+  const Stage& now = stage();
+  if (now.use != CacheUse::append || now.rows.first > exact) return exact;
+  return std::max(exact, std::min(now.rows.last, now.block.first));
+}
+
 size_t Request::find_positions() {
   const Range range = is_editing_ ? stage().block : stage().decided;
   positions_.clear();

@@ -44,6 +44,18 @@ class Request {
     return guidance() > 0 ? 2 : 1;
   }  // returns the number of canvases that this request needs in a pass
 
+  // Returns the number of leading positions whose rows (of keys and values) may come from another
+  // request that has the same tokens there.
+  int32_t reusable() const;
+  // Removes the first `rows` positions from the passes that fill the cache, because their rows are
+  // already stored. Call this function before the first pass. `rows` is a multiple of the length of
+  // a block, and at most reusable().
+  void skip_stored(int32_t rows);
+  // Returns the number of leading positions whose rows are exact once the next pass is made: the
+  // rows are computed from tokens that do not change any more. `exact` is this number before the
+  // pass.
+  int32_t exact_after(int32_t exact) const;
+
   bool done() const { return stage_ == plan_.size(); }
   size_t stage_number() const { return stage_; }
   const Stage& stage() const { return plan_[stage_]; }
@@ -92,7 +104,11 @@ class Request {
 
  private:
   PassLoad load_of(const Stage& stage, size_t rows) const;
-  Turn turn() const { return {canvas_, undecided_, positions_, stage().block, nfe_, is_editing_}; }
+  // The proposer gets the number of passes as if no stored rows were reused. So random numbers do
+  // not depend on the rows that are stored.
+  Turn turn() const {
+    return {canvas_, undecided_, positions_, stage().block, nfe_ + skipped_, is_editing_};
+  }
   int32_t count_undecided(Range range) const;
   void check_limits(const Engine& engine) const;
   void check_prediction(size_t row, int32_t token, double prob, double score) const;
@@ -125,6 +141,7 @@ class Request {
   // edits_: number of editing passes over the current block. nfe_: number of all passes of the
   // request.
   int32_t edits_ = 0, nfe_ = 0;
+  int32_t skipped_ = 0;             // number of passes that skip_stored() removed
   std::vector<int32_t> positions_;  // set by find_positions
   bool is_constrained_;
   std::unique_ptr<Proposer> proposer_;

@@ -77,7 +77,7 @@ void Runner::drop_all() noexcept {
 }
 
 std::shared_ptr<Job> Runner::submit(Request request, JobOptions options) {
-  const int64_t rows = rows_of(request);
+  const int64_t rows = rows_of(request, pass_maker_.page_rows());
   if (rows > pass_maker_.rows())
     fail(DLM_INVALID_ARGUMENT,
          "this request needs cache for %lld tokens, but the scheduler has room for "
@@ -200,7 +200,11 @@ void Runner::admit() {
     bool is_admitted = true;
     guard(job, [&] {
       is_admitted = has_room(job);
-      if (is_admitted && !job.request_.done()) job.member_ = pass_maker_.start(job.request_);
+      if (!is_admitted || job.request_.done()) return;
+      job.member_ = pass_maker_.start(job.request_);
+      job.stats_.cached_tokens = job.member_->reused;
+      stats_.prefix_hits += job.member_->reused > 0 ? 1 : 0;
+      stats_.prefix_tokens += job.member_->reused;
     });
     if (!is_admitted) break;
     running_.splice(running_.end(), waiting_, waiting_.begin());
@@ -251,6 +255,7 @@ void Runner::finish(Job& job) noexcept {
     const std::lock_guard<std::mutex> lock(board_->mutex);
     job.is_done_ = true;
     ++stats_.finished;
+    stats_.prefix_bytes = pass_maker_.prefix_bytes();
     stats_.running = static_cast<int32_t>(running_.size());
     board_->changed.notify_all();
   }

@@ -1,10 +1,10 @@
 // A PassMaker that runs different requests in one pass. Each canvas is one segment of the pass. The
 // arena, a memory area that all requests share, contains the cache rows of all canvases.
 //
-// Pieces, arena parts and segments are in the same order: member by member, and canvas by canvas.
-// Member::kept says which cache rows a member reads. If Member::kept has changed since the last
-// pass, the arena moves the member's rows before the pass. A member owns its places in the arena
-// until the member is destroyed. So a request never sees the rows of another request.
+// Pieces, arena parts and segments are in the same order: member by member, and canvas by canvas. A
+// member owns its places in the arena until the member is destroyed. A request sees the rows of
+// another request only if both requests have the same tokens up to the end of these rows. Requests
+// then use the same pages of the arena.
 #include <algorithm>
 
 #include "cache/arena.h"
@@ -17,11 +17,6 @@ namespace {
 // larger, the requests take turns.
 constexpr double kMostLogits = 256 << 20;
 
-std::vector<int32_t> rows_by_canvas(const Request& request) {
-  const size_t rows = request.has_cache() ? request.canvas().size() : 0;
-  return std::vector<int32_t>(request.canvases(), static_cast<int32_t>(rows));
-}
-
 class SharingMember final : public Member {
  public:
   SharingMember(Request& request, Arena& arena) : Member(request), arena_(arena) {
@@ -33,11 +28,12 @@ class SharingMember final : public Member {
 
   // The constructor does not reserve places in the arena. So if take_places() throws an error, the
   // destructor frees the places that were already reserved.
-  void take_places() {
-    for (const int32_t rows : rows_by_canvas(request)) places.push_back(arena_.take(rows));
+  void take_places(const std::vector<Arena::Wanted>& wanted) {
+    for (const Arena::Wanted& canvas : wanted) places.push_back(arena_.take(canvas));
   }
 
   std::vector<Arena::Handle> places;  // one per canvas
+  int32_t exact = 0;                  // see Request::exact_after
 
  private:
   Arena& arena_;
@@ -46,15 +42,20 @@ class SharingMember final : public Member {
 class SharedPasses final : public PassMaker {
  public:
   SharedPasses(const Denoiser& denoiser, std::unique_ptr<Arena> arena, int64_t rows)
-      : PassMaker(rows), denoiser_(denoiser), arena_(std::move(arena)) {}
+      : PassMaker(rows, dlm::page_rows(denoiser.visible_block)),
+        denoiser_(denoiser),
+        arena_(std::move(arena)) {}
 
   bool has_room(const Request& request) const override {
-    return arena_->has_room(rows_by_canvas(request));
+    return arena_->has_room(wanted_by(request));
   }
 
   std::unique_ptr<Member> start(Request& request) override {
     auto member = std::make_unique<SharingMember>(request, *arena_);
-    member->take_places();
+    const std::vector<Arena::Wanted> wanted = wanted_by(request);
+    member->take_places(wanted);
+    member->reused = member->exact = wanted.front().stored;
+    if (member->reused > 0) request.skip_stored(member->reused);
     return member;
   }
 
@@ -99,11 +100,6 @@ class SharedPasses final : public PassMaker {
                          stage.use});
         first += stage.rows.tokens();
       }
-      if (stage.cached == 0 || member.kept == stage.rows) continue;
-      const Stopwatch timer(seconds.cache);
-      for (const Arena::Handle place : member.places)
-        arena_->keep_outside(place, stage.rows.first, stage.rows.last);
-      member.kept = stage.rows;
     }
     // A pass scores at least one row, even if no request reads this row.
     if (buffers.score_rows.empty()) buffers.score_rows.push_back(0);
@@ -115,16 +111,35 @@ class SharedPasses final : public PassMaker {
     }
     for (Member* const each : members) {
       auto& member = static_cast<SharingMember&>(*each);
-      if (keeps_rows(member.request.stage().use)) member.kept = {0, 0};
+      member.exact = member.request.exact_after(member.exact);
       member.cache_bytes = 0;
-      for (const Arena::Handle place : member.places) member.cache_bytes += arena_->bytes_of(place);
+      const Stopwatch timer(seconds.cache);
+      for (size_t number = 0; number < member.places.size(); ++number) {
+        const Arena::Handle place = member.places[number];
+        arena_->share(place, member.request.canvas(number), member.exact);
+        member.cache_bytes += arena_->bytes_of(place);
+      }
     }
     return pass;
   }
 
   uint64_t cache_bytes() const override { return arena_->cache_bytes(); }
+  uint64_t prefix_bytes() const override { return arena_->shared_bytes(); }
 
  private:
+  // Lists the canvases of a request, with the number of leading tokens whose rows are stored. All
+  // canvases of a request run the same passes, so this number is the same for all canvases.
+  std::vector<Arena::Wanted> wanted_by(const Request& request) const {
+    const size_t rows = request.has_cache() ? request.canvas().size() : 0;
+    int32_t stored = request.reusable();
+    for (size_t number = 0; number < request.canvases(); ++number)
+      stored = arena_->stored(request.canvas(number), stored);
+    std::vector<Arena::Wanted> wanted;
+    for (size_t number = 0; number < request.canvases(); ++number)
+      wanted.push_back({request.canvas(number), static_cast<int32_t>(rows), stored});
+    return wanted;
+  }
+
   const Denoiser& denoiser_;
   const std::unique_ptr<Arena> arena_;
 };
@@ -132,8 +147,9 @@ class SharedPasses final : public PassMaker {
 }  // namespace
 
 std::unique_ptr<PassMaker> make_shared_passes(const Denoiser& denoiser, Engine& engine,
-                                              int64_t rows) {
-  std::unique_ptr<Arena> arena = engine.open_arena(rows);
+                                              int64_t rows, int64_t most_idle) {
+  std::unique_ptr<Arena> arena =
+      engine.open_arena(page_rows(denoiser.visible_block), rows, most_idle);
   if (arena == nullptr) return nullptr;
   return std::make_unique<SharedPasses>(denoiser, std::move(arena), rows);
 }

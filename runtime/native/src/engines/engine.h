@@ -132,9 +132,10 @@ class Engine {
   // result is false, requests of the same shape run in lockstep.
   virtual bool takes_segments() const { return false; }
 
-  // Allocates `rows` cache rows (of keys and values) for passes that several requests share.
-  // Returns NULL if the engine does not support such passes. The engine must outlive the arena.
-  virtual std::unique_ptr<Arena> open_arena(int64_t rows);
+  // Allocates cache rows (of keys and values) for passes that several requests share. The arguments
+  // are those of Arena's constructor. Returns NULL if the engine does not support such passes. The
+  // engine must outlive the arena.
+  virtual std::unique_ptr<Arena> open_arena(int32_t page_rows, int64_t rows, int64_t most_idle);
 
   // Returns one line of text with the engine's name, version and provider.
   virtual std::string description() const = 0;
@@ -158,7 +159,7 @@ class HostEngine : public Engine {
   explicit HostEngine(CacheShape cache) : cache_(std::move(cache)) {}
 
   std::unique_ptr<Context> open_context(int32_t longest) override;
-  std::unique_ptr<Arena> open_arena(int64_t rows) override;
+  std::unique_ptr<Arena> open_arena(int32_t page_rows, int64_t rows, int64_t most_idle) override;
 
   // Runs a pass. The caller has set all fields of dlm_pass. Several contexts may call this function
   // at the same time. If `segments` is empty, the pass runs B requests of the same shape. If

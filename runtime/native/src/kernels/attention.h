@@ -259,22 +259,22 @@ void store_rows(const float* keys, const float* values, int64_t count, int64_t D
 
 // The tokens of one request, and the request's rows in one key/value head.
 struct Part {
-  dlm::Segment segment;
-  int64_t batch, kv_head;
+  dlm::Segment segment;  // the first segment
+  int64_t number, batch, kv_head;
 
   Part(const dlm::CachedAttention& a, int64_t number, int64_t head)
-      : segment(a.part(number)), batch(a.batch_of(number)), kv_head(head) {}
+      : segment(a.part(number)), number(number), batch(a.batch_of(number)), kv_head(head) {}
 
   int64_t token(const dlm::CachedAttention& a, int64_t t) const {
     return batch * a.tokens + segment.first + t;
   }
-  // Returns the index of the request's first new row, or of the request's first cached row, in an
-  // array [B, Hkv, rows]. Hkv is the number of key/value heads.
+  // Returns the index of the request's first new row, or of the first cached row of a segment, in
+  // an array [B, Hkv, rows]. Hkv is the number of key/value heads.
   int64_t first_new(const dlm::CachedAttention& a) const {
     return (batch * a.kv_heads + kv_head) * a.tokens + segment.first;
   }
-  int64_t first_past(const dlm::CachedAttention& a) const {
-    return (batch * a.kv_heads + kv_head) * a.cached + segment.start;
+  int64_t first_past(const dlm::CachedAttention& a, const dlm::Segment& of) const {
+    return (batch * a.kv_heads + kv_head) * a.cached + of.start;
   }
 };
 
@@ -297,10 +297,11 @@ inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
     store_rows<Int8Rows>(keys, values, T, D, stored_keys, stored_values);
 }
 
-// Adds the cached keys and values of one head to the softmax.
+// Adds the cached keys and values of one segment and one head to the softmax.
 template <class Attending>
-void add_past(const dlm::CachedAttention& a, const Part& part, Attending& softmax) {
-  const int64_t S = part.segment.cached, offset = part.first_past(a) * a.row_bytes();
+void add_past(const dlm::CachedAttention& a, const Part& part, const dlm::Segment& of,
+              Attending& softmax) {
+  const int64_t S = of.cached, offset = part.first_past(a, of) * a.row_bytes();
   const uint8_t* const keys = static_cast<const uint8_t*>(a.past_keys) + offset;
   const uint8_t* const values = static_cast<const uint8_t*>(a.past_values) + offset;
   switch (a.cache) {
@@ -363,7 +364,9 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
       if (a.visible_block != 0) last_seen[lane] = a.last_seen(position);
     }
     if (a.visible_block != 0) softmax.set_last_seen(last_seen);
-    add_past(a, part, softmax);
+    add_past(a, part, part.segment, softmax);
+    for (int64_t more = 1; more < a.segments_of(number); ++more)
+      add_past(a, part, a.segments[a.first_segments[number] + more], softmax);
     const int64_t T = part.segment.tokens, new_row = part.first_new(a) * D;
     const float *const keys = a.new_keys + new_row, *const values = a.new_values + new_row;
     if (a.visible_block != 0)

@@ -202,9 +202,11 @@ struct CachedAttention {
   const float *cos, *sin;               // [table_rows, rotary_size / 2]
   int64_t batch, tokens, cached, heads, kv_heads, head_size, rotary_size, table_rows, visible_block;
   // [segment_count] segments, which cover the T tokens in order. If segment_count is 0, each of the
-  // B requests is one segment.
+  // B requests is one segment. first_segments: [part_count + 1], as first_segments() returns them.
   const Segment* segments;
   int64_t segment_count;
+  const int64_t* first_segments;
+  int64_t part_count;
   float* y;                      // [B, T, H, D]
   float *new_keys, *new_values;  // [B, Hkv, T, D]
   // [B, Hkv, T] rows in the cache's format. If the format is fp32, these rows equal the new keys
@@ -219,9 +221,14 @@ struct CachedAttention {
                                       : head_size + kRowScaleBytes;
   }
 
-  int64_t parts() const { return segment_count == 0 ? batch : segment_count; }
+  // A part is one request: one of the B requests, or all segments with the same tokens.
+  int64_t parts() const { return segment_count == 0 ? batch : part_count; }
+  // Returns the first segment of a part.
   Segment part(int64_t i) const {
-    return segment_count == 0 ? Segment{0, cached, 0, tokens} : segments[i];
+    return segment_count == 0 ? Segment{0, cached, 0, tokens} : segments[first_segments[i]];
+  }
+  int64_t segments_of(int64_t i) const {
+    return segment_count == 0 ? 1 : first_segments[i + 1] - first_segments[i];
   }
   int64_t batch_of(int64_t part) const { return segment_count == 0 ? part : 0; }
 

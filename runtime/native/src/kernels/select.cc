@@ -28,6 +28,8 @@ bool CachedAttention::has_good_segments() const {
   for (const Segment* it = segments; it != segments + segment_count; ++it) {
     if (it->start < 0 || it->cached < 0 || it->cached > cached || it->start > cached - it->cached)
       return false;
+    // A further segment of the same request has the same tokens.
+    if (it != segments && it->first == it[-1].first && it->tokens == it[-1].tokens) continue;
     if (it->first != next || it->tokens < 1 || it->tokens > tokens - next) return false;
     next += it->tokens;
   }

@@ -79,6 +79,9 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
   static_assert(sizeof(Segment) == kSegmentNumbers * sizeof(int64_t));
   pass.segments = reinterpret_cast<const Segment*>(segments.data);
   pass.segment_count = segments.dims[0];
+  const std::vector<int64_t> firsts = first_segments(pass.segments, pass.segment_count);
+  pass.first_segments = firsts.data();
+  pass.part_count = static_cast<int64_t>(firsts.size()) - 1;
   if (!pass.has_good_segments())
     fail(DLM_BAD_BUNDLE,
          "%" PRId64 " segments do not match %" PRId64 " tokens over %" PRId64 " cached rows",

@@ -1,0 +1,83 @@
+// Divides an arena into pages, and finds pages that already contain the keys and values of a
+// prompt.
+//
+// A page holds the rows of a fixed number of consecutive positions. Several requests can use the
+// same page, if the page's rows depend only on tokens that these requests have in common. Such a
+// page is shared: it is stored under its tokens and the page before it. So a shared page can only
+// be found by a request whose tokens are equal up to the end of the page.
+//
+// If no request uses a shared page any more, the page becomes idle, and keeps its rows. Idle pages
+// are freed when their memory is needed. The page that was used least recently is freed first. A
+// page is always freed before the page before it, because a request returns its last page first.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace dlm {
+
+class Pages {
+ public:
+  // `most_idle` is the largest number of idle pages to keep.
+  Pages(int32_t count, int32_t most_idle);
+
+  // Shared pages that a request can use, in the order of their positions.
+  struct Found {
+    std::vector<int32_t> pages;
+    int32_t idle = 0;  // number of these pages that no request uses
+  };
+  // Finds the longest sequence of shared pages that contain the first tokens of a request. The
+  // function compares `count` pages of `rows` tokens each.
+  Found find(const int32_t* tokens, size_t rows, size_t count) const;
+
+  // Returns the number of pages that no request uses.
+  int32_t unused() const { return static_cast<int32_t>(free_.size()) + idle_count_; }
+
+  // Takes a page that no request uses. Call this function only if unused() is above 0.
+  int32_t take();
+  // Uses a shared page again, for one more request.
+  void use(int32_t page);
+  // Returns the pages of one request, which are in the order of their positions.
+  void give_back(const std::vector<int32_t>& pages) noexcept;
+
+  // Shares a page that one request uses. `before` is the shared page of the preceding positions, or
+  // -1. Returns the page that the request must use from now on. This is a different page if a page
+  // with the same tokens is already shared.
+  int32_t share(int32_t page, int32_t before, const int32_t* tokens, size_t rows);
+
+  // Returns the number of shared pages, including idle pages.
+  int32_t shared() const { return static_cast<int32_t>(by_tokens_.size()); }
+  int32_t idle() const { return idle_count_; }
+  // Returns how many fewer pages are used than if every request had its own pages.
+  int64_t saved() const { return saved_; }
+
+ private:
+  struct Page {
+    int32_t users = 0, before = -1;
+    std::vector<int32_t> tokens;  // empty if the page is not shared
+    // The next older and the next newer idle page, or -1.
+    int32_t older = -1, newer = -1;
+  };
+  using ByTokens = std::unordered_multimap<uint64_t, int32_t>;
+
+  static uint64_t hash_of(int32_t before, const int32_t* tokens, size_t rows);
+  int32_t find_one(int32_t before, const int32_t* tokens, size_t rows) const;
+  void add_free(int32_t page) noexcept;
+  void add_idle(int32_t page) noexcept;
+  void remove_idle(int32_t page) noexcept;
+  void free_oldest() noexcept;
+
+  // Returning pages must not fail, so no member below allocates memory for this purpose.
+  std::vector<Page> pages_;
+  const int32_t most_idle_;
+  // A heap: the lowest page is taken first, so that the pages of a request are mostly contiguous.
+  std::vector<int32_t> free_;
+  int32_t oldest_ = -1, newest_ = -1, idle_count_ = 0;  // a list of the idle pages
+  ByTokens by_tokens_;  // the shared pages, by the hash of their tokens and of `before`
+  int64_t saved_ = 0;
+};
+
+}  // namespace dlm
