@@ -209,14 +209,19 @@ def _pass(
 
 
 def _segments(rng: np.random.Generator, tokens: int, cached: int) -> np.ndarray:
-    """Several requests that share a row of tokens. Each sees some of the cached rows."""
+    """Several requests that share a row of tokens. Each sees some of the cached rows, which may be in
+    several places.
+    """
     firsts = np.array(
         [0, *sorted(rng.choice(np.arange(1, tokens), min(2, tokens - 1), replace=False))], np.int64
     )
-    starts = rng.integers(0, cached + 1, len(firsts))
-    return np.stack(
-        [starts, rng.integers(0, cached - starts + 1), firsts, np.diff([*firsts, tokens])], 1
-    ).astype(np.int64)
+    found: list[list[int]] = []
+    for first, count in zip(firsts, np.diff([*firsts, tokens]), strict=True):
+        # The places of one request do not overlap.
+        cuts = sorted(rng.integers(0, cached + 1, 2 * int(rng.integers(1, 4))))
+        for start, end in zip(cuts[::2], cuts[1::2], strict=True):
+            found.append([start, end - start, first, count])
+    return np.array(found, np.int64)
 
 
 def _call(

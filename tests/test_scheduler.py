@@ -256,7 +256,7 @@ def test_what_cannot_be_is_said(demo: Bundle) -> None:
         demo.scheduler(max_pass_ms=float("nan"))
     with pytest.raises(RequestError, match="max_pass_ms = 'soon' is not a number"):
         demo.scheduler(max_pass_ms="soon")
-    with demo.scheduler(cache_bytes=1 << 17) as scheduler:
+    with demo.scheduler(cache_bytes=1 << 18) as scheduler:
         with pytest.raises(
             RequestError,
             match=r"has room for .*: give it more cache_bytes, or choose a shorter canvas",

@@ -94,10 +94,12 @@ def test_the_definition_lets_a_request_see_its_own_rows_alone(bundle: Path) -> N
             rows[:, :, start : start + part["cached"]] = past[name]
         arena[name] = rows
     firsts = np.cumsum([0, *(len(part["tokens"]) for part in parts)])
+    # Each request's cached rows are two segments.
     segments = np.array(
         [
-            [start, part["cached"], first, len(part["tokens"])]
+            [start + half, part["cached"] // 2, first, len(part["tokens"])]
             for start, part, first in zip(starts, parts, firsts[:-1], strict=True)
+            for half in (0, part["cached"] // 2)
         ]
     )
     together = graph.run(parts, arena, segments=segments)

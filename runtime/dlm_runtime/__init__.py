@@ -27,8 +27,9 @@ from dlm_runtime.errors import (
 )
 from dlm_runtime.generation.deciding import Answer, Choice, Decision, Score, YesNo
 from dlm_runtime.generation.infill import Infill
+from dlm_runtime.generation.pass_cost import PassCost
 from dlm_runtime.generation.results import Event, Generation
-from dlm_runtime.generation.scheduler import Job, PassCost, Scheduler
+from dlm_runtime.generation.scheduler import Job, Scheduler
 from dlm_runtime.opening import open
 from dlm_runtime.policy import Policy
 from dlm_runtime.presets import PRESETS

@@ -20,6 +20,7 @@ from dlm_runtime.generation.constraining import Constraints
 from dlm_runtime.generation.deciding import Decides
 from dlm_runtime.generation.handle import Handle
 from dlm_runtime.generation.infill import Infill, infill
+from dlm_runtime.generation.pass_cost import PassCost
 from dlm_runtime.generation.request import (
     OPTION_NAMES,
     InfillOptions,
@@ -32,7 +33,7 @@ from dlm_runtime.generation.request import (
     token_ids,
 )
 from dlm_runtime.generation.results import Event, Generation
-from dlm_runtime.generation.scheduler import PassCost, Scheduler
+from dlm_runtime.generation.scheduler import Scheduler
 from dlm_runtime.manifest import text_files
 from dlm_runtime.policy import Policy
 from dlm_runtime.text.tokenizer import Tokenizer
@@ -561,6 +562,7 @@ class Bundle(Decides):
         cache_bytes: int = 0,
         max_pass_ms: float = 0.0,
         cost: PassCost | None = None,
+        prefix_cache_bytes: int | None = None,
     ) -> Scheduler:
         """Create a scheduler. The scheduler accepts requests from any thread, and runs all passes on a separate thread.
 
@@ -577,20 +579,16 @@ class Bundle(Decides):
             max_pass_ms: Limit on the expected milliseconds of a shared pass. A waiting request starts only if the
                 expected time of the pass stays within this limit. If 0, there is no limit.
             cost: The measured cost of passes on this machine. ``max_pass_ms`` requires this argument.
+            prefix_cache_bytes: Limit on the bytes, within ``cache_bytes``, that keep keys and values of requests that
+                have ended. A later request reuses them if its prompt starts with the same tokens. If None, all of
+                ``cache_bytes`` that no running request needs is used. If 0, nothing is reused.
 
         Raises:
             RequestError: An argument is out of range, or ``max_pass_ms`` is set although requests cannot share passes.
         """
-        return Scheduler(
-            self._handle,
-            functools.partial(self._request, "generate"),
-            max_running,
-            max_waiting,
-            max_tokens,
-            cache_bytes,
-            max_pass_ms,
-            cost,
-        )
+        make = functools.partial(self._request, "generate")
+        sizes = (max_running, max_waiting, max_tokens, cache_bytes)
+        return Scheduler(self._handle, make, *sizes, max_pass_ms, cost, prefix_cache_bytes)
 
 
 @functools.cache

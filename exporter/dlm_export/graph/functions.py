@@ -57,11 +57,12 @@ Attention rotates the first ``rotary_size`` features of each head, or all featur
 ``rotary_size`` is 0. The functions for block-causal attention have separate names. A runtime that
 has no kernel with such a name uses the definition.
 
-``segments`` ``[N, 4]`` describes N requests whose tokens are concatenated into one sequence (B =
-1). The four columns are the index of the request's first cached row, the number of the request's
-cached rows, the index of the request's first token, and the number of the request's tokens. A
-request sees only its own tokens and cached rows. If N = 0, each of the B sequences is one request,
-and the request sees all cached rows of the sequence.
+``segments`` ``[N, 4]`` describes requests whose tokens are concatenated into one sequence (B = 1).
+The four columns are the index of a request's first cached row, the number of cached rows, the index
+of the request's first token, and the number of the request's tokens. If a request has cached rows
+in several places, several consecutive segments have the same tokens. A request sees only its own
+tokens and cached rows. If N = 0, each of the B sequences is one request, and the request sees all
+cached rows of the sequence.
 
 A cached row is the key or the value of one position in one head. A pass uses its own new rows in
 fp32. The cache stores the new rows rounded, so later passes read rounded values. An INT8 row
@@ -437,19 +438,23 @@ def _own(
     """
     op, ints = body.op, body.ints
     tokens, cached = body.size(positions, 1), body.size(past_key, 2)
-    # Prepend a segment that covers all tokens and cached rows. In calls without segments, this
-    # segment is the only segment.
-    everything = op("Unsqueeze", op("Concat", ints(0), cached, ints(0), tokens, axis=0), ints(0))
+    # Prepend a segment that covers all tokens. In calls without segments, this segment is the only
+    # segment, and also covers all cached rows.
+    zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
+    is_alone = body.cast(op("Equal", body.size(segments, 0), ints(0)), ir.DataType.INT64)
+    rows = op("Mul", cached, is_alone)
+    everything = op("Unsqueeze", op("Concat", ints(0), rows, ints(0), tokens, axis=0), ints(0))
     all_segments = op("Concat", everything, segments, axis=0)
     start, count, first, _ = body.several(4, "Split", all_segments, axis=1, num_outputs=4)
-    zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
     token, row = (op("Range", zero, op("Squeeze", size), one) for size in (tokens, cached))
-    is_begun = body.cast(op("LessOrEqual", first, token), ir.DataType.INT64)
-    # For each token, the last request that starts at or before that token. Shape [T].
-    number = op("Sub", op("ReduceSum", is_begun, ints(0), keepdims=0), ints(1))
-    begin, end = op("Gather", start, number), op("Gather", op("Add", start, count), number)
-    of_past = op("And", op("LessOrEqual", begin, row), op("Less", row, end))
-    return of_past, op("Equal", op("Unsqueeze", number, ints(1)), number)
+    # For each token, the first token of its request. Shape [T].
+    is_begun = op("LessOrEqual", first, token)
+    begin = op("ReduceMax", op("Where", is_begun, first, zero), ints(0), keepdims=0)
+    of_token = op("Equal", op("Unsqueeze", begin, ints(1)), op("Transpose", first))  # [T, N]
+    in_segment = op("And", op("LessOrEqual", start, row), op("Less", row, op("Add", start, count)))
+    numbers = (body.cast(each, ir.DataType.FLOAT) for each in (of_token, in_segment))
+    of_past = body.cast(op("MatMul", *numbers), ir.DataType.BOOL)
+    return of_past, op("Equal", op("Unsqueeze", begin, ints(1)), begin)
 
 
 def _as_it_is(body: Body, rows: ir.Value) -> ir.Value:

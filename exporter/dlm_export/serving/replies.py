@@ -87,16 +87,19 @@ def usage(answers: Sequence[Answer], ask: Ask) -> dict[str, Any]:
     prompts = answers[:: ask.choices]
     prompt = sum(each.generation.prompt_tokens for each in prompts)
     completion = sum(each.completion_tokens for each in answers)
-    return usage_of(prompt, completion, sum(each.generation.nfe for each in answers))
+    cached = sum(each.generation.cached_tokens for each in prompts)
+    return usage_of(prompt, completion, sum(each.generation.nfe for each in answers), cached)
 
 
-def usage_of(prompt: int, completion: int, passes: int) -> dict[str, Any]:
-    """Return the object ``usage`` for the given numbers of tokens and passes."""
+def usage_of(prompt: int, completion: int, passes: int, cached: int) -> dict[str, Any]:
+    """Return the object ``usage`` for the given numbers of tokens and passes. ``cached`` is the number
+    of prompt tokens that were not computed again.
+    """
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {"reasoning_tokens": 0},
         "denoising_passes": passes,
     }

@@ -260,7 +260,8 @@ class ChoicesWriter(Writer):
         super().__init__(ask, model, is_diffusing)
         kind = f"{form.head.kind}.chunk" if form.is_chat else form.head.kind
         self._form, self._counts = form, counts
-        self._so_far: dict[int, tuple[int, int, int]] = {}  # tokens given, tokens made, passes
+        # For each choice: tokens given, tokens made, passes, tokens that were not computed.
+        self._so_far: dict[int, tuple[int, int, int, int]] = {}
         self._head = replace(form.head, kind=kind)
 
     def _note(self, index: int, job: Job, event: Event | None) -> None:
@@ -272,16 +273,26 @@ class ChoicesWriter(Writer):
             decided = [at for at in self._positions(job, event) if not event.undecided[at]]
             first_end = next((at for at in decided if event.canvas[at] in ends), None)
             made = sum(first_end is None or at < first_end for at in decided)
-        self._so_far[index] = (job.prompt_tokens, made, passes)
+        self._so_far[index] = (job.prompt_tokens, made, passes, 0)
 
     def _usage_so_far(self) -> dict[str, Any]:
         ended = {
-            index: (end.generation.prompt_tokens, end.completion_tokens, end.generation.nfe)
+            index: (
+                end.generation.prompt_tokens,
+                end.completion_tokens,
+                end.generation.nfe,
+                end.generation.cached_tokens,
+            )
             for index, end in self.answers.items()
         }
         rows = [row for _, row in sorted((self._so_far | ended).items())]
-        given = sum(row[0] for row in rows[:: self._ask.choices])
-        return usage_of(given, sum(row[1] for row in rows), sum(row[2] for row in rows))
+        prompts = rows[:: self._ask.choices]
+        return usage_of(
+            sum(row[0] for row in prompts),
+            sum(row[1] for row in rows),
+            sum(row[2] for row in rows),
+            sum(row[3] for row in prompts),
+        )
 
     def _opening(self, index: int) -> Iterator[bytes]:
         if self._form.is_chat:

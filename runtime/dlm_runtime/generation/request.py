@@ -381,6 +381,7 @@ class Request:
             nfe=stats.nfe,
             timings={name: getattr(stats, f"{name}_s") for name in TIMINGS},
             cache_bytes=stats.cache_bytes,
+            cached_tokens=stats.cached_tokens,
             passes={name: getattr(stats, f"{name}_passes") for name in PASSES},
             finish=_native.finish_name(result.finish),
             prompt_tokens=result.prompt_tokens,

@@ -50,6 +50,8 @@ class Generation:
             from sampling. Without a constraint, the sum is 0.
         option_probs: For a decision, the probability of each option of each question. The value is
             None for other requests. ``Bundle.decide`` returns these probabilities by name.
+        cached_tokens: The number of tokens at the start of the prompt whose keys and values came
+            from earlier requests of the same scheduler.
     """
 
     tokens: list[int]
@@ -67,6 +69,7 @@ class Generation:
     constraint_log_prob_loss: float = 0.0
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
     option_probs: list[float] | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import ctypes as C
 import itertools
-import math
 import queue
 import threading
 import time
@@ -20,14 +19,13 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlm_runtime.abi import native as _native
 from dlm_runtime.errors import ClosedError, DlmError, RequestError, shown
-from dlm_runtime.files import read_object
 from dlm_runtime.generation.ends import Ends
 from dlm_runtime.generation.forks import Origin
+from dlm_runtime.generation.pass_cost import PassCost
 from dlm_runtime.generation.request import (
     Options,
     Request,
@@ -44,48 +42,8 @@ if TYPE_CHECKING:
 
     from dlm_runtime.generation.handle import Handle
 
-_MOST_BYTES = 1 << 20  # largest accepted output of ``dlm-export bench``
 WAIT_S = 0.1  # seconds between a waiting thread's checks for signals
 EVENT_WAIT_S = 0.02  # seconds between checks whether a request has ended without a last step
-
-
-@dataclass(frozen=True)
-class PassCost:
-    """The time of a pass in milliseconds, as a linear model.
-
-    The time is a sum of four parts: a fixed part, a part per token, a part per scored row, and a
-    part per pair of a token and a position that the token sees. ``dlm-export bench --cost``
-    measures these parts. Each part is finite and 0 or more.
-    """
-
-    pass_ms: float
-    token_ms: float
-    row_ms: float
-    pair_ms: float
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if (
-                not isinstance(value, (int, float))
-                or isinstance(value, bool)
-                or not 0 <= value < math.inf
-            ):
-                raise RequestError(
-                    f"cost: {each.name} = {value!r} is not a time: give milliseconds"
-                )
-
-    @classmethod
-    def read(cls, path: str | Path) -> PassCost:
-        """Read the parts of the cost from the output of ``dlm-export bench BUNDLE --cost --json``.
-        Raises RequestError.
-        """
-        hint = " Write it with `dlm-export bench BUNDLE --cost --json`."
-        found = read_object(Path(path), _MOST_BYTES, RequestError, hint).get("cost")
-        names = [each.name for each in fields(cls)]
-        if not isinstance(found, dict) or not set(names) <= set(found):
-            raise RequestError(f"{path}: has no cost with {', '.join(names)}.{hint}")
-        return cls(*(found[name] for name in names))
 
 
 @dataclass(frozen=True)
@@ -104,6 +62,9 @@ class SchedulerStats:
         passes_s: Seconds spent in passes alone.
         expected_s: Seconds that the scheduler's ``cost`` predicts for these passes. 0 if the
             scheduler has no ``cost``, or if requests take turns.
+        prefix_hits: Number of requests that reused keys and values of earlier requests.
+        prefix_tokens: Number of tokens that these requests did not compute.
+        prefix_bytes: Number of bytes of keys and values that new requests can reuse.
     """
 
     waiting: int
@@ -117,6 +78,9 @@ class SchedulerStats:
     cache_bytes: int
     passes_s: float
     expected_s: float
+    prefix_hits: int
+    prefix_tokens: int
+    prefix_bytes: int
 
 
 class Job:
@@ -519,6 +483,7 @@ class Scheduler:
         cache_bytes: int,
         max_pass_ms: float,
         cost: PassCost | None,
+        prefix_cache_bytes: int | None,
     ) -> None:
         options = _native.initialised(_native.SchedulerOptions)
         options.max_running = count_of("max_running", max_running)
@@ -526,6 +491,10 @@ class Scheduler:
         options.max_tokens = count_of("max_tokens", max_tokens)
         options.cache_bytes = count_of("cache_bytes", cache_bytes, (1 << 64) - 1)
         options.max_pass_ms = milliseconds_of("max_pass_ms", max_pass_ms)
+        if prefix_cache_bytes is not None:
+            options.prefix_cache_bytes = count_of(
+                "prefix_cache_bytes", prefix_cache_bytes, (1 << 64) - 1
+            )
         if cost is not None:
             if not isinstance(cost, PassCost):
                 raise RequestError(f"cost = {shown(cost)}: give a PassCost, or None")

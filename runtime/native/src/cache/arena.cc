@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
-#include <utility>
 
 #include "base/error.h"
 
@@ -51,23 +50,32 @@ bool Arena::has_room(const std::vector<Wanted>& wanted) const {
   return needed <= static_cast<size_t>(pages_.unused());
 }
 
-Arena::Handle Arena::take(const Wanted& wanted) {
-  if (wanted.rows > 0 && storage_ == nullptr) make_room();
-  std::vector<int32_t> pages =
-      pages_.find(wanted.tokens.data(), page_rows_, wanted.stored / page_rows_).pages;
-  const size_t shared = pages.size(), needed = pages_for(wanted.rows);
-  pages.reserve(needed);
-  const Handle place = places_.emplace(places_.end());
-  // From here on, no statement allocates memory.
-  for (const int32_t page : pages) pages_.use(page);
-  while (pages.size() < needed) pages.push_back(pages_.take());
-  place->pages = std::move(pages);
-  place->shared = shared;
-  place->length = static_cast<int32_t>(shared) * page_rows_;
-  return place;
+std::vector<Arena::Handle> Arena::take(const std::vector<Wanted>& wanted) {
+  std::vector<Handle> taken;
+  taken.reserve(wanted.size());
+  std::list<Place> places;
+  for (const Wanted& one : wanted) {
+    if (one.rows > 0 && storage_ == nullptr) make_room();
+    Place& place = places.emplace_back();
+    place.pages = pages_.find(one.tokens.data(), page_rows_, one.stored / page_rows_).pages;
+    place.shared = place.pages.size();
+    place.length = static_cast<int32_t>(place.shared) * page_rows_;
+    place.pages.reserve(pages_for(one.rows));
+  }
+  // From here on, no statement allocates memory. The shared pages of all canvases come first, so
+  // that no other page takes their memory.
+  for (const Place& place : places)
+    for (const int32_t page : place.pages) pages_.use(page);
+  auto one = wanted.begin();
+  for (auto place = places.begin(); place != places.end(); ++place, ++one) {
+    taken.push_back(place);
+    while (place->pages.size() < pages_for(one->rows)) place->pages.push_back(pages_.take());
+  }
+  places_.splice(places_.end(), places);
+  return taken;
 }
 
-void Arena::give_back(Handle place) {
+void Arena::give_back(Handle place) noexcept {
   pages_.give_back(place->pages);
   places_.erase(place);
 }

@@ -60,10 +60,10 @@ class Arena {
   // Returns true if the arena has room for several more canvases at once.
   bool has_room(const std::vector<Wanted>& wanted) const;
 
-  // Reserves the rows of a canvas. Call this function only if has_room() returned true. A canvas
-  // without a cache takes 0 rows.
-  Handle take(const Wanted& wanted);
-  void give_back(Handle place);
+  // Reserves the rows of several canvases. Call this function only if has_room() returned true. A
+  // canvas without a cache takes 0 rows.
+  std::vector<Handle> take(const std::vector<Wanted>& wanted);
+  void give_back(Handle place) noexcept;
 
   // Runs a pass over all parts, in order, with batch size 1. Works like Context::run. The function
   // itself sets the pass's pointers to keys and values.

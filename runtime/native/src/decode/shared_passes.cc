@@ -19,21 +19,18 @@ constexpr double kMostLogits = 256 << 20;
 
 class SharingMember final : public Member {
  public:
-  SharingMember(Request& request, Arena& arena) : Member(request), arena_(arena) {
-    places.reserve(request.canvases());
+  // The arena must have room for the canvases. The first tokens of each canvas may be stored
+  // already.
+  SharingMember(Request& request, Arena& arena, const std::vector<Arena::Wanted>& wanted)
+      : Member(request), places(arena.take(wanted)), exact(wanted.front().stored), arena_(arena) {
+    reused = exact;
   }
   ~SharingMember() override {
     for (const Arena::Handle place : places) arena_.give_back(place);
   }
 
-  // The constructor does not reserve places in the arena. So if take_places() throws an error, the
-  // destructor frees the places that were already reserved.
-  void take_places(const std::vector<Arena::Wanted>& wanted) {
-    for (const Arena::Wanted& canvas : wanted) places.push_back(arena_.take(canvas));
-  }
-
-  std::vector<Arena::Handle> places;  // one per canvas
-  int32_t exact = 0;                  // see Request::exact_after
+  const std::vector<Arena::Handle> places;  // one per canvas
+  int32_t exact;                            // see Request::exact_after
 
  private:
   Arena& arena_;
@@ -51,10 +48,7 @@ class SharedPasses final : public PassMaker {
   }
 
   std::unique_ptr<Member> start(Request& request) override {
-    auto member = std::make_unique<SharingMember>(request, *arena_);
-    const std::vector<Arena::Wanted> wanted = wanted_by(request);
-    member->take_places(wanted);
-    member->reused = member->exact = wanted.front().stored;
+    auto member = std::make_unique<SharingMember>(request, *arena_, wanted_by(request));
     if (member->reused > 0) request.skip_stored(member->reused);
     return member;
   }

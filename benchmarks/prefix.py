@@ -1,0 +1,167 @@
+"""Measure what requests gain that start with the same tokens, as system prompts and conversations do.
+
+    python benchmarks/prefix.py [--requests 64] [--shared 2000] [--own 50] [--turns 10] [--rounds 3]
+        [--threads 2] [--json FILE]
+
+A random block-causal denoiser of 134 M parameters (int8 weights, grouped queries, blocks of 32)
+answers with 32 tokens. Each round measures a scheduler with its prefix cache and a scheduler
+without it, in turns. Prints medians over the rounds, with the smallest and the largest value:
+
+- `first tokens`: milliseconds from submitting a request until its first tokens are decided. The
+  requests run one after another.
+- `tokens/s`: all requests are submitted at once.
+- `turns`: milliseconds of each turn of a conversation. Each turn adds the tokens of a user, and an
+  answer.
+
+Also prints how many canvases differ between the two schedulers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shapes import QUICKLY, built, machine, random_checkpoint
+
+import dlm_runtime
+from dlm_runtime import Bundle, Scheduler
+
+NEW_TOKENS, BLOCK, VOCABULARY, LONGEST = 32, 32, 32_000, 4096
+SHAPE = {
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 2048,
+    "max_position_embeddings": LONGEST,
+    "block_size": BLOCK,
+}
+ASKED: dict[str, Any] = {
+    "preset": "sdar",
+    "max_new_tokens": NEW_TOKENS,
+    "stop": "none",
+    "steps_per_block": 8,
+    "commit": "static",
+}
+
+
+def bundle_path() -> Path:
+    """Build the bundle once."""
+    from checkpoints import sdar_config
+
+    ids = {
+        "vocab_size": VOCABULARY,
+        "mask_token_id": VOCABULARY - 1,
+        "eos_token_id": VOCABULARY - 2,
+        "pad_token_id": VOCABULARY - 2,
+    }
+    source = random_checkpoint("prefix", sdar_config(**SHAPE, **ids))
+    return built(source, "prefix-int8", "--precision", "int8", *QUICKLY)
+
+
+def tokens_of(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(10, VOCABULARY - 10) for _ in range(count)]
+
+
+def first_tokens(scheduler: Scheduler, prompts: Sequence[list[int]]) -> list[float]:
+    """The milliseconds until the first tokens of each request."""
+    found = []
+    for prompt in prompts:
+        began, first = time.perf_counter(), 0.0
+        for event in scheduler.submit(tokens=prompt, events=True, **ASKED):
+            if not first and event.committed:
+                first = time.perf_counter() - began
+        found.append(1e3 * first)
+    return found
+
+
+def conversation(
+    scheduler: Scheduler, system: list[int], said: Sequence[list[int]]
+) -> tuple[list[float], list[int]]:
+    """The milliseconds of each turn, and the last canvas."""
+    history, found = list(system), []
+    for words in said:
+        began = time.perf_counter()
+        history = list(scheduler.submit(tokens=history + words, **ASKED).result(600).tokens)
+        found.append(1e3 * (time.perf_counter() - began))
+    return found, history
+
+
+def measure(bundle: Bundle, prefix_cache_bytes: int | None, wanted: argparse.Namespace) -> Any:
+    rng = random.Random(1)
+    shared = tokens_of(rng, wanted.shared)
+    prompts = [shared + tokens_of(rng, wanted.own) for _ in range(wanted.requests)]
+    said = [tokens_of(rng, wanted.own) for _ in range(wanted.turns)]
+    with bundle.scheduler(prefix_cache_bytes=prefix_cache_bytes, max_running=16) as scheduler:
+        # The first request fills the cache, and is not counted.
+        alone = first_tokens(scheduler, prompts[:9])[1:]
+    with bundle.scheduler(prefix_cache_bytes=prefix_cache_bytes, max_running=16) as scheduler:
+        began = time.perf_counter()
+        jobs = [scheduler.submit(tokens=prompt, **ASKED) for prompt in prompts]
+        made = [job.result(3600) for job in jobs]
+        seconds = time.perf_counter() - began
+        stats = scheduler.stats
+    with bundle.scheduler(prefix_cache_bytes=prefix_cache_bytes) as scheduler:
+        turns, last = conversation(scheduler, shared, said)
+    return {
+        "first_tokens_ms": statistics.median(alone),
+        "tokens_per_s": wanted.requests * NEW_TOKENS / seconds,
+        "turns_ms": turns,
+        "cached_tokens": stats.prefix_tokens,
+        "cache_mib": stats.cache_bytes / 2**20,
+        "canvases": [each.tokens for each in made] + [last],
+    }
+
+
+def spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):9.1f} ({min(values):.1f}-{max(values):.1f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--shared", type=int, default=2000)
+    parser.add_argument("--own", type=int, default=50)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    wanted = parser.parse_args()
+    sides: dict[str, list[Any]] = {"with": [], "without": []}
+    with dlm_runtime.open(bundle_path(), threads=wanted.threads) as bundle:
+        for _ in range(wanted.rounds):
+            sides["with"].append(measure(bundle, None, wanted))
+            sides["without"].append(measure(bundle, 0, wanted))
+    pairs = list(zip(sides["with"], sides["without"], strict=True))
+    differing = sum(
+        one != other
+        for fast, slow in pairs
+        for one, other in zip(fast.pop("canvases"), slow.pop("canvases"), strict=True)
+    )
+    for side, rounds in sides.items():
+        print(f"prefix cache: {side}")
+        print(f"  first tokens, ms {spread([each['first_tokens_ms'] for each in rounds])}")
+        print(f"  tokens/s         {spread([each['tokens_per_s'] for each in rounds])}")
+        print(f"  tokens reused    {rounds[0]['cached_tokens']}")
+        print(f"  cache, MiB       {rounds[0]['cache_mib']:.1f}")
+        turns = [
+            statistics.median(each) for each in zip(*(r["turns_ms"] for r in rounds), strict=True)
+        ]
+        print("  turns, ms        " + " ".join(f"{each:.0f}" for each in turns))
+    print(f"canvases that differ: {differing}")
+    if wanted.json:
+        found = {"machine": machine(), "differing": differing, **sides}
+        wanted.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Requests of a scheduler reuse the keys and values of equal prompts. Answers do not change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from serving_process import serving
+
+import dlm_runtime
+from dlm_export.bundle.manifest import network_of
+from dlm_runtime import Bundle, RequestError
+
+BLOCK = 16  # of the second demo
+SHARED = 8 * BLOCK
+
+
+@pytest.fixture(scope="module")
+def bundle(several_bundle: Path) -> Iterator[Bundle]:
+    with dlm_runtime.open(several_bundle, threads=1) as opened:
+        assert opened.visible_block == BLOCK
+        yield opened
+
+
+def prompts(count: int, own: int = 21) -> list[list[int]]:
+    """Prompts that start with the same tokens, and end with ``own`` tokens of their own."""
+    rng = np.random.default_rng(5)
+    shared = rng.integers(2, 150, SHARED).tolist()
+    return [shared + rng.integers(2, 150, own).tolist() for _ in range(count)]
+
+
+CHANGES: dict[str, Any] = {"preset": "sdar", "max_new_tokens": 32, "stop": "none"}
+
+
+def test_requests_with_the_same_start_reuse_it(bundle: Bundle) -> None:
+    wanted = prompts(12)
+    alone = [bundle.generate(tokens=tokens, **CHANGES) for tokens in wanted]
+    with bundle.scheduler(max_running=4) as scheduler:
+        scheduler.submit(tokens=wanted[0][:SHARED], **CHANGES).result(60)
+        jobs = [scheduler.submit(tokens=tokens, **CHANGES) for tokens in wanted]
+        made = [job.result(60) for job in jobs]
+        stats = scheduler.stats
+    assert [each.tokens for each in made] == [each.tokens for each in alone]
+    assert [each.cached_tokens for each in made] == [SHARED] * len(wanted)
+    assert (stats.prefix_hits, stats.prefix_tokens) == (len(wanted), len(wanted) * SHARED)
+    assert stats.prefix_bytes > 0
+    assert all(each.cached_tokens == 0 for each in alone)
+
+
+def test_a_conversation_computes_only_what_is_new(bundle: Bundle) -> None:
+    rng = np.random.default_rng(6)
+    history: list[int] = []
+    with bundle.scheduler() as scheduler:
+        for _ in range(8):
+            history += rng.integers(2, 150, 19).tolist()
+            made = scheduler.submit(tokens=history, **CHANGES).result(60)
+            alone = bundle.generate(tokens=history, **CHANGES)
+            assert made.tokens == alone.tokens
+            # The last block of the previous answer was never stored. Its other blocks were.
+            before = len(history) - 19
+            assert made.cached_tokens >= before // BLOCK * BLOCK - BLOCK
+            history = list(made.tokens)
+
+
+def test_a_small_budget_forgets_the_oldest_start(bundle: Bundle) -> None:
+    row = network_of(bundle.manifest).cache_bytes(4)
+    first, second = prompts(1, own=5)[0], [7, *prompts(1, own=5)[0][1:]]
+    with bundle.scheduler(prefix_cache_bytes=row * SHARED) as scheduler:
+
+        def cached(tokens: list[int]) -> int:
+            made = scheduler.submit(tokens=tokens, **CHANGES).result(60)
+            assert scheduler.stats.prefix_bytes <= row * SHARED
+            return made.cached_tokens
+
+        assert cached(first) == 0
+        assert cached(first) > 0
+        assert cached(second) == 0
+        assert cached(second) > 0
+        assert cached(first) < SHARED
+
+
+def test_without_a_budget_nothing_is_reused(bundle: Bundle) -> None:
+    tokens = prompts(1)[0]
+    with bundle.scheduler(prefix_cache_bytes=0) as scheduler:
+        made = [scheduler.submit(tokens=tokens, **CHANGES).result(60) for _ in range(2)]
+        stats = scheduler.stats
+    assert [each.cached_tokens for each in made] == [0, 0]
+    assert (stats.prefix_hits, stats.prefix_tokens, stats.prefix_bytes) == (0, 0, 0)
+
+
+def test_seeds_give_the_same_tokens_with_and_without_reuse(bundle: Bundle) -> None:
+    tokens = prompts(1)[0]
+    sampled = {**CHANGES, "temperature": 1.0, "select": "sample", "seed": 3}
+    alone = bundle.generate(tokens=tokens, **sampled)
+    with bundle.scheduler() as scheduler:
+        made = [scheduler.submit(tokens=tokens, **sampled).result(60) for _ in range(2)]
+    assert made[1].cached_tokens == SHARED + BLOCK
+    assert [each.tokens for each in made] == [alone.tokens] * 2
+
+
+def test_a_budget_that_is_no_number_is_refused(bundle: Bundle) -> None:
+    with pytest.raises(RequestError, match="prefix_cache_bytes = -1"):
+        bundle.scheduler(prefix_cache_bytes=-1)
+
+
+def test_the_server_counts_cached_tokens(several_bundle: Path) -> None:
+    prompt = "play jazz in the kitchen and " * 6
+    with serving(several_bundle, "--no-log") as served:
+
+        def usage() -> dict[str, Any]:
+            body = {"model": served.model, "prompt": prompt, "max_tokens": 16}
+            answer = served.client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            found: dict[str, Any] = answer.json()["usage"]
+            return found
+
+        first, second = usage(), usage()
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    cached = second["prompt_tokens_details"]["cached_tokens"]
+    assert 0 <= first["prompt_tokens"] - cached < 2 * BLOCK
