@@ -20,8 +20,8 @@
 namespace {
 
 constexpr int32_t kVocabulary = 13, kMask = 0, kEnd = 1;
-// If a pass runs over a whole canvas that starts with kMarked, tokens from kBarred on are not
-// predicted.
+// With full attention, if a pass runs over a whole canvas that starts with kMarked, tokens from
+// kBarred on are not predicted.
 constexpr int32_t kMarked = 3, kBarred = 11;
 
 uint64_t mix(uint64_t x) {  // SplitMix64
@@ -139,7 +139,8 @@ class Summing final : public dlm::HostEngine {
         if (visible_block_ == 0 ||
             positions[t] / visible_block_ <= positions[query] / visible_block_)
           sum += value_of(ids[t], positions[t]);
-      const bool is_marked = positions[part.first] == 0 && ids[part.first] == kMarked;
+      const bool is_marked =
+          visible_block_ == 0 && positions[part.first] == 0 && ids[part.first] == kMarked;
       predict(pass, row, mix(sum ^ static_cast<uint64_t>(positions[query])), is_marked);
     }
   }

@@ -72,7 +72,7 @@ bool LockstepPasses::has_room(const Request& request) const {
   return lanes_.size() < most_lanes_ || find_lane(request) != lanes_.end();
 }
 
-std::unique_ptr<Member> LockstepPasses::start(Request& request) {
+std::unique_ptr<Member> LockstepPasses::start(Request& request, const PassLimits&) {
   const auto found = find_lane(request);
   // This call of erase() removes no element. The call only makes the iterator mutable.
   auto lane = lanes_.erase(found, found);

@@ -44,7 +44,7 @@ class LockstepPasses final : public PassMaker {
   Context& spare_context();
 
   bool has_room(const Request& request) const override;
-  std::unique_ptr<Member> start(Request& request) override;
+  std::unique_ptr<Member> start(Request& request, const PassLimits& limits) override;
   std::vector<size_t> choose(const std::vector<Member*>& members,
                              const PassLimits& limits) override;
   dlm_pass run(const std::vector<Member*>& members, Buffers& buffers,

@@ -69,7 +69,7 @@ class PassMaker {
   virtual bool has_room(const Request& request) const = 0;
 
   // Starts a request. Call start() only if has_room() returned true.
-  virtual std::unique_ptr<Member> start(Request& request) = 0;
+  virtual std::unique_ptr<Member> start(Request& request, const PassLimits& limits) = 0;
 
   // Chooses the members of the next pass. `members` lists all running members. The member that has
   // waited longest comes first in `members`. Returns indices into `members`, at least one.

@@ -123,10 +123,42 @@ void Request::skip_stored(int32_t rows) {
   }
   const auto first = std::find_if(plan_.begin(), plan_.end(),
                                   [](const Stage& stage) { return stage.rows.tokens() > 0; });
-  skipped_ = static_cast<int32_t>(first - plan_.begin());
+  skipped_ += static_cast<int32_t>(first - plan_.begin());
   plan_.erase(plan_.begin(), first);
   masked_ = count_undecided(stage().decided);
   settle();
+}
+
+void Request::split_prefill(int32_t most_tokens, double most_ms, const PassCost& cost) {
+  const int32_t block = denoiser_.visible_block;
+  if (block == 0) return;
+  std::vector<Stage> plan;
+  for (Stage stage : plan_) {
+    const auto fits = [&](int32_t tokens) {
+      Stage part = stage;
+      part.rows.last = part.rows.first + tokens;
+      const PassLoad load = load_of(part, 0);
+      return load.tokens <= most_tokens && (most_ms <= 0 || cost.of(load) <= most_ms);
+    };
+    const bool is_filling =
+        stage.kind == PassKind::prefill && stage.use == CacheUse::append && !stage.is_repeated;
+    while (is_filling && !fits(stage.rows.tokens())) {
+      int32_t tokens = block;
+      while (fits(tokens + block)) tokens += block;
+      // The positions from the block's start on are computed together.
+      const int32_t end = std::min(stage.rows.first + tokens, stage.block.first);
+      if (end <= stage.rows.first || end >= stage.rows.last) break;
+      Stage part = stage;
+      part.rows.last = end;
+      part.decided = {stage.block.first, stage.block.first};
+      plan.push_back(part);
+      stage.rows.first = stage.cached = end;
+      --skipped_;
+    }
+    plan.push_back(stage);
+  }
+  plan_ = std::move(plan);
+  masked_ = count_undecided(stage().decided);
 }
 
 int32_t Request::exact_after(int32_t exact) const {

@@ -51,6 +51,11 @@ class Request {
   // already stored. Call this function before the first pass. `rows` is a multiple of the length of
   // a block, and at most reusable().
   void skip_stored(int32_t rows);
+  // Splits the passes that fill the cache before the first block, so that each part has at most
+  // `most_tokens` tokens, and takes at most `most_ms` predicted milliseconds if `most_ms` is above
+  // 0. Each part has at least one block. Call this function before the first pass. Does nothing
+  // with full attention, where such a pass cannot be split.
+  void split_prefill(int32_t most_tokens, double most_ms, const PassCost& cost);
   // Returns the number of leading positions whose rows are exact once the next pass is made: the
   // rows are computed from tokens that do not change any more. `exact` is this number before the
   // pass.
@@ -71,6 +76,8 @@ class Request {
   // True if later passes may replace decided tokens.
   bool edits() const { return policy_.remask == Remask::edit; }
   int32_t nfe() const { return nfe_; }
+  // Returns the number of passes so far, as if no pass was skipped or split.
+  int32_t planned_nfe() const { return nfe_ + skipped_; }
   dlm_step view() const;
 
   // Returns the load of the next pass, from which the caller predicts the pass's time. Call
@@ -104,10 +111,9 @@ class Request {
 
  private:
   PassLoad load_of(const Stage& stage, size_t rows) const;
-  // The proposer gets the number of passes as if no stored rows were reused. So random numbers do
-  // not depend on the rows that are stored.
+  // Random numbers depend on planned_nfe(), so that they do not depend on the rows that are stored.
   Turn turn() const {
-    return {canvas_, undecided_, positions_, stage().block, nfe_ + skipped_, is_editing_};
+    return {canvas_, undecided_, positions_, stage().block, planned_nfe(), is_editing_};
   }
   int32_t count_undecided(Range range) const;
   void check_limits(const Engine& engine) const;
@@ -141,7 +147,8 @@ class Request {
   // edits_: number of editing passes over the current block. nfe_: number of all passes of the
   // request.
   int32_t edits_ = 0, nfe_ = 0;
-  int32_t skipped_ = 0;             // number of passes that skip_stored() removed
+  // The number of passes that skip_stored() removed, minus the number that split_prefill() added.
+  int32_t skipped_ = 0;
   std::vector<int32_t> positions_;  // set by find_positions
   bool is_constrained_;
   std::unique_ptr<Proposer> proposer_;

@@ -175,7 +175,7 @@ void Runner::end_if_due(Job& job, Clock::time_point now) {
   const JobOptions& options = job.options_;
   if (job.is_cancelled_)
     end(job, DLM_FINISH_CANCELLED);
-  else if (options.max_steps > 0 && job.request_.nfe() >= options.max_steps)
+  else if (options.max_steps > 0 && job.request_.planned_nfe() >= options.max_steps)
     end(job, DLM_FINISH_STEPS);
   else if (options.deadline && now >= *options.deadline)
     end(job, DLM_FINISH_DEADLINE);
@@ -201,7 +201,7 @@ void Runner::admit() {
     guard(job, [&] {
       is_admitted = has_room(job);
       if (!is_admitted || job.request_.done()) return;
-      job.member_ = pass_maker_.start(job.request_);
+      job.member_ = pass_maker_.start(job.request_, limits());
       job.stats_.cached_tokens = job.member_->reused;
       stats_.prefix_hits += job.member_->reused > 0 ? 1 : 0;
       stats_.prefix_tokens += job.member_->reused;
@@ -284,9 +284,7 @@ std::vector<std::shared_ptr<Job>> Runner::choose() {
   if (order.empty()) return chosen;
   std::vector<Member*> members;
   for (const std::shared_ptr<Job>& job : order) members.push_back(job->member_.get());
-  for (const size_t number :
-       pass_maker_.choose(members, {options_.most_tokens, most_ms(), options_.cost}))
-    chosen.push_back(order[number]);
+  for (const size_t number : pass_maker_.choose(members, limits())) chosen.push_back(order[number]);
   return chosen;
 }
 

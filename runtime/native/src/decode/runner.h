@@ -97,6 +97,7 @@ class Runner {
   // The time limit for the predicted time of a pass, in milliseconds. A pass takes about pace_
   // times its predicted time, so the limit is divided by pace_.
   double most_ms() const { return options_.most_ms / pace_; }
+  PassLimits limits() const { return {options_.most_tokens, most_ms(), options_.cost}; }
   void note_pace(double times);
 
   bool make_passes(Until until, const std::function<bool()>& before_pass,

@@ -47,9 +47,10 @@ class SharedPasses final : public PassMaker {
     return arena_->has_room(wanted_by(request));
   }
 
-  std::unique_ptr<Member> start(Request& request) override {
+  std::unique_ptr<Member> start(Request& request, const PassLimits& limits) override {
     auto member = std::make_unique<SharingMember>(request, *arena_, wanted_by(request));
     if (member->reused > 0) request.skip_stored(member->reused);
+    request.split_prefill(limits.most_tokens, limits.most_ms, limits.cost);
     return member;
   }
 
