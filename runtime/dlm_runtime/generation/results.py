@@ -51,7 +51,7 @@ class Generation:
         option_probs: For a decision, the probability of each option of each question. The value is
             None for other requests. ``Bundle.decide`` returns these probabilities by name.
         cached_tokens: The number of tokens at the start of the prompt whose keys and values came
-            from earlier requests of the same scheduler.
+            from other requests of the same scheduler.
     """
 
     tokens: list[int]

@@ -62,7 +62,7 @@ class SchedulerStats:
         passes_s: Seconds spent in passes alone.
         expected_s: Seconds that the scheduler's ``cost`` predicts for these passes. 0 if the
             scheduler has no ``cost``, or if requests take turns.
-        prefix_hits: Number of requests that reused keys and values of earlier requests.
+        prefix_hits: Number of requests that reused keys and values of other requests.
         prefix_tokens: Number of tokens that these requests did not compute.
         prefix_bytes: Number of bytes of keys and values that new requests can reuse.
     """

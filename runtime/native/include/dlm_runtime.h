@@ -690,7 +690,7 @@ typedef struct dlm_stats {
   uint64_t cache_bytes;  /* largest number of bytes that the keys and values of the request used at
                             the same time; 0 without a cache */
   int32_t cached_tokens; /* number of tokens at the start of the prompt whose keys and values came
-                            from earlier requests of the same scheduler */
+                            from other requests of the same scheduler */
 } dlm_stats;
 
 /* The reason why a request ended. */
@@ -968,7 +968,7 @@ typedef struct dlm_scheduler_stats {
   double passes_s;       /* seconds spent in passes, without commits */
   double expected_s;     /* seconds that the cost model predicts for the passes in passes_s; 0
                             without a cost model, or if the engine cannot share passes */
-  int64_t prefix_hits;   /* number of requests that reused keys and values of earlier requests */
+  int64_t prefix_hits;   /* number of requests that reused keys and values of other requests */
   int64_t prefix_tokens; /* number of tokens that these requests did not compute */
   uint64_t prefix_bytes; /* number of bytes of keys and values that new requests can reuse */
 } dlm_scheduler_stats;

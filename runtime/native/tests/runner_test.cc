@@ -299,7 +299,7 @@ void test_prefixes(uint32_t seed) {
     const int32_t cached = jobs[i]->result().stats->cached_tokens;
     hits += cached > 0, tokens += cached;
     CHECK(same_answer(*jobs[i], alone));
-    CHECK(cached % page == 0 && cached < static_cast<int32_t>(wishes[i].canvas.size()));
+    CHECK(cached % visible_block == 0 && cached < static_cast<int32_t>(wishes[i].canvas.size()));
   }
   const dlm_scheduler_stats stats = scheduler.told();
   CHECK(stats.prefix_hits == hits && stats.prefix_tokens == tokens);
@@ -335,6 +335,31 @@ void test_a_second_request_reuses_its_prompt(int32_t shift) {
   CHECK(run(65, 5).cached_tokens == (shift == 0 ? 64 : 48));
   CHECK(run(63, 5).cached_tokens == 48);
   CHECK(run(64, 6).cached_tokens == 0);  // the first token differs
+}
+
+// Requests that start together compute their common prompt once.
+void test_requests_at_once_share_their_prompt(int32_t shift) {
+  const dlm::Denoiser of = denoiser(4, shift);
+  Summing engine(shape(), 4, true), other(shape(), 4, false);
+  Scheduler scheduler(of, engine, {8, 100, 32}, 960, 960);
+  dlm_policy policy = dlm::default_policy();
+  policy.cache = "block";
+  policy.block_length = 4;
+  std::vector<Wish> wishes;
+  std::vector<std::shared_ptr<dlm::Job>> jobs;
+  for (int32_t own = 0; own < 8; ++own) {
+    Wish wish{dlm::check_policy(policy), std::vector<int32_t>(64, 7), {}};
+    wish.canvas.push_back(2 + own);
+    wish.canvas.resize(76, kMask);
+    wishes.push_back(wish);
+    jobs.push_back(scheduler.submit(wish.make(of, engine), {}));
+  }
+  scheduler.run(true, kNothing);
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    CHECK(same_answer(*jobs[i], run_alone(of, other, wishes[i])));
+    CHECK(jobs[i]->result().stats->cached_tokens == (i == 0 ? 0 : shift == 0 ? 64 : 48));
+  }
+  CHECK(scheduler.told().prefix_hits == 7);
 }
 
 // A long prompt is computed in parts, between the passes of another request.
@@ -931,7 +956,10 @@ int main(int argc, char** argv) {
   for (uint32_t seed = 0; seed < 60; ++seed) test_prefixes(seed);
   CHECK(all_hits > 100);
   for (const int32_t shift : {0, 1}) test_a_second_request_reuses_its_prompt(shift);
-  for (const int32_t shift : {0, 1}) test_long_prompts_are_split(shift);
+  for (const int32_t shift : {0, 1}) {
+    test_requests_at_once_share_their_prompt(shift);
+    test_long_prompts_are_split(shift);
+  }
   for (uint32_t seed = 0; seed < 1000; ++seed) test_pages(seed);
   test_passes_are_shared();
   test_admission_by_cost();

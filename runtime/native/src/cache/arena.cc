@@ -80,6 +80,17 @@ void Arena::give_back(Handle place) noexcept {
   places_.erase(place);
 }
 
+void Arena::adopt(Handle place, const std::vector<int32_t>& tokens, int32_t stored) {
+  const std::vector<int32_t> found =
+      pages_.find(tokens.data(), page_rows_, stored / page_rows_).pages;
+  for (size_t& number = place->shared; number < found.size(); ++number) {
+    pages_.use(found[number]);
+    pages_.give_back(place->pages[number]);
+    place->pages[number] = found[number];
+  }
+  place->length = std::max(place->length, static_cast<int32_t>(place->shared) * page_rows_);
+}
+
 void Arena::make_room() {
   // make_unique would fill all the memory with zeros.
   storage_.reset(new std::byte[starts_.back()]);

@@ -65,6 +65,10 @@ class Arena {
   std::vector<Handle> take(const std::vector<Wanted>& wanted);
   void give_back(Handle place) noexcept;
 
+  // Lets a canvas use the shared pages of its first `stored` tokens, instead of pages of its own.
+  void adopt(Handle place, const std::vector<int32_t>& tokens, int32_t stored);
+  bool shares() const { return shares_; }
+
   // Runs a pass over all parts, in order, with batch size 1. Works like Context::run. The function
   // itself sets the pass's pointers to keys and values.
   void run(dlm_pass& pass, const std::vector<Part>& parts);

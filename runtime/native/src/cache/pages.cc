@@ -79,22 +79,24 @@ void Pages::use(int32_t page) {
 }
 
 void Pages::give_back(const std::vector<int32_t>& pages) noexcept {
-  for (auto it = pages.rbegin(); it != pages.rend(); ++it) {
-    Page& page = pages_[*it];
-    if (--page.users > 0)
-      --saved_;
-    else if (page.tokens.empty())
-      add_free(*it);
-    else
-      add_idle(*it);
-  }
+  for (auto it = pages.rbegin(); it != pages.rend(); ++it) give_back(*it);
+}
+
+void Pages::give_back(int32_t number) noexcept {
+  Page& page = pages_[number];
+  if (--page.users > 0)
+    --saved_;
+  else if (page.tokens.empty())
+    add_free(number);
+  else
+    add_idle(number);
   while (idle_count_ > most_idle_) free_oldest();
 }
 
 int32_t Pages::share(int32_t page, int32_t before, const int32_t* tokens, size_t rows) {
   if (const int32_t other = find_one(before, tokens, rows); other >= 0) {
     use(other);
-    give_back({page});
+    give_back(page);
     return other;
   }
   pages_[page].before = before;

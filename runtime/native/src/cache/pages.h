@@ -42,6 +42,7 @@ class Pages {
   void use(int32_t page);
   // Returns the pages of one request, which are in the order of their positions.
   void give_back(const std::vector<int32_t>& pages) noexcept;
+  void give_back(int32_t page) noexcept;
 
   // Shares a page that one request uses. `before` is the shared page of the preceding positions, or
   // -1. Returns the page that the request must use from now on. This is a different page if a page

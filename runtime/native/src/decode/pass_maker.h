@@ -71,6 +71,10 @@ class PassMaker {
   // Starts a request. Call start() only if has_room() returned true.
   virtual std::unique_ptr<Member> start(Request& request, const PassLimits& limits) = 0;
 
+  // Lets a member use rows that other requests have stored since the last pass. Adds the number of
+  // these rows to member.reused.
+  virtual void reuse(Member& /*member*/) {}
+
   // Chooses the members of the next pass. `members` lists all running members. The member that has
   // waited longest comes first in `members`. Returns indices into `members`, at least one.
   virtual std::vector<size_t> choose(const std::vector<Member*>& members,

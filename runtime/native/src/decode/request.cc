@@ -117,14 +117,14 @@ int32_t Request::reusable() const {
 }
 
 void Request::skip_stored(int32_t rows) {
-  for (Stage& stage : plan_) {
-    if (stage.rows.first >= rows) break;
-    stage.rows.first = stage.cached = std::min(rows, stage.rows.last);
-  }
-  const auto first = std::find_if(plan_.begin(), plan_.end(),
-                                  [](const Stage& stage) { return stage.rows.tokens() > 0; });
-  skipped_ += static_cast<int32_t>(first - plan_.begin());
-  plan_.erase(plan_.begin(), first);
+  const auto next = plan_.begin() + static_cast<std::ptrdiff_t>(stage_);
+  for (auto it = next; it != plan_.end() && it->rows.first < rows; ++it)
+    it->rows.first = it->cached = std::min(rows, it->rows.last);
+  const auto first =
+      std::find_if(next, plan_.end(), [](const Stage& stage) { return stage.rows.tokens() > 0; });
+  skipped_ += static_cast<int32_t>(first - next);
+  plan_.erase(next, first);
+  step_ = 0;
   masked_ = count_undecided(stage().decided);
   settle();
 }
@@ -140,9 +140,8 @@ void Request::split_prefill(int32_t most_tokens, double most_ms, const PassCost&
       const PassLoad load = load_of(part, 0);
       return load.tokens <= most_tokens && (most_ms <= 0 || cost.of(load) <= most_ms);
     };
-    const bool is_filling =
-        stage.kind == PassKind::prefill && stage.use == CacheUse::append && !stage.is_repeated;
-    while (is_filling && !fits(stage.rows.tokens())) {
+    const bool fills = stage.kind == PassKind::prefill && stage.use == CacheUse::append;
+    while (fills && !fits(stage.rows.tokens())) {
       int32_t tokens = block;
       while (fits(tokens + block)) tokens += block;
       // The positions from the block's start on are computed together.

@@ -47,9 +47,15 @@ class Request {
   // Returns the number of leading positions whose rows (of keys and values) may come from another
   // request that has the same tokens there.
   int32_t reusable() const;
-  // Removes the first `rows` positions from the passes that fill the cache, because their rows are
-  // already stored. Call this function before the first pass. `rows` is a multiple of the length of
-  // a block, and at most reusable().
+  // Returns true if the next pass fills the cache with the rows of positions before the first
+  // block.
+  bool is_filling() const {
+    return stage().use == CacheUse::append && stage().kind == PassKind::prefill &&
+           stage().rows.first < stage().block.first;
+  }
+  // Removes the first `rows` positions from the next passes, which fill the cache, because their
+  // rows are already stored. Call this function only if is_filling(). `rows` is a multiple of the
+  // length of a block, and at most reusable().
   void skip_stored(int32_t rows);
   // Splits the passes that fill the cache before the first block, so that each part has at most
   // `most_tokens` tokens, and takes at most `most_ms` predicted milliseconds if `most_ms` is above

@@ -273,14 +273,25 @@ std::vector<std::shared_ptr<Job>> Runner::choose() {
   std::stable_sort(order.begin(), order.end(), [](const auto& one, const auto& other) {
     return one->served_ < other->served_;
   });
+  dlm_scheduler_stats more{};
   for (const std::shared_ptr<Job>& job : order)
     guard(*job, [&] {
+      const int32_t before = job->member_->reused;
+      pass_maker_.reuse(*job->member_);
+      job->stats_.cached_tokens = job->member_->reused;
+      more.prefix_hits += before == 0 && job->member_->reused > 0 ? 1 : 0;
+      more.prefix_tokens += job->member_->reused - before;
       job->request_.find_positions();
       job->member_->needs = job->request_.needs();
     });
   order.erase(std::remove_if(order.begin(), order.end(),
                              [](const auto& job) { return job->request_.done(); }),
               order.end());
+  {
+    const std::lock_guard<std::mutex> lock(board_->mutex);
+    stats_.prefix_hits += more.prefix_hits;
+    stats_.prefix_tokens += more.prefix_tokens;
+  }
   if (order.empty()) return chosen;
   std::vector<Member*> members;
   for (const std::shared_ptr<Job>& job : order) members.push_back(job->member_.get());

@@ -54,6 +54,19 @@ class SharedPasses final : public PassMaker {
     return member;
   }
 
+  void reuse(Member& which) override {
+    auto& member = static_cast<SharingMember&>(which);
+    Request& request = member.request;
+    if (!request.is_filling() || member.exact < request.stage().rows.first) return;
+    const int32_t stored = wanted_by(request).front().stored;
+    if (stored <= request.stage().rows.first) return;
+    for (size_t number = 0; number < member.places.size(); ++number)
+      arena_->adopt(member.places[number], request.canvas(number), stored);
+    member.reused += stored - request.stage().rows.first;
+    member.exact = stored;
+    request.skip_stored(stored);
+  }
+
   std::vector<size_t> choose(const std::vector<Member*>& members,
                              const PassLimits& limits) override {
     std::vector<size_t> chosen;
@@ -67,6 +80,9 @@ class SharedPasses final : public PassMaker {
       const bool is_long = more.tokens > limits.most_tokens ||
                            (limits.most_ms > 0 && limits.cost.of(more) > limits.most_ms);
       if (!chosen.empty() && (is_long || logits > kMostLogits)) continue;
+      if (std::any_of(chosen.begin(), chosen.end(),
+                      [&](size_t other) { return fill_alike(*members[number], *members[other]); }))
+        continue;
       chosen.push_back(number);
       load = more;
       has_logits = wants_logits;
@@ -122,6 +138,23 @@ class SharedPasses final : public PassMaker {
   uint64_t prefix_bytes() const override { return arena_->shared_bytes(); }
 
  private:
+  // Returns true if both members would compute the same page. One of them can then wait for the
+  // rows of the other.
+  bool fill_alike(const Member& one, const Member& other) const {
+    const Request &mine = one.request, &theirs = other.request;
+    if (!arena_->shares() || !mine.is_filling() || !theirs.is_filling()) return false;
+    const int32_t from = mine.stage().rows.first, end = from + page_rows();
+    if (from != theirs.stage().rows.first || end > std::min(mine.reusable(), theirs.reusable()) ||
+        static_cast<const SharingMember&>(other).exact < from ||
+        mine.canvases() > theirs.canvases())
+      return false;
+    for (size_t number = 0; number < mine.canvases(); ++number)
+      if (!std::equal(mine.canvas(number).begin(), mine.canvas(number).begin() + end,
+                      theirs.canvas(number).begin()))
+        return false;
+    return true;
+  }
+
   // Lists the canvases of a request, with the number of leading tokens whose rows are stored. All
   // canvases of a request run the same passes, so this number is the same for all canvases.
   std::vector<Arena::Wanted> wanted_by(const Request& request) const {
