@@ -355,11 +355,14 @@ void test_requests_at_once_share_their_prompt(int32_t shift) {
     jobs.push_back(scheduler.submit(wish.make(of, engine), {}));
   }
   scheduler.run(true, kNothing);
+  int32_t reused = 0;
   for (size_t i = 0; i < jobs.size(); ++i) {
     CHECK(same_answer(*jobs[i], run_alone(of, other, wishes[i])));
-    CHECK(jobs[i]->result().stats->cached_tokens == (i == 0 ? 0 : shift == 0 ? 64 : 48));
+    reused += jobs[i]->result().stats->cached_tokens;
   }
-  CHECK(scheduler.told().prefix_hits == 7);
+  // Each page is computed by one of the eight requests. But a shifted denoiser computes the last
+  // page before the first block for each request.
+  CHECK(reused == 7 * (shift == 0 ? 64 : 48) && scheduler.told().prefix_tokens == reused);
 }
 
 // A long prompt is computed in parts, between the passes of another request.
