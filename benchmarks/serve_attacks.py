@@ -208,9 +208,9 @@ def many_lists(target: Target) -> Counter[str]:
 
 
 def largest_bodies(target: Target) -> Counter[str]:
-    """Bodies that the limits still allow: 32,000 unknown fields, or 1 MiB of numbers."""
-    fields = b",".join(b'"%x":0' % number for number in range(32_000))
-    numbers = b'{"model": "%s", "prompt": [%s1]}' % (target.model.encode(), b"1," * 524_000)
+    """Bodies that the limits still allow: 16,000 unknown fields, or 262,000 numbers."""
+    fields = b",".join(b'"%x":0' % number for number in range(16_000))
+    numbers = b'{"model": "%s", "prompt": [%s1]}' % (target.model.encode(), b"1," * 261_999)
     found = repeated(target, [target.chat()[:-1] + b"," + fields + b"}"], 10)
     return found + repeated(target, [numbers], 10, path="/v1/completions")
 

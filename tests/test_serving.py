@@ -326,7 +326,8 @@ def test_special_tokens_in_a_prompt_are_ordinary_text(
         ({"reasoning_effort": "most"}, 400, "reasoning_effort", "instant"),
         ({"tool_choice": "required"}, 400, "tool_choice", "give tools"),
         ({"stop": [""]}, 400, "stop", "not empty"),
-        ({"max_tokens": 1 << 20}, 400, None, "tokens"),
+        ({"max_tokens": 1 << 20}, 400, None, "a smaller max_tokens"),
+        ({"max_completion_tokens": 1 << 20}, 400, None, "a smaller max_completion_tokens"),
         (
             {
                 "response_format": {

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import select
+import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -168,7 +171,7 @@ JSON = st.recursive(
 
 @given(JSON)
 def test_the_values_of_a_body_are_counted(value: Any) -> None:
-    from dlm_export.serving.fields import values
+    from dlm_export.serving.fields import counts
 
     def count(each: Any) -> int:
         if isinstance(each, dict):
@@ -177,7 +180,13 @@ def test_the_values_of_a_body_are_counted(value: Any) -> None:
             return 1 + sum(map(count, each))
         return int(isinstance(each, str))
 
-    assert values(json.dumps(value).encode()) == count(value)
+    def commas(each: Any) -> int:
+        items = list(each.values()) if isinstance(each, dict) else each
+        if not isinstance(items, list):
+            return 0
+        return max(0, len(items) - 1) + sum(map(commas, items))
+
+    assert counts(json.dumps(value).encode()) == (count(value), commas(value))
 
 
 def test_a_body_with_too_many_values_is_refused_and_a_long_text_is_not() -> None:
@@ -192,6 +201,122 @@ def test_a_body_with_too_many_values_is_refused_and_a_long_text_is_not() -> None
         with pytest.raises(ApiError, match="strings, lists and objects") as raised:
             fields.read(fields.CompletionBody, json.dumps(many).encode())
         assert raised.value.code == "too_many_values"
+
+
+def test_a_body_with_too_many_numbers_is_refused_and_a_long_prompt_is_not() -> None:
+    from dlm_export.serving import fields
+    from dlm_export.serving.errors import ApiError
+
+    ids = list(range(1 << 17))
+    for prompt in (ids, "," * 2 * fields.MOST_COMMAS, ["7"], [ids[:9], ids[:9]]):
+        body = json.dumps({"model": "x", "prompt": prompt}).encode()
+        assert fields.read(fields.CompletionBody, body).prompt == prompt
+    body = json.dumps({"model": "x", "prompt": [1] * (fields.MOST_COMMAS + 2)}).encode()
+    with pytest.raises(ApiError, match="commas outside strings") as raised:
+        fields.read(fields.CompletionBody, body)
+    assert raised.value.code == "too_many_values"
+
+
+def test_too_many_token_ids_are_refused_before_they_are_converted(served: Served) -> None:
+    for prompt in ([1] * 600, [[1], [1] * 600]):
+        body = {"model": served.model, "prompt": prompt}
+        error = served.client.post("/v1/completions", json=body).json()["error"]
+        assert (error["param"], error["code"]) == ("prompt", "invalid_value")
+        assert error["message"] == "prompt: 600 token IDs are more than the denoiser's 512"
+
+
+def test_large_bodies_are_checked_on_another_thread_one_at_a_time(
+    demo_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+
+    import dlm_runtime
+    from dlm_export.serving import app, fields, hosting
+
+    checking: list[bytes] = []
+    threads: list[tuple[bool, int]] = []
+    read = fields.read
+
+    def noted(kind: type[fields.Body], content: bytes) -> Any:
+        checking.append(content)
+        time.sleep(0.05)
+        is_main = threading.current_thread() is threading.main_thread()
+        threads.append((is_main, len(checking)))
+        checking.remove(content)
+        return read(kind, content)
+
+    monkeypatch.setattr(fields, "read", noted)
+
+    async def run() -> None:
+        models = hosting.Models({"demo": demo_bundle}, dlm_runtime.open, 4, 16)
+        transport = httpx.ASGITransport(app.Server(models).app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+
+            async def ask(size: int) -> None:
+                body = {"model": "demo", "prompt": "x" * size}
+                assert (await client.post("/tokenize", json=body)).status_code == 200
+
+            await ask(1)
+            await asyncio.gather(*(ask(app.QUICK_BYTES) for _ in range(3)))
+        models.close()
+
+    asyncio.run(run())
+    assert threads == [(True, 1), *[(False, 1)] * 3]
+
+
+def test_connections_wait_in_the_kernel_until_they_are_accepted(served: Served) -> None:
+    from dlm_export.serving.running import ACCEPTS
+
+    served.process.send_signal(signal.SIGSTOP)
+    address, clients = (served.host, served.port), []
+    try:
+        for _ in range(4 * ACCEPTS):
+            clients.append(socket.create_connection(address, timeout=0.5))
+    finally:
+        served.process.send_signal(signal.SIGCONT)
+        for client in clients:
+            client.close()
+    assert is_polite_client_answered(served)
+
+
+def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
+    paths = [f"/v1/none{at}" for at in range(20)]
+    requests = "".join(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n" for path in paths[:-1])
+    requests += f"GET {paths[-1]} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    clients = [connect(served) for _ in range(8)]
+    for client in clients:
+        client.sendall(requests.encode())
+    for client in clients:
+        with client:
+            assert re.findall(r"/v1/none\d+", read_all(client).decode()) == paths
+
+
+def test_one_pipelined_request_starts_in_each_iteration_of_the_event_loop() -> None:
+    from dlm_export.serving.connections import Turns
+
+    started: list[tuple[int, int]] = []
+
+    async def run() -> None:
+        turns, iteration = Turns(), 0
+
+        class Fake:
+            loop = asyncio.get_running_loop()
+
+            def __init__(self, number: int) -> None:
+                self.number = number
+
+            def take_turn(self) -> None:
+                started.append((iteration, self.number))
+
+        for number in range(4):
+            turns.wait(Fake(number))  # type: ignore[arg-type]
+        for _ in range(6):
+            await asyncio.sleep(0)
+            iteration += 1
+
+    asyncio.run(run())
+    assert [number for _, number in started] == [0, 1, 2, 3]
+    assert len({iteration for iteration, _ in started}) == 4
 
 
 def test_thousands_of_problems_are_one_error() -> None:

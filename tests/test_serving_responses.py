@@ -258,10 +258,11 @@ def test_calls_arrive_as_events(served: Served) -> None:
         ),
         ({"reasoning": {"effort": "low"}}, "reasoning.effort", "reasoning.effort: this model"),
         ({"top_logprobs": 2}, "top_logprobs", "include"),
+        ({"max_output_tokens": 1 << 20}, None, "a smaller max_output_tokens"),
     ],
 )
 def test_what_is_wrong_is_named(
-    served: Served, changes: dict[str, Any], param: str, said: str
+    served: Served, changes: dict[str, Any], param: str | None, said: str
 ) -> None:
     response = respond(served, **changes)
     error = response.json()["error"]

@@ -41,6 +41,10 @@ from dlm_runtime.generation.deciding import Deciding
 OPEN_PATHS = ("/health", "/ready", *page_routes.PATHS)
 """Requests to a path in this set need no key."""
 MOST_ID = 128
+QUICK_BYTES = 1 << 14
+"""The server checks smaller bodies on the thread of the event loop, and larger bodies on another
+thread.
+"""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class Server:
         self._limits, self._has_log = limits or Limits(), has_log
         self._metrics = Metrics(models)
         self._compiling = asyncio.Semaphore(self._limits.compile_threads)
+        self._checking = asyncio.Lock()
         self._arriving = 0  # total size of all arriving bodies in bytes
         self._description = json.dumps(document()).encode()  # takes tens of milliseconds
         self.is_ready = True
@@ -171,6 +176,18 @@ class Server:
             line |= state.get("about", {})
             print(json.dumps(line), file=sys.stderr, flush=True)
 
+    async def _read(self, kind: type[fields.Body], request: Request) -> Any:
+        """Read and check the body of a request. Raises ApiError.
+
+        Only one large body is checked at a time, so that the event loop waits for at most one
+        other thread that holds the interpreter's lock.
+        """
+        content = await self._body(request)
+        if len(content) < QUICK_BYTES:
+            return fields.read(kind, content)
+        async with self._checking:
+            return await asyncio.to_thread(fields.read, kind, content)
+
     async def _body(self, request: Request) -> bytes:
         """Return the body of a request. Raises ApiError if the body is too large or arrives too
         slowly.
@@ -204,30 +221,30 @@ class Server:
     # ---- Completions ----
 
     async def _chat(self, request: Request) -> Response:
-        body: fields.ChatBody = fields.read(fields.ChatBody, await self._body(request))
+        body: fields.ChatBody = await self._read(fields.ChatBody, request)
         head = Head("chatcmpl", "chat.completion", body.model)
         form = Choices(head, is_chat=True, has_logprobs=bool(body.logprobs))
         return await self._complete(request, body, conversation.chat, _choices(body, form))
 
     async def _completion(self, request: Request) -> Response:
-        body: fields.CompletionBody = fields.read(fields.CompletionBody, await self._body(request))
+        body: fields.CompletionBody = await self._read(fields.CompletionBody, request)
         head = Head("cmpl", "text_completion", body.model)
         form = Choices(head, is_chat=False, has_logprobs=body.logprobs is not None)
         return await self._complete(request, body, conversation.completion, _choices(body, form))
 
     async def _respond(self, request: Request) -> Response:
-        body: ResponsesBody = fields.read(ResponsesBody, await self._body(request))
+        body: ResponsesBody = await self._read(ResponsesBody, request)
         made = ResponseForm(body)
         form = Form(made.whole, functools.partial(ResponseWriter, made))
         return await self._complete(request, body, response, form)
 
     async def _fim(self, request: Request) -> Response:
-        body: fields.FimBody = fields.read(fields.FimBody, await self._body(request))
+        body: fields.FimBody = await self._read(fields.FimBody, request)
         form = Choices(Head("fim", "text_completion", body.model), False, False)
         return await self._complete(request, body, conversation.fim, _choices(body, form))
 
     async def _edit(self, request: Request) -> Response:
-        body: EditBody = fields.read(EditBody, await self._body(request))
+        body: EditBody = await self._read(EditBody, request)
         return await self._complete(request, body, edit, Form(Edits(body).whole))
 
     async def _complete(
@@ -294,9 +311,7 @@ class Server:
     # ---- Decisions ----
 
     async def _decisions(self, request: Request) -> Response:
-        body: decisions.DecisionBody = fields.read(
-            decisions.DecisionBody, await self._body(request)
-        )
+        body: decisions.DecisionBody = await self._read(decisions.DecisionBody, request)
         with self._models.using(body.model) as model:
             request.state.about = {"model": model.name}
             async with self._compiling:
@@ -317,13 +332,13 @@ class Server:
     # ---- Tokens ----
 
     async def _tokenize(self, request: Request) -> Response:
-        body: fields.TokenizeBody = fields.read(fields.TokenizeBody, await self._body(request))
+        body: fields.TokenizeBody = await self._read(fields.TokenizeBody, request)
         with self._models.using(body.model) as model:
             tokens = await asyncio.to_thread(_tokens, body, model)
             return JSONResponse({"tokens": tokens, "count": len(tokens)})
 
     async def _detokenize(self, request: Request) -> Response:
-        body: fields.DetokenizeBody = fields.read(fields.DetokenizeBody, await self._body(request))
+        body: fields.DetokenizeBody = await self._read(fields.DetokenizeBody, request)
         with self._models.using(body.model) as model:
             tokenizer = _tokenizer(model)
             try:
@@ -443,7 +458,7 @@ def _started(read: Callable[[Any, Model], Ask], body: Any, model: Model) -> tupl
     except DlmError as err:
         for job in jobs:
             job.cancel()
-        raise of_runtime(err) from err
+        raise of_runtime(err, length_field=body.length_field) from err
     return ask, jobs
 
 

@@ -11,6 +11,7 @@ import asyncio
 import json
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,34 @@ class ConnectionLimits:
 def protocol(limits: ConnectionLimits) -> Callable[..., asyncio.Protocol]:
     """Return a function that creates connections for uvicorn. All connections share ``limits``."""
     idle: dict[Connection, None] = {}
-    return lambda **given: Connection(limits, idle, **given)
+    turns = Turns()
+    return lambda **given: Connection(limits, idle, turns, **given)
+
+
+class Turns:
+    """Starts the pipelined requests of all connections in turn, one in each iteration of the event
+    loop.
+
+    A pipelined request is a request that arrives before the response to the previous request of the
+    same connection. uvicorn starts such a request as soon as this response is complete. If many
+    connections did so in the same iteration, each iteration would take long. All other requests
+    would wait, because they need several iterations.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Connection] = deque()
+
+    def wait(self, connection: Connection) -> None:
+        """Start the next request of a connection when it is the connection's turn."""
+        self._waiting.append(connection)
+        if len(self._waiting) == 1:
+            connection.loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        connection = self._waiting.popleft()
+        if self._waiting:
+            connection.loop.call_soon(self._next)
+        connection.take_turn()
 
 
 class Connection(H11Protocol):
@@ -55,14 +83,16 @@ class Connection(H11Protocol):
         idle: The connections without a request, in order of age, the oldest first. If there are too
             many connections, the oldest connection in ``idle`` is closed. As a result, clients that
             open connections and send nothing cannot keep other clients out.
+        turns: The turns in which pipelined requests start. All connections share this object.
         given: The arguments for the protocol class of uvicorn.
     """
 
     def __init__(
-        self, limits: ConnectionLimits, idle: dict[Connection, None], **given: Any
+        self, limits: ConnectionLimits, idle: dict[Connection, None], turns: Turns, **given: Any
     ) -> None:
         super().__init__(**given)
-        self._limits, self._idle = limits, idle
+        self._limits, self._idle, self._turns = limits, idle, turns
+        self._is_completing = self._waits_for_turn = False
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -89,8 +119,29 @@ class Connection(H11Protocol):
         if self._has_request:
             self._stop_waiting()
 
+    def handle_events(self) -> None:
+        has_more = self._is_completing and bool(self.conn.trailing_data[0])
+        if has_more and not self._waits_for_turn:
+            self._waits_for_turn = True
+            self.flow.pause_reading()
+            self._turns.wait(self)
+        if not self._waits_for_turn:
+            super().handle_events()
+
+    def take_turn(self) -> None:
+        """Start the next pipelined request, whose data has already arrived."""
+        self._waits_for_turn = False
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        self.handle_events()
+        if self._has_request:
+            self._stop_waiting()
+
     def on_response_complete(self) -> None:
+        self._is_completing = True
         super().on_response_complete()
+        self._is_completing = False
         if not self._has_request:
             is_refused = self.cycle.more_body
             self._wait(LINGER_S if is_refused else self._limits.head_s)

@@ -74,7 +74,7 @@ def chat(body: ChatBody, model: Model) -> Ask:
     if body.top_logprobs and not body.logprobs:
         raise unsupported("top_logprobs", "it needs logprobs: true")
     messages = [message(each, f"messages[{at}]") for at, each in enumerate(body.messages)]
-    options = _options(body, model, body.max_completion_tokens or body.max_tokens)
+    options = _options(body, model, body.length)
     options["top_log_probs"] = body.top_logprobs or 0
     tools = _tools(body, model)
     constraint = _format(body)
@@ -94,7 +94,7 @@ def completion(body: CompletionBody, model: Model) -> Ask:
     """Read a completion, with or without a suffix. Raises ApiError."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "it must equal n: ask for all answers")
-    prompts = _prompts(body.prompt)
+    prompts = _prompts(body.prompt, model)
     alternatives = {"top_log_probs": body.logprobs or 0}
     if body.suffix is not None:
         if len(prompts) != 1 or "prompt" not in prompts[0]:
@@ -311,16 +311,29 @@ def _constrain(
         raise CompileError(400, str(err), param, "invalid_value") from err
 
 
-def _prompts(prompt: Prompt) -> list[dict[str, Any]]:
+def _prompts(prompt: Prompt, model: Model) -> list[dict[str, Any]]:
     """Return the prompts of a completion. The field contains one prompt or a list of prompts, and
-    each prompt is text or a list of token IDs.
+    each prompt is text or a list of token IDs. Raises ApiError.
     """
     if isinstance(prompt, str):
         return [{"prompt": prompt}]
     if not prompt:
         raise ApiError(400, "prompt: the list is empty", "prompt", "invalid_value")
     if isinstance(prompt[0], int):
-        return [{"tokens": prompt}]
+        return [_ids(prompt, model)]
     if len(prompt) > MOST_PROMPTS:
         raise unsupported("prompt", f"give at most {MOST_PROMPTS} prompts")
-    return [{"prompt": each} if isinstance(each, str) else {"tokens": each} for each in prompt]
+    return [{"prompt": each} if isinstance(each, str) else _ids(each, model) for each in prompt]
+
+
+def _ids(ids: list[int], model: Model) -> dict[str, Any]:
+    """Return a prompt that consists of token IDs. Raises ApiError if the prompt is too long.
+
+    The runtime also checks the length. However, it converts the IDs first, which takes long for
+    hundreds of thousands of IDs.
+    """
+    most = model.bundle.max_canvas_length
+    if len(ids) > most:
+        said = f"prompt: {len(ids)} token IDs are more than the denoiser's {most}"
+        raise ApiError(400, said, "prompt", "invalid_value")
+    return {"tokens": ids}

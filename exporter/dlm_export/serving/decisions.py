@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from dlm_export.serving.errors import of_runtime, unsupported
-from dlm_export.serving.fields import Body
+from dlm_export.serving.fields import Body, Items
 from dlm_export.serving.hosting import Model
 from dlm_runtime import Choice, Decision, DlmError, Score, YesNo
 from dlm_runtime.generation.deciding import MOST_OPTIONS, Deciding, Question
@@ -50,7 +50,7 @@ class ScoreQuestion(Body):
 
     type: Literal["score"]
     instructions: Text | None = None
-    criteria: Annotated[list[Text], Field(min_length=1, max_length=MOST_OPTIONS)]
+    criteria: Annotated[Items[Text], Field(min_length=1, max_length=MOST_OPTIONS)]
 
 
 AnyQuestion = Annotated[NoulQuestion | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from dlm_export.serving.conversation import Ask, hole, message
 from dlm_export.serving.errors import ApiError
-from dlm_export.serving.fields import Count, Message, Sampling
+from dlm_export.serving.fields import ChatSampling, Items, Message
 from dlm_export.serving.hosting import Model
 from dlm_export.serving.replies import Answer, Head, usage
 
@@ -34,11 +34,10 @@ class UserMessage(Message):
     role: Literal["user"]
 
 
-class EditBody(Sampling):
+class EditBody(ChatSampling):
     """The body of ``/v1/edit/completions``."""
 
-    messages: Annotated[list[UserMessage], Field(min_length=1, max_length=1)]
-    max_completion_tokens: Count | None = None
+    messages: Annotated[Items[UserMessage], Field(min_length=1, max_length=1)]
     stream: Literal[False] | None = None
 
 
@@ -46,11 +45,12 @@ def edit(body: EditBody, model: Model) -> Ask:
     """Read a request for an edit. Raises ApiError."""
     content = message(body.messages[0], "messages[0]").get("content", "")
     before, region, after = _read(content)
-    most = body.max_completion_tokens or body.max_tokens
     tokenizer = model.bundle.tokenizer
     length = 0 if tokenizer is None else len(tokenizer.encode_plain(region))
     length += length // 2 + SPARE_TOKENS
-    return hole(body, model, before, after, length if most is None else min(length, most))
+    return hole(
+        body, model, before, after, length if body.length is None else min(length, body.length)
+    )
 
 
 def _read(content: str) -> tuple[str, str, str]:

@@ -62,16 +62,23 @@ def unsupported(param: str, why: str) -> ApiError:
     return ApiError(400, f"{param}: {why}", param, "unsupported_value")
 
 
-def of_runtime(err: DlmError, param: str | None = None) -> ApiError:
-    """Convert an error of the runtime into an error of the API."""
+def of_runtime(
+    err: DlmError, param: str | None = None, length_field: str = "max_tokens"
+) -> ApiError:
+    """Convert an error of the runtime into an error of the API.
+
+    Args:
+        err: The error of the runtime.
+        param: The path of the wrong field in the body. None if no single field is wrong.
+        length_field: The field of the body that sets the runtime's argument ``max_new_tokens``.
+    """
     said = str(err)
     if isinstance(err, BusyError):
         return ApiError(429, said, code="server_busy")
     if isinstance(err, ClosedError):
         return ApiError(503, "the model is being closed or replaced: try again", code="unavailable")
     if isinstance(err, RequestError):
-        # The API calls this argument of the runtime max_tokens.
-        return ApiError(400, said.replace("max_new_tokens", "max_tokens"), param, "invalid_value")
+        return ApiError(400, said.replace("max_new_tokens", length_field), param, "invalid_value")
     if isinstance(err, EngineError):
         return ApiError(500, said, code="engine_failed")
     return ApiError(500, said)

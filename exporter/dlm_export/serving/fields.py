@@ -17,13 +17,17 @@ from dlm_export.serving.errors import ApiError
 
 MOST_CHOICES = 16
 MOST_STOPS = 16
-MOST_MESSAGES = 4096
+MOST_MESSAGES = 2048
 MOST_TOOLS = 128
 MOST_PROMPTS = 64
-MOST_VALUES = 1 << 15
+MOST_VALUES = 1 << 14
 """The maximum total number of strings, lists and objects in a body. The limit is needed because
 pydantic holds the interpreter's lock while it reads a body, even in a separate thread, so all other
-requests wait. Numbers are not limited, because pydantic reads numbers fast enough.
+requests wait.
+"""
+MOST_COMMAS = 1 << 18
+"""The maximum number of commas outside strings in a body. The commas separate the numbers of a list.
+pydantic reads a number faster than a string, so this limit is larger than ``MOST_VALUES``.
 """
 MOST_PROBLEMS = 1000
 """If a body contains more problems than this, the error message contains only the number of
@@ -168,12 +172,35 @@ class Sampling(Body):
     safety_identifier: str | None = None
     store: Literal[False] | None = None
 
+    @property
+    def length_field(self) -> str:
+        """The name of the field that limits the length of an answer."""
+        return "max_tokens"
 
-class ChatBody(Sampling):
+
+class ChatSampling(Sampling):
+    """The fields that chats and edits share."""
+
+    max_completion_tokens: Count | None = None
+
+    @property
+    def length_field(self) -> str:
+        """The name of the field that limits the length of an answer. If the body contains both
+        fields, ``max_completion_tokens`` has priority.
+        """
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def length(self) -> int | None:
+        """The maximum length of an answer in tokens, or None for the default of the bundle."""
+        found: int | None = getattr(self, self.length_field)
+        return found
+
+
+class ChatBody(ChatSampling):
     """The body of ``/v1/chat/completions``."""
 
     messages: Annotated[Items[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
@@ -186,7 +213,13 @@ class ChatBody(Sampling):
     reasoning_summary_wait: bool | None = None
 
 
-Prompt = str | Items[int] | Items[str] | Items[Items[int]]
+TokenId = Annotated[int, Field(strict=True)]
+# pydantic tries the types from left to right, and stops at the first type that fits. Otherwise, it
+# would read a list of token ids several times. ``TokenId`` is strict, so that the text "7" is not
+# read as a number.
+Prompt = Annotated[
+    str | Items[TokenId] | Items[str] | Items[Items[TokenId]], Field(union_mode="left_to_right")
+]
 
 
 class CompletionBody(Sampling):
@@ -224,12 +257,16 @@ class DetokenizeBody(Body):
 
 def read(kind: type[Body], content: bytes) -> Any:
     """Read a body. If a field is wrong, raises ApiError, which names the field."""
-    # An upper bound on the number of strings, lists and objects, because brackets inside strings
-    # are counted too.
+    # Upper bounds on the numbers, because brackets and commas inside strings are counted too.
     at_most = content.count(b'"') // 2 + content.count(b"[") + content.count(b"{")
-    if at_most > MOST_VALUES and values(content) > MOST_VALUES:
-        said = f"the body has more than {MOST_VALUES} strings, lists and objects"
-        raise ApiError(400, said, code="too_many_values")
+    if at_most > MOST_VALUES or content.count(b",") > MOST_COMMAS:
+        count, commas = counts(content)
+        if count > MOST_VALUES:
+            said = f"the body has more than {MOST_VALUES} strings, lists and objects"
+            raise ApiError(400, said, code="too_many_values")
+        if commas > MOST_COMMAS:
+            said = f"the body has more than {MOST_COMMAS} commas outside strings"
+            raise ApiError(400, said, code="too_many_values")
     try:
         return kind.model_validate_json(content)
     except ValidationError as err:
@@ -240,17 +277,19 @@ def read(kind: type[Body], content: bytes) -> Any:
         raise _invalid(found) from err
 
 
-def values(content: bytes) -> int:
-    """Return the total number of strings, lists and objects in JSON text. Names of fields count as
-    strings.
+def counts(content: bytes) -> tuple[int, int]:
+    """Return the total number of strings, lists and objects in JSON text, and the number of commas
+    outside strings. Names of fields count as strings.
+
+    If there are more than ``MOST_VALUES`` strings, the number of commas is 0.
     """
     # Remove escaped quotes, which do not delimit strings.
     bare = content.replace(rb"\\", b"").replace(rb"\"", b"")
     count = bare.count(b'"') // 2
     if count > MOST_VALUES:
-        return count  # the strings alone are too many, so do not split the text
+        return count, 0  # the strings alone are too many, so do not split the text
     outside = b"".join(bare.split(b'"')[::2])
-    return count + outside.count(b"[") + outside.count(b"{")
+    return count + outside.count(b"[") + outside.count(b"{"), outside.count(b",")
 
 
 def _invalid(errors: list[ErrorDetails]) -> ApiError:

@@ -25,6 +25,7 @@ from dlm_export.serving.fields import (
     Effort,
     Function,
     FunctionName,
+    Items,
     JsonSchema,
     Message,
     NamedTool,
@@ -56,14 +57,14 @@ class ItemPart(Part):
     and log probabilities.
     """
 
-    annotations: list[dict[str, Any]] | None = None
-    logprobs: list[dict[str, Any]] | None = None
+    annotations: Items[dict[str, Any]] | None = None
+    logprobs: Items[dict[str, Any]] | None = None
 
 
 class MessageItem(Body):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ItemPart]
+    content: str | Items[ItemPart]
     id: str | None = None
     status: Status | None = None
     phase: str | None = None
@@ -81,7 +82,7 @@ class CallItem(Body):
 class OutputItem(Body):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[ItemPart]
+    output: str | Items[ItemPart]
     id: str | None = None
     status: Status | None = None
 
@@ -151,19 +152,19 @@ class ResponsesBody(Body):
     """The body of ``/v1/responses``."""
 
     model: str
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES - 1)]
+    input: str | Annotated[Items[Item], Field(min_length=1, max_length=MOST_MESSAGES - 1)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     text: Text = Field(default_factory=Text)
     reasoning: Reasoning | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[Items[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["auto", "required", "none"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
-        None
-    )
+    include: (
+        Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None
+    ) = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     metadata: dict[str, str] | None = None
     stream: bool | None = None
@@ -181,6 +182,11 @@ class ResponsesBody(Body):
     service_tier: Literal["auto", "default"] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
+
+    @property
+    def length_field(self) -> str:
+        """The name of the field that limits the length of an answer."""
+        return "max_output_tokens"
 
     @property
     def has_logprobs(self) -> bool:

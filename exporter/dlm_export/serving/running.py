@@ -20,6 +20,10 @@ from dlm_runtime import DlmError, RequestError
 from dlm_runtime.files import read_text
 
 MOST_KEY_FILE_BYTES = 1 << 20
+ACCEPTS = 16
+"""The maximum number of connections that asyncio accepts in one iteration of the event loop."""
+BACKLOG = 2048
+"""The maximum number of connections that the kernel keeps until the server accepts them."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,9 @@ class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         await super().startup(sockets)  # type: ignore[arg-type]
         if self.started:
+            for listener in self.servers[0].sockets:
+                with listener.dup() as same:
+                    same.listen(BACKLOG)
             self._on_start(self.servers[0].sockets[0].getsockname()[1])
 
 
@@ -124,6 +131,9 @@ def serve(
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=shutdown_s,
+        # asyncio uses this number both for the kernel and for each iteration of the event loop.
+        # After the start, ``_Uvicorn`` increases the number for the kernel.
+        backlog=ACCEPTS,
         lifespan="on",
     )
     uvicorn_server = _Uvicorn(config, on_start)
