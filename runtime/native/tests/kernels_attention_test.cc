@@ -314,6 +314,7 @@ void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
     for (const int64_t G : {1, 2, 3, 6}) check(cache, 3, 9, 5, 6, G, 12);
     check(cache, 2, 33, 70, 4, 2, 64);
     check(cache, 1, 3, 70, 1, 1, 512);
+    check(cache, 1, 65, 70, 142, 2, 6);  // a task has several tiles of queries
     is_normed = true;
     for (const int64_t D : {2, 10, 20, 36, 128, 510, 512}) check(cache, 2, 9, 5, 4, 2, D);
     is_normed = false;
@@ -365,6 +366,7 @@ void test_queries_see_blocks_up_to_their_own(Tally& tally, const dlm::Kernels& k
       for (const int64_t T : {1, 4, 17, 33, 50}) check(n, is_shuffled, T, 3, 2, 1, 20);
       check(n, is_shuffled, 50, 0, 4, 4, 8);
     }
+  check(5, true, 50, 3, 100, 2, 6);  // a task has several tiles of queries
 }
 
 // A pass over keys that all queries see gives the same bits as without blocks.

@@ -7,9 +7,8 @@
 namespace {
 
 constexpr float kLowest = -3.4028235e38f;
-// The number of floats that are converted at a time. This number is so small that the floats fit
-// the first-level cache.
-constexpr int64_t kWidened = 4096;
+// The number of tasks of a pass that is enough to keep many threads equally busy.
+constexpr int64_t kEnoughTasks = 128;
 
 // Prepares one head x [D] of a query or key. If there are norm weights, first normalises x
 // (RMSNorm). Then rotates the first rotary_size numbers of x (rotate-half) by the angles of the
@@ -38,9 +37,10 @@ inline void norm_and_turn(const dlm::CachedAttention& a, const float* x, const f
   for (d = 2 * half; d < a.head_size; ++d) out[d] = x[d];
 }
 
-// Computes the attention of kQueries queries over the same keys. The queries are in kVectors
-// vectors, one query per lane. The softmax is updated with each key (online softmax; Milakov and
-// Gimelshein, arXiv:1805.02867). So the attention scores of a query are never stored all at once.
+// Computes the attention of one tile of queries. The kQueries queries of a tile are in kVectors
+// vectors, one query per lane. The softmax is updated with each group of keys (online softmax;
+// Milakov and Gimelshein, arXiv:1805.02867). So the attention scores of a query are never stored
+// all at once.
 template <int kVectors>
 class Softmax {
  public:
@@ -51,9 +51,12 @@ class Softmax {
   // The number of keys whose attention scores are stored at a time. If there are few queries,
   // reading memory limits the speed. So the current keys and values and the prefetched keys and
   // values must fit the first-level cache together.
-  static constexpr int kKeys = kVectors == 1 ? 16 : 32;
+  static constexpr int kKeys = kVectors == 1 ? 16 : 64 / kBlock * kBlock;
 
-  explicit Softmax(int64_t head_size) : head_size_(head_size) {
+  // `scores` is memory for kKeys * kQueries floats, which several tiles may share. `queries` and
+  // `sums` are memory for head_size * kQueries floats each.
+  void start(int64_t head_size, float* scores, float* queries, float* sums) {
+    head_size_ = head_size, scores_ = scores, queries_ = queries, sums_ = sums;
     for (int64_t i = 0; i < head_size * kQueries; i += kLanes) simd::store(sums_ + i, simd::zero());
     for (int v = 0; v < kVectors; ++v)
       largest_[v] = simd::set(-__builtin_inff()), total_[v] = simd::zero();
@@ -80,48 +83,32 @@ class Softmax {
     }
   }
 
-  // Adds `rows` keys and values to the result. Both arrays are [rows, D].
-  void add(const float* keys, const float* values, int64_t rows) {
-    for (int64_t from = 0; from < rows; from += kKeys) {
-      const int64_t count = least(kKeys, rows - from);
-      score<false>(keys + from * head_size_, values + from * head_size_, nullptr, count);
-      weigh(values + from * head_size_, keys + (from + count) * head_size_, count);
-    }
+  // Adds `count` keys and values, at most kKeys, to the result. Both arrays are [count, D]. Calls
+  // `between` after the keys and before the values. `next_values` and `next_keys` are rows to
+  // prefetch while the keys and while the values are read.
+  template <class Between>
+  void add(const float* keys, const float* values, int64_t count, const void* next_values,
+           const void* next_keys, Between between) {
+    score<false>(keys, next_values, nullptr, count);
+    between();
+    weigh(values, next_keys, count);
   }
 
-  // Adds the keys and values of the positions in `positions` [rows], which may be in any order.
-  // Skips runs of keys that no lane sees.
-  void add_seen(const float* keys, const float* values, const int64_t* positions, int64_t rows) {
-    for (int64_t from = 0, end; from < rows; from = end) {
-      end = from + 1;
-      if (positions[from] > last_limit_) continue;
-      end = least(from + kKeys, rows);
-      while (positions[end - 1] > last_limit_) --end;
-      bool is_seen_by_all = true;
-      for (int64_t i = from; i < end; ++i) is_seen_by_all &= positions[i] <= first_limit_;
-      if (is_seen_by_all)
-        score<false>(keys + from * head_size_, values + from * head_size_, nullptr, end - from);
-      else
-        score<true>(keys + from * head_size_, values + from * head_size_, positions + from,
-                    end - from);
-      weigh(values + from * head_size_, keys + end * head_size_, end - from);
-    }
-  }
-
-  // Adds `rows` keys and values that are in the format of the cache.
-  template <class Rows>
-  void add_stored(const uint8_t* keys, const uint8_t* values, int64_t rows) {
-    const int64_t together = least(kKeys, kWidened / head_size_), bytes = Rows::bytes(head_size_);
-    alignas(64) float wide[kWidened];
-    for (int64_t from = 0; from < rows; from += together) {
-      const int64_t count = least(together, rows - from);
-      for (int64_t j = 0; j < count; ++j)
-        Rows::widen(keys + (from + j) * bytes, head_size_, wide + j * head_size_);
-      score<false>(wide, values + from * bytes, nullptr, count);
-      for (int64_t j = 0; j < count; ++j)
-        Rows::widen(values + (from + j) * bytes, head_size_, wide + j * head_size_);
-      weigh(wide, keys + (from + count) * bytes, count);
-    }
+  // Adds the keys and values of the positions in `positions` [count], at most kKeys, which may be
+  // in any order. Skips keys at the start and at the end that no lane sees.
+  void add_seen(const float* keys, const float* values, const int64_t* positions, int64_t count) {
+    int64_t first = 0, end = count;
+    while (end > 0 && positions[end - 1] > last_limit_) --end;
+    while (first < end && positions[first] > last_limit_) ++first;
+    if (first == end) return;
+    bool is_seen_by_all = true;
+    for (int64_t i = first; i < end; ++i) is_seen_by_all &= positions[i] <= first_limit_;
+    const float *const from = keys + first * head_size_, *const to = values + first * head_size_;
+    if (is_seen_by_all)
+      score<false>(from, to, nullptr, end - first);
+    else
+      score<true>(from, to, positions + first, end - first);
+    weigh(to, keys + end * head_size_, end - first);
   }
 
   // Writes the result [D] of the query in the given lane.
@@ -205,10 +192,11 @@ class Softmax {
   // Adds `count` values, each multiplied by its softmax weight. At the same time, prefetches the
   // rows at `next`.
   void weigh(const float* values, const void* next, int64_t count) {
-    constexpr int kTogether = kBlock;
     int64_t d = 0;
-    for (; d + kTogether <= head_size_; d += kTogether) weigh<kTogether>(values, next, count, d);
-    for (; d < head_size_; ++d) weigh<1>(values, next, count, d);
+    for (; d + kBlock <= head_size_; d += kBlock) weigh<kBlock>(values, next, count, d);
+    if (d == head_size_) return;
+    with_constant<kBlock - 1>(head_size_ - d,
+                              [&](auto rest) { weigh<rest>(values, next, count, d); });
   }
 
   template <int kTogether>
@@ -238,10 +226,87 @@ class Softmax {
                       __attribute__((always_inline)) { simd::store(out + i * kLanes, sums[i]); });
   }
 
-  const int64_t head_size_;
+  int64_t head_size_;
   F largest_[kVectors], total_[kVectors], shrink_[kVectors];
   I last_seen_[kVectors];
   int32_t first_limit_, last_limit_;  // smallest and largest element of last_seen_
+  float *scores_, *queries_, *sums_;
+};
+
+// Several tiles of queries that attend to the same keys. A few keys at a time are added to all
+// tiles. So these keys are read from memory and widened only once for all tiles.
+template <int kVectors>
+class QueryTiles {
+ public:
+  static constexpr int64_t kQueries = Softmax<kVectors>::kQueries;
+
+  // Returns the largest number of tiles. The queries and sums of all tiles fit the second-level
+  // cache.
+  static int64_t most(int64_t head_size) {
+    return kVectors == 1 ? 1 : least(kMostTiles, dlm::kLargestHeadSize / head_size);
+  }
+
+  QueryTiles(int64_t head_size, int64_t count) : head_size_(head_size), count_(count) {
+    const int64_t size = head_size * kQueries;
+    for (int64_t i = 0; i < count; ++i)
+      tiles_[i].start(head_size, scores_, queries_ + i * size, sums_ + i * size);
+  }
+
+  Softmax<kVectors>& operator[](int64_t tile) { return tiles_[tile]; }
+
+  // Adds `rows` keys and values to the result. Both arrays are [rows, D].
+  void add(const float* keys, const float* values, int64_t rows) {
+    for (int64_t from = 0; from < rows; from += kKeys) {
+      const int64_t count = least(kKeys, rows - from);
+      const float *const k = keys + from * head_size_, *const v = values + from * head_size_;
+      for (int64_t i = 0; i < count_; ++i)
+        tiles_[i].add(k, v, count, v, k + count * head_size_, [] {});
+    }
+  }
+
+  // Adds the keys and values of the positions in `positions` [rows], which may be in any order.
+  // Each query ignores the keys that it does not see.
+  void add_seen(const float* keys, const float* values, const int64_t* positions, int64_t rows) {
+    for (int64_t from = 0; from < rows; from += kKeys)
+      for (int64_t i = 0; i < count_; ++i)
+        tiles_[i].add_seen(keys + from * head_size_, values + from * head_size_, positions + from,
+                           least(kKeys, rows - from));
+  }
+
+  // Adds `rows` keys and values that are in the format of the cache.
+  template <class Rows>
+  void add_stored(const uint8_t* keys, const uint8_t* values, int64_t rows) {
+    const int64_t size = head_size_, bytes = Rows::bytes(size);
+    const int64_t together = least(kKeys, kWidened / size);
+    alignas(64) float wide_keys[kWidened], more[kVectors == 1 ? 1 : kWidened];
+    // A single tile needs the keys no more when it adds the values.
+    float* const wide_values = kVectors == 1 ? wide_keys : more;
+    const auto widen = [size, bytes](const uint8_t* stored, int64_t count, float* wide)
+                           __attribute__((always_inline)) {
+                             for (int64_t j = 0; j < count; ++j)
+                               Rows::widen(stored + j * bytes, size, wide + j * size);
+                           };
+    for (int64_t from = 0; from < rows; from += together) {
+      const int64_t count = least(together, rows - from);
+      const uint8_t *const k = keys + from * bytes, *const v = values + from * bytes;
+      widen(k, count, wide_keys);
+      tiles_[0].add(wide_keys, wide_values, count, v, k + count * bytes,
+                    [&]() __attribute__((always_inline)) { widen(v, count, wide_values); });
+      if constexpr (kVectors > 1)
+        for (int64_t i = 1; i < count_; ++i)
+          tiles_[i].add(wide_keys, wide_values, count, wide_values, wide_keys, [] {});
+    }
+  }
+
+ private:
+  static constexpr int64_t kKeys = Softmax<kVectors>::kKeys, kMostTiles = kVectors == 1 ? 1 : 8;
+
+  // The largest number of floats that are converted at a time. With one vector of queries, these
+  // floats fit the first-level cache. Otherwise they fit the second-level cache.
+  static constexpr int64_t kWidened = kVectors == 1 ? 4096 : 8192;
+
+  const int64_t head_size_, count_;
+  Softmax<kVectors> tiles_[kMostTiles];
   alignas(64) float scores_[kKeys * kQueries];
   alignas(64) float queries_[dlm::kLargestHeadSize * kQueries];
   alignas(64) float sums_[dlm::kLargestHeadSize * kQueries];
@@ -319,51 +384,58 @@ void add_past(const dlm::CachedAttention& a, const Part& part, const dlm::Segmen
 // together. Their queries are sorted by token and then by head.
 template <int kVectors>
 void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
-  constexpr int64_t kQueries = Softmax<kVectors>::kQueries;
+  constexpr int64_t kQueries = QueryTiles<kVectors>::kQueries;
   const int64_t D = a.head_size, group = a.heads / a.kv_heads, parts = a.parts();
-  const auto tiles_of = [&](int64_t number) {
-    return (a.part(number).tokens * group + kQueries - 1) / kQueries;
+  // A task has several tiles only if enough tasks remain for many threads.
+  const int64_t all = a.batch * a.tokens * a.heads / kQueries,
+                most_tiles = most(1, least(QueryTiles<kVectors>::most(D), all / kEnoughTasks)),
+                most_queries = most_tiles * kQueries;
+  const auto tasks_of = [&](int64_t number) {
+    return (a.part(number).tokens * group + most_queries - 1) / most_queries;
   };
-  int64_t tiles = 0, most = 0;
+  int64_t tasks = 0, most_tasks = 0;
   for (int64_t number = 0; number < parts; ++number) {
-    tiles += tiles_of(number);
-    most = tiles_of(number) > most ? tiles_of(number) : most;
+    tasks += tasks_of(number);
+    most_tasks = most(most_tasks, tasks_of(number));
   }
-  // If there are several tiles, several tasks read the new rows. So the new rows must be written
-  // before the tasks start.
-  if (most > 1) {
+  // If a head of a request has several tasks, all of them read the new rows. So the new rows must
+  // be written before the tasks start.
+  if (most_tasks > 1) {
     parallel.each(parts * a.kv_heads, [&](int64_t i) {
       const int64_t number = i / a.kv_heads;
-      if (tiles_of(number) > 1) keep_new_rows(a, Part(a, number, i % a.kv_heads));
+      if (tasks_of(number) > 1) keep_new_rows(a, Part(a, number, i % a.kv_heads));
     });
   }
   // The softmax uses powers of 2 instead of powers of e. So queries are multiplied by log2(e), as
   // well as by the usual 1 / sqrt(D).
   const float scale = kLog2e / __builtin_sqrtf(static_cast<float>(D));
-  parallel.each(tiles * a.kv_heads, [&](int64_t i) {
-    // The tiles of one request and one key/value head have consecutive indices.
+  parallel.each(tasks * a.kv_heads, [&](int64_t i) {
+    // The tasks of one request and one key/value head have consecutive indices.
     int64_t number = 0, at = i;
-    for (; at >= tiles_of(number) * a.kv_heads; ++number) at -= tiles_of(number) * a.kv_heads;
-    const int64_t own = tiles_of(number);
+    for (; at >= tasks_of(number) * a.kv_heads; ++number) at -= tasks_of(number) * a.kv_heads;
+    const int64_t own = tasks_of(number);
     const Part part(a, number, at / own);
     const int64_t queries = part.segment.tokens * group;
-    const int64_t first = at % own * kQueries, last = least(first + kQueries, queries);
+    const int64_t first = at % own * most_queries, last = least(first + most_queries, queries);
     if (own == 1) keep_new_rows(a, part);
     const auto offset = [&](int64_t query) {  // offset of the query's row in q and in y
       return (part.token(a, query / group) * a.heads + part.kv_head * group + query % group) * D;
     };
-    Softmax<kVectors> softmax(D);
+    const int64_t tiles = (last - first + kQueries - 1) / kQueries;
+    QueryTiles<kVectors> softmax(D, tiles);
     alignas(64) float row[dlm::kLargestHeadSize];
     int32_t last_seen[kQueries];
-    for (int64_t lane = 0; lane < kQueries; ++lane) {
-      // A lane without a query repeats the last query.
-      const int64_t query = least(first + lane, last - 1);
-      const int64_t position = a.positions[part.token(a, query / group)];
-      norm_and_turn(a, a.q + offset(query), a.q_norm, position, row);
-      softmax.set_query(lane, row, scale);
-      if (a.visible_block != 0) last_seen[lane] = a.last_seen(position);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      for (int64_t lane = 0; lane < kQueries; ++lane) {
+        // A lane without a query repeats the last query.
+        const int64_t query = least(first + tile * kQueries + lane, last - 1);
+        const int64_t position = a.positions[part.token(a, query / group)];
+        norm_and_turn(a, a.q + offset(query), a.q_norm, position, row);
+        softmax[tile].set_query(lane, row, scale);
+        if (a.visible_block != 0) last_seen[lane] = a.last_seen(position);
+      }
+      if (a.visible_block != 0) softmax[tile].set_last_seen(last_seen);
     }
-    if (a.visible_block != 0) softmax.set_last_seen(last_seen);
     add_past(a, part, part.segment, softmax);
     for (int64_t more = 1; more < a.segments_of(number); ++more)
       add_past(a, part, a.segments[a.first_segments[number] + more], softmax);
@@ -374,7 +446,8 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     else
       softmax.add(keys, values, T);
     for (int64_t query = first; query < last; ++query)
-      softmax.get_result(query - first, a.y + offset(query));
+      softmax[(query - first) / kQueries].get_result((query - first) % kQueries,
+                                                     a.y + offset(query));
   });
 }
 

@@ -13,7 +13,7 @@ constexpr int kLanes = 8;
 // Register tile for products of floats: 12 vectors of sums, 2 vectors of weights.
 constexpr int kFloatRows = 6, kFloatVectors = 2;
 constexpr int kQueryVectors = 2;  // number of query vectors that attention processes at a time
-constexpr int kKeyBlock = 4;
+constexpr int kKeyBlock = 6;
 
 using F = __m256;
 using I = __m256i;
