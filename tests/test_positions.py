@@ -16,7 +16,7 @@ import torch
 from checkpoints import a2d_config, write_checkpoint
 from click.testing import CliRunner
 from denoisers import load
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from trunk_logits import trunk_logits
 
@@ -181,6 +181,8 @@ def _table(values: dict[str, Any], head_size: int) -> RotaryTable:
     positions=st.integers(1, 1 << 17),
     form=st.sampled_from([_oldest, _older, _newer]),
 )
+@example(1e4, 1.0, YARN | {"beta_fast": 1, "beta_slow": 1, "truncate": False}, 64, 128, _older)
+@example(20.0, 1.0, YARN | {"original_max_position_embeddings": 1 << 16}, 64, 128, _older)
 def test_tables_equal_those_of_transformers(
     theta: float,
     fraction: float,

@@ -157,8 +157,8 @@ class Yarn(Scaling):
         first, last = index(self.beta_fast), index(self.beta_slow)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
-        # transformers clips to the number of features, which is more than the number of pairs, and
-        # uses a width of 0.001 instead of 0.
+        # As in transformers, the upper limit is the number of features, not the number of pairs. A
+        # range of width 0 gets the width 0.001.
         first, last = max(first, 0), min(last, size - 1)
         share: np.ndarray = (np.arange(size // 2) - first) / ((last - first) or 0.001)
         return 1 - share.clip(0, 1)
