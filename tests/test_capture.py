@@ -25,7 +25,6 @@ from denoisers import load
 
 from dlm_export import families
 from dlm_export.checkpoints import folder
-from dlm_export.checkpoints.folder import CheckpointError
 from dlm_export.cli import main
 from dlm_export.judging.parity import golden
 from dlm_export.judging.parity.capture import CaptureOptions, capture
@@ -387,29 +386,22 @@ def test_both_spellings_of_rope_are_read_as_transformers_reads_them(
 ROPES = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     "llama3": {
         "rope_type": "llama3",
         "factor": 8.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
+        "original_max_position_embeddings": 16,
     },
 }
 
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("name", _layouts("dream", "a2d-qwen3"))
-def test_a_scaled_rope_is_refused_or_read_as_transformers_reads_it(
+def test_a_scaled_rope_is_read_as_transformers_reads_it(
     name: str, rope: str, tmp_path: Path
 ) -> None:
     config = saved_config(name, tmp_path / "saved", ROPES[rope])
     checkpoint = write_checkpoint(tmp_path / "checkpoint", config, seed=4)
-    try:
-        load(checkpoint)
-    except CheckpointError as err:
-        refusal = str(err)
-    else:
-        check_logits(checkpoint, capture(checkpoint, CaptureOptions(count=1)))
-        return
-    assert "rope" in refusal
+    check_logits(checkpoint, capture(checkpoint, CaptureOptions(count=1)))

@@ -38,6 +38,7 @@ from dlm_export.checkpoints import tokenizer
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Origin, Overrides, Piece
 from dlm_export.families.reading import new_tokens, text_option
+from dlm_export.network.scaling import Linear
 from dlm_export.network.spec import NetworkSpec, Rope
 from dlm_runtime.constraints.layout import LAYOUTS
 from dlm_runtime.tools import FORMATS
@@ -400,8 +401,8 @@ def test_only_dream_predicts_the_next_position(
         (llada_config(block_type="sequential"), "block_type"),
         (llada_config(scale_logits=True), "scale_logits"),
         (
-            dream_config(rope_scaling={"type": "yarn", "factor": 4}),
-            "rope_type 'yarn' is not supported",
+            dream_config(rope_scaling={"type": "longrope", "factor": 4}),
+            "rope_type 'longrope' is not supported",
         ),
         (dream_config(use_sliding_window=True), "use_sliding_window"),
         (dream_config(hidden_act="gelu"), "hidden_act"),
@@ -644,8 +645,8 @@ def test_transformers_5s_form_gives_the_same_logits(
         ),
         ({"rope_parameters": {"rope_theta": 5.0}}, "rope_theta is .* and, in rope_parameters, 5.0"),
         (
-            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "llama3"}},
-            "rope_type 'llama3' is not supported",
+            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "longrope"}},
+            "rope_type 'longrope' is not supported",
         ),
         (
             {"rope_parameters": {"rope_theta": 1e6, "mrope_section": [1]}},
@@ -656,10 +657,10 @@ def test_transformers_5s_form_gives_the_same_logits(
             "by layer type, 'sliding_attention'",
         ),
         ({"rope_parameters": [1]}, "rope_parameters must be an object"),
-        ({"rope_scaling": {"type": "linear"}}, "the factor of rope_scaling is missing"),
+        ({"rope_scaling": {"type": "linear"}}, "factor in rope_scaling is missing"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 0}},
-            "the factor of rope_scaling must be a positive number",
+            "factor in rope_scaling must be a positive number",
         ),
         ({"rope_theta": 10**400}, "rope_theta must be a positive number"),
         ({"partial_rotary_factor": 2}, "partial_rotary_factor 2.0 is greater than 1"),
@@ -694,7 +695,7 @@ def test_silence_that_means_another_network_is_refused(tmp_path: Path, key: str)
 def test_scaled_and_partly_turned_positions_are_read(tmp_path: Path) -> None:
     said = {"rope_scaling": {"type": "linear", "factor": 4.0}, "partial_rotary_factor": 0.5}
     network = _network(write_checkpoint(tmp_path, dream_config(**said)))
-    assert network.layers[0].attention.rope == Rope(1e6, fraction=0.5, scaling=4.0)
+    assert network.layers[0].attention.rope == Rope(1e6, 0.5, Linear(4.0))
 
 
 @pytest.mark.parametrize(
@@ -715,7 +716,7 @@ def test_positions_that_are_not_scaled_are_read_in_every_spelling(
 ) -> None:
     """The released RND1 has ``"rope_scaling": false``."""
     path = write_checkpoint(tmp_path, config(rope_scaling=scaling))
-    assert _network(path).layers[0].attention.rope.scaling == 1.0
+    assert _network(path).layers[0].attention.rope.scaling is None
 
 
 def test_keys_that_nobody_read_are_remembered(tmp_path: Path) -> None:

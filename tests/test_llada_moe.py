@@ -146,7 +146,7 @@ def test_what_is_told_of_it(tmp_path: Path) -> None:
         ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function"),
         ({"clip_qkv": 8.0}, r"clip_qkv = 8\.0 is not supported"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 do not divide"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_type 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_type 'longrope' is not supported"),
     ],
     ids=str,
 )

@@ -198,7 +198,7 @@ def test_merged_experts_of_llada2_are_the_split_ones(tmp_path: Path) -> None:
         ({"n_group": 3}, "num_experts 16 in n_group 3"),
         ({"num_experts_per_tok": 9}, "cannot give each token num_experts_per_tok 9"),
         ({"score_function": "softmax"}, "score_function"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_type 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_type 'longrope' is not supported"),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from networks import make_network
 from dlm_calibration.recipes import RECIPES
 from dlm_export.network.denoiser import Denoiser, UnbuiltNetworkError, rotate
 from dlm_export.network.experts import Router
+from dlm_export.network.scaling import Dynamic, Linear, Llama3, Yarn
 from dlm_export.network.spec import (
     BIASES,
     NEVER_QUANTISED,
@@ -34,9 +35,18 @@ from dlm_export.planning.roofline import work_of
 from dlm_export.tensorrt.estimate import Limits, estimate
 
 HIDDEN = 24
+scalings = st.sampled_from(
+    [
+        None,
+        Linear(4.0),
+        Dynamic(4.0, 20),
+        Llama3(8.0, 8, 1.0, 4.0),
+        Yarn(4.0, 8, 1.1, 2.0, 1.0, truncate=False),
+    ]
+)
 ropes = st.one_of(
     st.none(),
-    st.builds(Rope, st.floats(1e2, 1e6), st.sampled_from([0.5, 1.0]), st.sampled_from([1.0, 4.0])),
+    st.builds(Rope, st.floats(1e2, 1e6), st.sampled_from([0.5, 1.0]), scalings),
 )
 CACHED = 7
 visibilities = st.sampled_from([("full", None), ("causal", None), ("block", CACHED)])
@@ -167,7 +177,7 @@ def test_a_part_of_a_head_turns_and_the_rest_stays() -> None:
 
 def test_position_scaling_divides_positions() -> None:
     layer = make_network().layers[0]
-    scaled = replace(layer, attention=replace(layer.attention, rope=Rope(1e4, scaling=4.0)))
+    scaled = replace(layer, attention=replace(layer.attention, rope=Rope(1e4, scaling=Linear(4.0))))
     plain, slow = Denoiser(make_network()), Denoiser(make_network(layers=(scaled,)))
     torch.testing.assert_close(slow.rotary[0].cos[::4], plain.rotary[0].cos[:64])
 

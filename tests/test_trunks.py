@@ -19,6 +19,7 @@ import torch
 from checkpoints import a2d_config, fast_dllm_v2_config, sdar_config, write_checkpoint
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
+from trunk_logits import trunk_logits
 
 from dlm_export import families
 from dlm_export.build import build
@@ -64,31 +65,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, Overrides, int | None]] = {
 LENGTH = 75
 
 
-def _trunk_logits(
-    checkpoint: Path, class_name: str, block: int | None, ids: torch.Tensor
-) -> torch.Tensor:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed here")
-    factory = getattr(transformers, class_name)
-    said = json.loads((checkpoint / "config.json").read_text())
-    config = factory.config_class.from_dict(
-        {key: said[key] for key in said if key not in ("architectures", "model_type")}
-    )
-    config._attn_implementation = "eager"
-    model = factory(config).eval()
-    weights = load_file(checkpoint / "model.safetensors")
-    left = model.load_state_dict(weights, strict=False)
-    assert left.unexpected_keys == []
-    assert set(left.missing_keys) <= {"lm_head.weight"}
-    mask = torch.zeros(1, 1, LENGTH, LENGTH)
-    for query in range(LENGTH):
-        for key in range(LENGTH):
-            if block is not None and key // block > query // block:
-                mask[0, 0, query, key] = -torch.inf
-    with torch.no_grad():
-        logits: torch.Tensor = model(ids, attention_mask=mask, use_cache=False).logits
-    return logits
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_logits_equal_the_trunks_under_a_mask(name: str, tmp_path: Path) -> None:
     config, class_name, overrides, block = LAYOUTS[name]
@@ -96,7 +72,7 @@ def test_logits_equal_the_trunks_under_a_mask(name: str, tmp_path: Path) -> None
     source = open_source(checkpoint, overrides)
     assert {layer.attention.block_length for layer in source.network.layers} == {block}
     ids = torch.randint(0, 140, (2, LENGTH), generator=torch.Generator().manual_seed(0))
-    expected = _trunk_logits(checkpoint, class_name, block, ids)
+    expected = trunk_logits(checkpoint, class_name, block, ids)
     with torch.no_grad():
         found = families.load(source.parameters, source.network)(ids)
     assert float((found - expected).abs().max() / (expected.max() - expected.min())) < 2e-4
@@ -229,9 +205,9 @@ BAD: dict[str, tuple[dict[str, Any], Overrides, str]] = {
         "num_key_value_heads 3 do not divide",
     ),
     "a rope that is not known": (
-        a2d_config("Llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+        a2d_config("Llama", rope_scaling={"rope_type": "longrope", "factor": 8.0}),
         Overrides(),
-        "rope_type 'llama3' is not supported",
+        "rope_type 'longrope' is not supported",
     ),
     "no mask token": (
         sdar_config(mask_token_id=None),

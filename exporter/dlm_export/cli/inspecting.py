@@ -224,7 +224,8 @@ def _layer_words(layer: LayerSpec) -> tuple[str, str, str, str]:
     positions = "none" if rope is None else f"theta {rope.theta:g}"
     if rope is not None:
         positions += f", {rope.fraction:g} of a head" * (rope.fraction < 1)
-        positions += f", scaled by {rope.scaling:g}" * (rope.scaling != 1)
+        if rope.scaling is not None:
+            positions += f", {rope.scaling.kind} scaling, factor {rope.scaling.factor:g}"
     if isinstance(mlp, MlpSpec):
         inside = f"{mlp.size}, {mlp.activation}"
     else:

@@ -19,7 +19,7 @@ from dlm_export.checkpoints.prequantised import StoredQuantised
 from dlm_export.families import a2d, dream, fast_dllm_v2, llada, llada2, llada_moe, rnd1, sdar
 from dlm_export.families.base import Family, Overrides
 from dlm_export.families.tensors import Tensors
-from dlm_export.network.spec import NetworkSpec, rotary_table
+from dlm_export.network.spec import NetworkSpec, RotaryTable, rotary_table
 
 if TYPE_CHECKING:
     from dlm_export.families.weights import Weights, layered, load
@@ -67,7 +67,20 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
             raise CheckpointError(
                 f"{checkpoint.config.path}: RoPE rotates pairs of features, but {table.size} of the {of} in a head are rotated"
             )
+        _check_length(checkpoint, network, table)
     return network
+
+
+def _check_length(checkpoint: Checkpoint, network: NetworkSpec, table: RotaryTable | None) -> None:
+    """Check that one rotary table is exact for all canvases. Raises CheckpointError."""
+    if table is None or table.scaling is None:
+        return
+    longest = table.scaling.longest_canvas
+    if longest is not None and network.max_canvas_length > longest:
+        raise CheckpointError(
+            f"{checkpoint.config.path}: rope_type {table.scaling.kind} has other frequencies for each length of more than "
+            f"{longest} tokens, but a bundle contains one table for all lengths. Pass --max-canvas-length {longest}."
+        )
 
 
 def check_tensors(checkpoint: Checkpoint, network: NetworkSpec) -> Tensors:

@@ -1,4 +1,4 @@
-"""Reads special tokens, rotary positions and options from the files of a checkpoint of any family.
+"""Reads special tokens and options from the files of a checkpoint of any family.
 
 This module reads each setting in every form that was released. The module rejects unknown forms and
 never guesses missing settings, because some settings change the network's results.
@@ -9,76 +9,9 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
-from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Overrides
-from dlm_export.network.spec import Rope
-
-
-def read_rope(config: Config) -> Rope:
-    """Read the rotary positions, in the form of transformers 4 or 5.
-
-    Version 4 uses separate keys: ``rope_theta``, ``rope_scaling`` (with ``type`` or ``rope_type``)
-    and ``partial_rotary_factor``. Version 5 stores all of these settings in the object
-    ``rope_parameters``, which may contain one object for each type of layer
-    (https://huggingface.co/docs/transformers/internal/rope_utils). Raises CheckpointError for
-    values that are missing or unknown.
-    """
-    said: dict[str, Any] = {}
-    for key in ("rope_theta", "partial_rotary_factor"):
-        if (value := config.get(key)) is not None:
-            said[key] = value
-    for key in ("rope_scaling", "rope_parameters"):
-        values = config.get(key)
-        if values is None or values is False:  # in RND1's release, rope_scaling is false
-            continue
-        if not isinstance(values, dict):
-            raise CheckpointError(
-                f"{config.path}: {key} must be an object, found {reprlib.repr(values)}"
-            )
-        if values and all(isinstance(value, dict) for value in values.values()):
-            if values.keys() != {"full_attention"}:
-                kinds = ", ".join(map(reprlib.repr, values))
-                raise CheckpointError(
-                    f"{config.path}: {key} is by layer type, {kinds}; only full_attention is supported"
-                )
-            values = values["full_attention"]
-        for name, value in values.items():
-            name = "rope_type" if name == "type" else name
-            if value is None:
-                continue
-            if name in said and said[name] != value:
-                both = f"{reprlib.repr(said[name])} and, in {key}, {reprlib.repr(value)}"
-                raise CheckpointError(
-                    f"{config.path}: {name} is {both}: keep only the value used in training"
-                )
-            said[name] = value
-    kind = said.pop("rope_type", "default")
-    if kind not in ("default", "linear"):
-        raise CheckpointError(
-            f"{config.path}: rope_type {reprlib.repr(kind)} is not supported, only default and linear"
-        )
-    scaling = (
-        config.positive("the factor of rope_scaling", said.pop("factor", None))
-        if kind == "linear"
-        else 1.0
-    )
-    rope = Rope(
-        config.positive("rope_theta", said.pop("rope_theta", None)),
-        config.positive("partial_rotary_factor", said.pop("partial_rotary_factor", 1.0)),
-        scaling,
-    )
-    if said:
-        unknown = ", ".join(map(reprlib.repr, said))
-        raise CheckpointError(
-            f"{config.path}: {unknown} in rope_scaling or rope_parameters is not supported"
-        )
-    if rope.fraction > 1:
-        raise CheckpointError(
-            f"{config.path}: partial_rotary_factor {rope.fraction} is greater than 1"
-        )
-    return rope
 
 
 @dataclass(frozen=True)

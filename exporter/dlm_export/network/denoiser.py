@@ -242,9 +242,9 @@ def cosines_and_sines(table: RotaryTable, positions: int) -> tuple[Tensor, Tenso
 
     The tables are computed in float64 and returned in fp32.
     """
-    inverse = table.theta ** (-torch.arange(0, table.size, 2, dtype=torch.float64) / table.size)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float64) / table.scaling, inverse)
-    return angles.cos().float(), angles.sin().float()
+    frequencies = torch.tensor(table.frequencies(), dtype=torch.float64)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
+    return (table.magnitude * angles.cos()).float(), (table.magnitude * angles.sin()).float()
 
 
 class Rotary(nn.Module):

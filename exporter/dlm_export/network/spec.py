@@ -23,6 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy as np
+
+from dlm_export.network.scaling import Scaling, scaling_from
+
 VISIBILITIES = ("full", "block", "causal")
 SCORES = ("softmax", "sigmoid")
 BIASES = (None, "choice", "weights")
@@ -49,12 +53,20 @@ class Rope:
     """Rotate-half rotary positions with base ``theta``.
 
     Only the first features of a head are rotated. ``fraction`` is the share of rotated features.
-    Positions are divided by ``scaling``.
+    ``scaling`` describes how frequencies are lowered for long canvases. If ``None``, frequencies
+    are not scaled.
     """
 
     theta: float
     fraction: float = 1.0
-    scaling: float = 1.0
+    scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if a scaling has no meaning for ``theta``."""
+        if self.scaling is not None and self.theta <= 1:
+            raise ValueError(
+                f"rope_theta must be greater than 1 if frequencies are scaled, found {self.theta:g}"
+            )
 
 
 @dataclass(frozen=True)
@@ -201,8 +213,24 @@ class RotaryTable:
     """
 
     theta: float
-    scaling: float
+    scaling: Scaling | None
     size: int
+
+    def frequencies(self) -> np.ndarray:
+        """Return the angle between neighbouring positions ``[size / 2]``, for each pair of features,
+        in float64.
+        """
+        plain: np.ndarray = self.theta ** (-np.arange(0, self.size, 2) / self.size)
+        if self.scaling is None:
+            return plain
+        kept = self.scaling.kept(plain, self.theta)
+        mixed: np.ndarray = plain * kept + plain / self.scaling.factor * (1 - kept)
+        return mixed
+
+    @property
+    def magnitude(self) -> float:
+        """The number by which cosines and sines are multiplied."""
+        return 1.0 if self.scaling is None else self.scaling.magnitude
 
 
 @dataclass(frozen=True)
@@ -547,12 +575,19 @@ def _layer_from(values: Mapping[str, Any]) -> LayerSpec:
     attention, mlp = dict(values["attention"]), values["mlp"]
     rope = attention.pop("rope")
     return LayerSpec(
-        AttentionSpec(rope=None if rope is None else Rope(**rope), **attention),
+        AttentionSpec(rope=None if rope is None else _rope_from(rope), **attention),
         ExpertsSpec(**mlp | {"router": RouterSpec(**mlp["router"])})
         if "count" in mlp
         else MlpSpec(**mlp),
         values["norm_eps"],
         tuple(values["norms"]),
+    )
+
+
+def _rope_from(values: Mapping[str, Any]) -> Rope:
+    scaling = values["scaling"]
+    return Rope(
+        values["theta"], values["fraction"], None if scaling is None else scaling_from(scaling)
     )
 
 

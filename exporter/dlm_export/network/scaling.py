@@ -1,0 +1,177 @@
+"""Describes how rotary positions are scaled for canvases that are longer than in the first training.
+
+RoPE rotates each pair of features by an angle: the position times the frequency of the pair. Each
+class of this module describes one way to lower the frequencies, and has the same formula as the
+``rope_type`` of transformers that ``kind`` names
+(https://huggingface.co/docs/transformers/internal/rope_utils). The original length is the longest
+canvas of the training without scaling. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+LOWEST, HIGHEST = 1e-6, 1e6
+"""Limits of the numbers of a scaling. Between these limits, no formula overflows."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The base class of all kinds. ``factor`` is at least 1. A frequency is divided by at most
+    ``factor``.
+    """
+
+    kind: str = field(init=False)
+    factor: float
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if a number is out of range."""
+        for each in fields(self):
+            if each.type == "float":
+                low, value = 1 if each.name == "factor" else LOWEST, getattr(self, each.name)
+                if not low <= value <= HIGHEST:
+                    raise ValueError(
+                        f"{each.name} must be between {low:g} and {HIGHEST:g}, found {value:g}"
+                    )
+
+    def kept(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """Return a share between 0 and 1 for each of the unscaled ``frequencies``.
+
+        A frequency with share 1 is not scaled. A frequency with share 0 is divided by ``factor``.
+        """
+        raise NotImplementedError
+
+    @property
+    def magnitude(self) -> float:
+        """The number by which cosines and sines are multiplied."""
+        return 1.0
+
+    @property
+    def longest_canvas(self) -> int | None:
+        """The longest canvas whose frequencies do not depend on the canvas's length.
+
+        ``None`` if the frequencies are the same for all lengths.
+        """
+        return None
+
+
+@dataclass(frozen=True)
+class Linear(Scaling):
+    """All frequencies are divided by ``factor``."""
+
+    kind: str = field(default="linear", init=False)
+
+    def kept(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        return np.zeros_like(frequencies)
+
+
+@dataclass(frozen=True)
+class Dynamic(Scaling):
+    """Frequencies are not scaled on canvases up to ``original_length``.
+
+    For longer canvases, the frequencies would depend on the canvas's length. This module does not
+    compute these frequencies, because a bundle contains only one table of cosines and sines.
+    """
+
+    kind: str = field(default="dynamic", init=False)
+    original_length: int
+
+    def kept(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        return np.ones_like(frequencies)
+
+    @property
+    def longest_canvas(self) -> int | None:
+        return self.original_length
+
+
+@dataclass(frozen=True)
+class Llama3(Scaling):
+    """The scaling of Llama 3.1.
+
+    A pair of features makes a number of turns in ``original_length`` positions. If this number is
+    at most ``low_freq_factor``, the frequency is divided by ``factor``. If this number is at least
+    ``high_freq_factor``, the frequency is not scaled. Between the two numbers, the share is linear
+    in the number of turns.
+    """
+
+    kind: str = field(default="llama3", init=False)
+    original_length: int
+    low_freq_factor: float
+    high_freq_factor: float
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if a number is out of range, or if numbers contradict each other."""
+        super().__post_init__()
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor {self.high_freq_factor:g} must be greater than low_freq_factor "
+                f"{self.low_freq_factor:g}"
+            )
+
+    def kept(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        turns = self.original_length * frequencies / (2 * math.pi)
+        width = self.high_freq_factor - self.low_freq_factor
+        share: np.ndarray = (turns - self.low_freq_factor) / width
+        return share.clip(0, 1)
+
+
+@dataclass(frozen=True)
+class Yarn(Scaling):
+    """YaRN (arXiv:2309.00071).
+
+    If a pair of features makes at least ``beta_fast`` turns in ``original_length`` positions, the
+    frequency is not scaled. If the pair makes at most ``beta_slow`` turns, the frequency is divided
+    by ``factor``. Between the two pairs, the share is linear in the pair's index. If ``truncate``
+    is true, the range between the two pairs is extended to whole indices. ``attention_factor``
+    multiplies cosines and sines.
+    """
+
+    kind: str = field(default="yarn", init=False)
+    original_length: int
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if a number is out of range, or if numbers contradict each other."""
+        super().__post_init__()
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"beta_fast {self.beta_fast:g} must be at least beta_slow {self.beta_slow:g}"
+            )
+
+    def kept(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        size = 2 * len(frequencies)
+
+        def index(turns: float) -> float:
+            """Return the index, not rounded, of the pair that makes ``turns`` turns."""
+            ratio = self.original_length / (turns * 2 * math.pi)
+            return size * math.log(ratio) / (2 * math.log(theta))
+
+        first, last = index(self.beta_fast), index(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        # As in transformers, the upper limit is the number of features, not the number of pairs. A
+        # range of width 0 gets the width 0.001.
+        first, last = max(first, 0), min(last, size - 1)
+        share: np.ndarray = (np.arange(size // 2) - first) / ((last - first) or 0.001)
+        return 1 - share.clip(0, 1)
+
+    @property
+    def magnitude(self) -> float:
+        return self.attention_factor
+
+
+KINDS: dict[str, type[Scaling]] = {kind.kind: kind for kind in (Linear, Dynamic, Llama3, Yarn)}
+
+
+def scaling_from(values: Mapping[str, Any]) -> Scaling:
+    """Read a description from the fields of a scaling. Raises ValueError."""
+    numbers = {name: value for name, value in values.items() if name != "kind"}
+    return KINDS[values["kind"]](**numbers)
