@@ -28,8 +28,8 @@ from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.families.positions import read_rope
 from dlm_export.network.denoiser import cosines_and_sines
-from dlm_export.network.scaling import HIGHEST, LOWEST, Dynamic, Llama3, Yarn
-from dlm_export.network.spec import AttentionSpec, RotaryTable, rotary_table
+from dlm_export.network.scaling import HIGHEST, LOWEST, Dynamic, Llama3, RotaryTable, Yarn
+from dlm_export.network.spec import AttentionSpec, rotary_table
 from dlm_runtime.manifest import schema, validator
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed here")

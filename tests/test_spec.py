@@ -175,6 +175,17 @@ def test_a_part_of_a_head_turns_and_the_rest_stays() -> None:
     torch.testing.assert_close(turned[..., :4], torch.cat((by_hand.real, by_hand.imag), -1))
 
 
+@pytest.mark.parametrize(("stored", "read"), [(1.0, None), (4.0, Linear(4.0))])
+def test_a_factor_of_an_earlier_version_is_read(stored: float, read: Linear | None) -> None:
+    values = make_network().as_dict()
+    for layer in values["layers"]:
+        layer["attention"]["rope"]["scaling"] = stored
+    found = NetworkSpec.from_dict(values)
+    assert [layer.attention.rope and layer.attention.rope.scaling for layer in found.layers] == [
+        read
+    ] * len(found.layers)
+
+
 def test_position_scaling_divides_positions() -> None:
     layer = make_network().layers[0]
     scaled = replace(layer, attention=replace(layer.attention, rope=Rope(1e4, scaling=Linear(4.0))))

@@ -19,7 +19,8 @@ from dlm_export.checkpoints.prequantised import StoredQuantised
 from dlm_export.families import a2d, dream, fast_dllm_v2, llada, llada2, llada_moe, rnd1, sdar
 from dlm_export.families.base import Family, Overrides
 from dlm_export.families.tensors import Tensors
-from dlm_export.network.spec import NetworkSpec, RotaryTable, rotary_table
+from dlm_export.network.scaling import RotaryTable
+from dlm_export.network.spec import NetworkSpec, rotary_table
 
 if TYPE_CHECKING:
     from dlm_export.families.weights import Weights, layered, load

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from dlm_export.network.experts import Experts
 from dlm_export.network.linear import MLP, Linear, TiedHead
+from dlm_export.network.scaling import RotaryTable
 from dlm_export.network.spec import (
     AttentionSpec,
     LayerSpec,
     MlpSpec,
     NetworkSpec,
-    RotaryTable,
     rotary_table,
 )
 from dlm_runtime.errors import DlmError, ExitCode

@@ -175,3 +175,32 @@ def scaling_from(values: Mapping[str, Any]) -> Scaling:
     """Read a description from the fields of a scaling. Raises ValueError."""
     numbers = {name: value for name, value in values.items() if name != "kind"}
     return KINDS[values["kind"]](**numbers)
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """A table of cosines and sines for ``size`` rotated features. ``size`` features have
+    ``size / 2`` angles.
+
+    Layers whose tables are equal share one table.
+    """
+
+    theta: float
+    scaling: Scaling | None
+    size: int
+
+    def frequencies(self) -> np.ndarray:
+        """Return the angle between neighbouring positions ``[size / 2]``, for each pair of features,
+        in float64.
+        """
+        plain: np.ndarray = self.theta ** (-np.arange(0, self.size, 2) / self.size)
+        if self.scaling is None:
+            return plain
+        kept = self.scaling.kept(plain, self.theta)
+        mixed: np.ndarray = plain * kept + plain / self.scaling.factor * (1 - kept)
+        return mixed
+
+    @property
+    def magnitude(self) -> float:
+        """The number by which cosines and sines are multiplied."""
+        return 1.0 if self.scaling is None else self.scaling.magnitude

@@ -23,9 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
-import numpy as np
-
-from dlm_export.network.scaling import Scaling, scaling_from
+from dlm_export.network.scaling import RotaryTable, Scaling, scaling_from
 
 VISIBILITIES = ("full", "block", "causal")
 SCORES = ("softmax", "sigmoid")
@@ -202,35 +200,6 @@ class LayerSpec:
     mlp: MlpSpec | ExpertsSpec
     norm_eps: float
     norms: tuple[str, ...] = ("attention_norm", "mlp_norm")
-
-
-@dataclass(frozen=True)
-class RotaryTable:
-    """A table of cosines and sines for ``size`` rotated features. ``size`` features have
-    ``size / 2`` angles.
-
-    Layers whose tables are equal share one table.
-    """
-
-    theta: float
-    scaling: Scaling | None
-    size: int
-
-    def frequencies(self) -> np.ndarray:
-        """Return the angle between neighbouring positions ``[size / 2]``, for each pair of features,
-        in float64.
-        """
-        plain: np.ndarray = self.theta ** (-np.arange(0, self.size, 2) / self.size)
-        if self.scaling is None:
-            return plain
-        kept = self.scaling.kept(plain, self.theta)
-        mixed: np.ndarray = plain * kept + plain / self.scaling.factor * (1 - kept)
-        return mixed
-
-    @property
-    def magnitude(self) -> float:
-        """The number by which cosines and sines are multiplied."""
-        return 1.0 if self.scaling is None else self.scaling.magnitude
 
 
 @dataclass(frozen=True)
@@ -586,6 +555,8 @@ def _layer_from(values: Mapping[str, Any]) -> LayerSpec:
 
 def _rope_from(values: Mapping[str, Any]) -> Rope:
     scaling = values["scaling"]
+    if isinstance(scaling, (int, float)):  # bundles of earlier versions contain the linear factor
+        scaling = {"kind": "linear", "factor": scaling} if scaling > 1 else None
     return Rope(
         values["theta"], values["fraction"], None if scaling is None else scaling_from(scaling)
     )
