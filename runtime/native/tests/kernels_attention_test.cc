@@ -117,6 +117,7 @@ struct Attention {
   Floats q_norm, k_norm;                             // empty: heads are not normalised
   std::vector<int64_t> positions;
   std::vector<dlm::Segment> segments;
+  std::vector<int64_t> first_segments;  // of `segments`, set by pass()
   Floats y, new_keys, new_values;
   Bytes stored_keys, stored_values, present_keys, present_values;
 
@@ -145,6 +146,7 @@ struct Attention {
     present_keys.assign(static_cast<size_t>(B * G * T * row_bytes(cache, D)), 99),
         present_values = present_keys;
     const bool is_fp32 = cache == CacheType::fp32;
+    first_segments = dlm::first_segments(segments.data(), static_cast<int64_t>(segments.size()));
     return {cache,
             q.data(),
             k.data(),
@@ -165,6 +167,8 @@ struct Attention {
             visible_block,
             segments.data(),
             static_cast<int64_t>(segments.size()),
+            first_segments.data(),
+            static_cast<int64_t>(first_segments.size()) - 1,
             y.data(),
             new_keys.data(),
             new_values.data(),
@@ -534,6 +538,10 @@ void test_segments_that_lie_are_seen(Tally& tally) {
   Attention attention(numbers, 1, 9, 20, 1, 1, 2);
   attention.segments = {{0, 20, 0, 4}, {5, 0, 4, 5}};
   CHECK(attention.pass().has_good_segments());
+  // Several segments of one request.
+  attention.segments = {{0, 5, 0, 4}, {10, 3, 0, 4}, {5, 0, 4, 5}, {19, 1, 4, 5}};
+  CHECK(attention.pass().has_good_segments());
+  CHECK(attention.first_segments == std::vector<int64_t>({0, 2, 4}));
   const std::vector<std::vector<dlm::Segment>> lies = {{{0, 21, 0, 9}},
                                                        {{1, 20, 0, 9}},
                                                        {{-1, 3, 0, 9}},
@@ -543,6 +551,8 @@ void test_segments_that_lie_are_seen(Tally& tally) {
                                                        {{0, 0, 1, 8}},
                                                        {{0, 0, 0, 0}},
                                                        {{0, 0, 0, 9}, {0, 0, 9, 0}},
+                                                       {{0, 5, 0, 4}, {10, 3, 0, 5}, {0, 0, 5, 4}},
+                                                       {{0, 5, 0, 9}, {19, 3, 0, 9}},
                                                        {{0, 0, 0, 5}, {0, 0, 4, 5}},
                                                        {{0, 0, 0, INT64_MAX}},
                                                        {{INT64_MAX, 1, 0, 9}},
