@@ -437,7 +437,7 @@ def test_an_error_is_shown_as_text_and_the_message_comes_back(page: Browser) -> 
     set_value(page, "length", "100000")
     hostile = "<img src=x onerror=alert(1)> turn on the lights"
     ask(page, hostile)
-    assert "max_tokens" in text_of(page, ".answer > .error")
+    assert "max_completion_tokens" in text_of(page, ".answer > .error")
     assert page.run("return document.getElementById('message').value") == hostile
     assert text_of(page, ".asked") == hostile
     assert page.run("return document.images.length") == 0
