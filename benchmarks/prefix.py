@@ -3,9 +3,9 @@
     python benchmarks/prefix.py [--requests 64] [--shared 2000] [--own 50] [--turns 10] [--rounds 3]
         [--precision int8] [--threads 2] [--json FILE]
 
-A random block-causal denoiser (12 layers, d 768, grouped queries, blocks of 32) answers with 32
-tokens. Each round measures a scheduler with its prefix cache and a scheduler without it, in turns.
-Prints medians over the rounds, with the smallest and the largest value:
+The random block-causal denoiser of benchmarks/blocks.py (12 layers, d 768, grouped queries, blocks
+of 32) answers with 32 tokens. Each round measures a scheduler with its prefix cache and a scheduler
+without it, in turns. Prints medians over the rounds, with the smallest and the largest value:
 
 - `first tokens`: milliseconds from submitting a request until its first tokens are decided. The
   requests run one after another.
@@ -27,22 +27,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shapes import QUICKLY, built, machine, random_checkpoint
+from blocks import VOCABULARY, bundle_of
+from shapes import machine
 
 import dlm_runtime
 from dlm_runtime import Bundle, Scheduler
 
-NEW_TOKENS, BLOCK, VOCABULARY, LONGEST = 32, 32, 32_000, 4096
-SHAPE = {
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "intermediate_size": 2048,
-    "max_position_embeddings": LONGEST,
-    "block_size": BLOCK,
-}
+NEW_TOKENS = 32
 ASKED: dict[str, Any] = {
     "preset": "sdar",
     "max_new_tokens": NEW_TOKENS,
@@ -50,20 +41,6 @@ ASKED: dict[str, Any] = {
     "steps_per_block": 8,
     "commit": "static",
 }
-
-
-def bundle_path(precision: str) -> Path:
-    """Build the bundle once."""
-    from checkpoints import sdar_config
-
-    ids = {
-        "vocab_size": VOCABULARY,
-        "mask_token_id": VOCABULARY - 1,
-        "eos_token_id": VOCABULARY - 2,
-        "pad_token_id": VOCABULARY - 2,
-    }
-    source = random_checkpoint("prefix", sdar_config(**SHAPE, **ids))
-    return built(source, f"prefix-{precision}", "--precision", precision, *QUICKLY)
 
 
 def tokens_of(rng: random.Random, count: int) -> list[int]:
@@ -138,7 +115,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
     sides: dict[str, list[Any]] = {"with": [], "without": []}
-    with dlm_runtime.open(bundle_path(wanted.precision), threads=wanted.threads) as bundle:
+    with dlm_runtime.open(bundle_of(wanted.precision), threads=wanted.threads) as bundle:
         for _ in range(wanted.rounds):
             sides["with"].append(measure(bundle, None, wanted))
             sides["without"].append(measure(bundle, 0, wanted))

@@ -15,8 +15,7 @@ Arena::Arena(HostEngine& engine, const CacheShape& shape, int32_t page_rows, int
       page_rows_(page_rows),
       rows_(rows),
       shares_(most_idle > 0),
-      pages_(static_cast<int32_t>(rows / page_rows),
-             static_cast<int32_t>(std::min(rows, most_idle) / page_rows)),
+      pages_(static_cast<int32_t>(rows / page_rows), static_cast<int32_t>(most_idle / page_rows)),
       starts_(1, 0),
       pointers_(shape.size()) {
   for (size_t i = 0; i < 2 * shape.size(); ++i) {

@@ -42,7 +42,7 @@ class Arena {
 
   // The memory is allocated when the first request with a cache takes its rows. `rows` is a
   // multiple of page_rows(). `most_idle` is the largest number of rows that are kept although no
-  // request uses them. With 0, pages are never shared. Throws std::bad_alloc.
+  // request uses them, at most `rows`. With 0, pages are never shared. Throws std::bad_alloc.
   Arena(HostEngine& engine, const CacheShape& shape, int32_t page_rows, int64_t rows,
         int64_t most_idle);
 
@@ -65,7 +65,7 @@ class Arena {
   std::vector<Handle> take(const std::vector<Wanted>& wanted);
   void give_back(Handle place) noexcept;
 
-  // Lets a canvas use the shared pages of its first `stored` tokens, instead of pages of its own.
+  // Replaces the pages of a canvas's first `stored` tokens with the shared pages of these tokens.
   void adopt(Handle place, const std::vector<int32_t>& tokens, int32_t stored);
   bool shares() const { return shares_; }
 

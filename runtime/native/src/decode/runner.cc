@@ -200,11 +200,8 @@ void Runner::admit() {
     bool is_admitted = true;
     guard(job, [&] {
       is_admitted = has_room(job);
-      if (!is_admitted || job.request_.done()) return;
-      job.member_ = pass_maker_.start(job.request_, limits());
-      job.stats_.cached_tokens = job.member_->reused;
-      stats_.prefix_hits += job.member_->reused > 0 ? 1 : 0;
-      stats_.prefix_tokens += job.member_->reused;
+      if (is_admitted && !job.request_.done())
+        job.member_ = pass_maker_.start(job.request_, limits());
     });
     if (!is_admitted) break;
     running_.splice(running_.end(), waiting_, waiting_.begin());
@@ -273,24 +270,23 @@ std::vector<std::shared_ptr<Job>> Runner::choose() {
   std::stable_sort(order.begin(), order.end(), [](const auto& one, const auto& other) {
     return one->served_ < other->served_;
   });
-  dlm_scheduler_stats more{};
+  int64_t hits = 0, tokens = 0;
   for (const std::shared_ptr<Job>& job : order)
     guard(*job, [&] {
-      const int32_t before = job->member_->reused;
       pass_maker_.reuse(*job->member_);
-      job->stats_.cached_tokens = job->member_->reused;
-      more.prefix_hits += before == 0 && job->member_->reused > 0 ? 1 : 0;
-      more.prefix_tokens += job->member_->reused - before;
+      const int32_t before = std::exchange(job->stats_.cached_tokens, job->member_->reused);
+      hits += before == 0 && job->member_->reused > 0 ? 1 : 0;
+      tokens += job->member_->reused - before;
       job->request_.find_positions();
       job->member_->needs = job->request_.needs();
     });
   order.erase(std::remove_if(order.begin(), order.end(),
                              [](const auto& job) { return job->request_.done(); }),
               order.end());
-  {
+  if (tokens > 0) {
     const std::lock_guard<std::mutex> lock(board_->mutex);
-    stats_.prefix_hits += more.prefix_hits;
-    stats_.prefix_tokens += more.prefix_tokens;
+    stats_.prefix_hits += hits;
+    stats_.prefix_tokens += tokens;
   }
   if (order.empty()) return chosen;
   std::vector<Member*> members;
