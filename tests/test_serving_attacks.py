@@ -39,8 +39,12 @@ def connect(served: Served) -> socket.socket:
 
 
 def is_polite_client_answered(served: Served) -> bool:
+    import httpx
+
+    # A new connection: the server may be about to close an idle connection of ``served.client``.
     body = {"model": served.model, "messages": [{"role": "user", "content": "play jazz"}]}
-    return served.client.post("/v1/chat/completions", json=body).status_code == 200
+    url = f"{served.url}/v1/chat/completions"
+    return httpx.post(url, json=body, timeout=WAIT_S).status_code == 200
 
 
 def test_connections_without_a_request_make_room_for_others(served: Served) -> None:
