@@ -144,6 +144,13 @@ void test_sessions() {
         "nothing is compiled for a bundle without text");
   check(status_of([&] { moved.policy(); }) == DLM_NOT_FOUND, "a callback has no presets");
 
+  session.prefix_cache(1 << 20);
+  check(session.generate(of_length({5}, 2)).tokens.size() == 3, "a prefix cache changes nothing");
+  check(status_of([&] { session.save_prompt_cache({5}, "x"); }) == DLM_UNSUPPORTED,
+        "a callback saves no prompt cache");
+  check(status_of([&] { moved.load_prompt_cache("x"); }) == DLM_UNSUPPORTED,
+        "a callback loads no prompt cache");
+
   const std::vector<Result> both =
       session.generate_batch({of_length({5}, 3), of_length({6}, 4)}, 2);
   check(both.size() == 2 && both[1].tokens.size() == 5 && both[1].stats.nfe == 4,

@@ -333,14 +333,18 @@ def test_the_made_up_family_reads_rows_of_a_fused_matrix_and_norms_heads(tour: T
 
 @pytest.mark.parametrize("page", SAMPLES, ids=lambda page: page.stem)
 def test_the_python_programs_of_a_page_run(
-    page: Path, tour: Tour, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    page: Path,
+    tour: Tour,
+    several_bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     text = page.read_text()
     if "import BaseModel" in text:
         pytest.importorskip("pydantic")
     (tmp_path / "build").mkdir()
-    for name in ("demo", "several"):
-        shutil.copytree(tour.readme / PLACEHOLDERS["BUNDLE"], tmp_path / "build" / name)
+    shutil.copytree(tour.readme / PLACEHOLDERS["BUNDLE"], tmp_path / "build" / "demo")
+    shutil.copytree(several_bundle, tmp_path / "build" / "several")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)

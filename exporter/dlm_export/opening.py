@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ class Opening:
     provider: str = "cpu"
     allow_fallback: bool = False
     threads: int = 0
+    prefix_cache_bytes: int = 0
+    prompt_caches: Sequence[Path] = ()
 
     def open(self, path: Path, *, check_hashes: bool = True) -> Bundle:
         """Open the bundle in the folder ``path``. Raises the errors of ``dlm_runtime.open``."""

@@ -21,6 +21,7 @@ from dlm_runtime.generation.deciding import Decides
 from dlm_runtime.generation.handle import Handle
 from dlm_runtime.generation.infill import Infill, infill
 from dlm_runtime.generation.pass_cost import PassCost
+from dlm_runtime.generation.prompt_caches import UsesPromptCaches
 from dlm_runtime.generation.request import (
     OPTION_NAMES,
     InfillOptions,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from dlm_runtime.constraints.compiled import CompileLimits, Constraint
 
 
-class Bundle(Decides):
+class Bundle(Decides, UsesPromptCaches):
     """An open bundle, returned by ``dlm_runtime.open``. Threads may share a bundle. ``with`` closes the bundle."""
 
     def __init__(

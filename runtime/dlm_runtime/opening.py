@@ -6,6 +6,7 @@ import contextlib
 import ctypes as C
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from dlm_runtime import providers
@@ -13,7 +14,10 @@ from dlm_runtime.abi import native as _native
 from dlm_runtime.bundle import Bundle
 from dlm_runtime.errors import DlmWarning
 from dlm_runtime.generation.handle import Handle
+from dlm_runtime.generation.request import count_of
 from dlm_runtime.manifest import check_text_options
+
+MOST_BYTES = (1 << 63) - 1
 
 
 def open(
@@ -25,6 +29,8 @@ def open(
     threads: int = 0,
     library: str | Path | None = None,
     check_hashes: bool = True,
+    prefix_cache_bytes: int = 0,
+    prompt_caches: Sequence[str | Path] = (),
 ) -> Bundle:
     """Open the bundle in the folder ``path``.
 
@@ -50,13 +56,20 @@ def open(
             only the sizes are compared. A file of more than 16 MiB is not hashed again if its hash
             matched before and the file has not changed since. Every file is always hashed if
             ``engine`` is "none" or $DLM_HASH_FILES is "always".
+        prefix_cache_bytes: The most bytes of keys and values that the bundle keeps between the
+            calls of ``generate``, ``generate_batch`` and ``stream``. A later call reuses them if
+            its prompt starts with the same tokens. If several threads call at the same time, each
+            of these threads can keep this number of bytes. If 0, nothing is kept. Schedulers have
+            their own limit.
+        prompt_caches: Files to load with ``Bundle.load_prompt_cache``.
 
     Raises:
-        BundleError: The bundle is missing or damaged.
+        BundleError: The bundle or a prompt cache is missing or damaged.
         EngineError: The engine is missing or failed.
         RequestError: The engine or provider is unknown, or the bundle or the device does not
             support this engine or provider.
     """
+    kept = count_of("prefix_cache_bytes", prefix_cache_bytes, MOST_BYTES)
     name, device = providers.parse(provider)
     if name != "cpu":
         engine = "onnxruntime" if engine == "auto" else engine
@@ -85,6 +98,7 @@ def open(
         device=device,
         allow_fallback=int(allow_fallback),
         threads=threads,
+        prefix_cache_bytes=kept,
     )
     cores = len(os.sched_getaffinity(0))  # the native library counts in the same way
     if threads > cores:
@@ -94,6 +108,8 @@ def open(
     check_text_options(bundle.manifest, Path(path))
     if engine != "none":
         _ = bundle.tokenizer  # raises an error for a damaged file
+    for cache in prompt_caches:
+        bundle.load_prompt_cache(cache)
     return bundle
 
 
@@ -103,6 +119,7 @@ def _open(
     *,
     library: str | Path | None,
     check_hashes: bool,
+    prefix_cache_bytes: int = 0,
     **others: bytes | int,
 ) -> Handle:
     """Open the native bundle. ``others`` contains more fields for the C options struct."""
@@ -120,4 +137,4 @@ def _open(
     )
     if status:
         raise _native.error(status, message.value)
-    return Handle(handle)
+    return Handle(handle, prefix_cache_bytes=prefix_cache_bytes)

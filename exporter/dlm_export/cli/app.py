@@ -15,6 +15,7 @@ import cloup
 
 from dlm_export.cli import (
     building,
+    caching,
     capturing,
     constraining,
     conversing,
@@ -42,6 +43,7 @@ SECTIONS = (
             conversing.chat,
             deciding.decide,
             serving.serve,
+            caching.cache_prompt,
             running.bench,
             constraining.compile_constraint,
         ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from dlm_export.cli.options import (
     opening_group,
     options,
     preset_option,
+    prompt_cache_option,
     set_option,
     text,
 )
@@ -34,6 +36,8 @@ from dlm_runtime import Bundle, DlmError, Generation, RequestError
 if TYPE_CHECKING:
     from rich.console import Console
 
+KEPT_BYTES = 1 << 30
+"""The most bytes of keys and values that ``chat`` keeps between answers."""
 _TOOL_OPTIONS = {"tools": "--tools", "tool_choice": "--tool-choice", "call_format": "--call-format"}
 
 
@@ -130,6 +134,7 @@ def _messages(system: str | None, messages: list[dict[str, Any]]) -> list[dict[s
         preset_option,
         effort_option,
         set_option,
+        prompt_cache_option,
     ),
     opening_group,
 )
@@ -158,7 +163,8 @@ def chat(
     Piped:   printf 'turn off the kitchen lights\\nplay jazz\\n' | dlm-export chat build/demo
     """
     request = {"preset": preset} | policy_changes(changes)
-    with opening(values).open(bundle) as opened:
+    how = replace(opening(values), prefix_cache_bytes=KEPT_BYTES)
+    with how.open(bundle) as opened:
         talk = Conversation(
             opened, {"max_new_tokens": max_new_tokens or opened.max_new_tokens} | request
         )

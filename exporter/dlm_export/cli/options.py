@@ -209,6 +209,14 @@ opening_group = group(
     *_RUN_OPTIONS,
 )
 """Options for opening a bundle. ``values.opening`` converts the values of these options."""
+prompt_cache_option = option(
+    "--prompt-cache",
+    "prompt_caches",
+    type=FILE,
+    multiple=True,
+    metavar="FILE",
+    help="Prompt cache from `dlm-export cache-prompt`; repeatable.",
+)
 cpu_opening_group = group(
     "Engine",
     choice(
@@ -297,7 +305,7 @@ QUANTISE_GROUPS = (
 # ---- Building ----
 
 
-def _to_bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
+def to_bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
     """Convert a size such as 8GB or 512MiB to a number of bytes."""
     if text is None:
         return None
@@ -318,7 +326,7 @@ verify_option = flag("--no-verify", help="Do not compare the bundle with torch."
 machine_group = group(
     "Machine and memory",
     text("--device", "Where torch runs: auto, cpu, cuda, cuda:0.", default="auto"),
-    text("--memory", "Memory limit of torch, such as 8GB.", "SIZE", callback=_to_bytes),
+    text("--memory", "Memory limit of torch, such as 8GB.", "SIZE", callback=to_bytes),
     choice("--activations", ["fp16", "bf16"], "Activations on GPUs, if quantised: fp16, bf16."),
     choice("--cache-dtype", ["fp32", "fp16", "int8"], "Keys and values on CPUs: fp32, fp16, int8."),
 )

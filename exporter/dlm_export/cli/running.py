@@ -34,12 +34,13 @@ from dlm_export.cli.options import (
     option,
     options,
     preset_option,
+    prompt_cache_option,
     real,
     set_option,
     text,
 )
 from dlm_export.cli.printing import Bars, format_bytes, how_it_went, print_json, print_table, shown
-from dlm_export.cli.values import opening, policy_changes
+from dlm_export.cli.values import integers, opening, policy_changes
 from dlm_export.planning.peer import verdict
 from dlm_export.signals import cancelling
 
@@ -75,6 +76,7 @@ from dlm_export.signals import cancelling
             default="",
             show_default=False,
         ),
+        prompt_cache_option,
         flag(
             "--special-tokens",
             help="Recognise special tokens in the given texts; use only with trusted text.",
@@ -178,7 +180,7 @@ def run(
     elif conversation is not None:
         request["chat"] = conversation
     elif tokens is not None:
-        request["tokens"] = _integers("--tokens", tokens)
+        request["tokens"] = integers("--tokens", tokens)
     if infill is not None:
         del request["max_new_tokens"]
     elif prefix:
@@ -191,7 +193,7 @@ def run(
 
             result = show(opened, request, delay)
         elif infill is not None:
-            lengths = [_integers("--hole-tokens", hole_tokens or "16")]
+            lengths = [integers("--hole-tokens", hole_tokens or "16")]
             result = opened.infill(infill, lengths=lengths, **request).generation
         else:
             result = opened.generate(**request)
@@ -272,13 +274,6 @@ def _loop_of(made: Mapping[str, Any]) -> str:
             *(f"{name} {value}" for name, value in made["changes"].items()),
         ]
     )
-
-
-def _integers(option: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.replace(",", " ").split()]
-    except ValueError as err:
-        raise click.UsageError(f"{option}: {text!r} is not a list of integers") from err
 
 
 def print_bench(result: Mapping[str, Any]) -> None:

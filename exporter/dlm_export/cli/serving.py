@@ -19,7 +19,9 @@ from dlm_export.cli.options import (
     opening_group,
     option,
     options,
+    prompt_cache_option,
     text,
+    to_bytes,
 )
 from dlm_export.cli.printing import warn
 from dlm_export.cli.values import opening
@@ -74,6 +76,7 @@ def _named(bundles: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]
         flag(
             "--log/--no-log", "has_log", default=True, help="Log each request to stderr, in JSON."
         ),
+        prompt_cache_option,
     ),
     group(
         "Limits",
@@ -84,6 +87,12 @@ def _named(bundles: tuple[Path, ...], names: tuple[str, ...]) -> dict[str, Path]
             1,
             1 << 20,
             default=256,
+        ),
+        text(
+            "--prefix-cache",
+            "Memory for prompts of ended requests.  [default: all that is free]",
+            "SIZE",
+            callback=to_bytes,
         ),
         number("--max-body", "Largest request body in KiB.", 1, 1 << 20, default=1024),
         number(
@@ -119,6 +128,8 @@ def serve(bundles: tuple[Path, ...], names: tuple[str, ...], **values: Any) -> N
             f"{err.name} is not installed; this command needs the serve extra: pip install 'dlm-export[serve]'"
         ) from err
 
+    if values["prompt_caches"] and len(paths) > 1:
+        raise click.UsageError("--prompt-cache belongs to one bundle: serve only one")
     how = opening(values)
     certificate, key = values["tls_certificate"], values["tls_key"]
     if (certificate is None) != (key is None):
@@ -140,6 +151,7 @@ def serve(bundles: tuple[Path, ...], names: tuple[str, ...], **values: Any) -> N
         limits=Limits(body_bytes=values["max_body"] << 10),
         max_running=values["max_running"],
         max_waiting=values["max_waiting"],
+        prefix_cache_bytes=values["prefix_cache"],
         connections=ConnectionLimits(connections=values["max_connections"]),
         shutdown_s=values["shutdown"],
         has_log=values["has_log"],

@@ -42,9 +42,8 @@ def opening(values: dict[str, Any]) -> Opening:
     """Remove the options for opening a bundle from ``values``, and return them as an ``Opening``."""
     from dlm_export.opening import Opening
 
-    return Opening(
-        **{name: values.pop(name) for name in ("engine", "provider", "allow_fallback", "threads")}
-    )
+    names = ("engine", "provider", "allow_fallback", "threads", "prompt_caches")
+    return Opening(**{name: values.pop(name) for name in names if name in values})
 
 
 _QUANTISED_ONLY = (
@@ -62,6 +61,14 @@ _ENGINE_ONLY = (
 def split(text: str) -> list[str]:
     """Split a text at its commas, and drop empty parts."""
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def integers(option: str, text: str) -> list[int]:
+    """Parse integers that are separated by commas or spaces. Raises UsageError."""
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as err:
+        raise click.UsageError(f"{option}: {text!r} is not a list of integers") from err
 
 
 def refuse(values: dict[str, Any], names: tuple[str, ...], why: str) -> None:

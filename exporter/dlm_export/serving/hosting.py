@@ -21,14 +21,15 @@ requests with the same constraint without compiling the constraint again.
 
 
 class Model:
-    """A bundle and its scheduler. An HTTP request chooses a model by the model's ``name``."""
+    """A bundle and its scheduler. An HTTP request chooses a model by the model's ``name``.
 
-    def __init__(
-        self, name: str, bundle: dlm_runtime.Bundle, max_running: int, max_waiting: int
-    ) -> None:
+    ``limits`` contains arguments of ``Bundle.scheduler``.
+    """
+
+    def __init__(self, name: str, bundle: dlm_runtime.Bundle, limits: Mapping[str, Any]) -> None:
         self.name, self.bundle = name, bundle
         self.created = int(time.time())
-        self.scheduler = bundle.scheduler(max_running=max_running, max_waiting=max_waiting)
+        self.scheduler = bundle.scheduler(**limits)
         self.takes_conversations = self.has_chat and _takes_conversations(bundle)
         self.compiled: dict[bytes, None] = {}
         """The keys of the constraints that were compiled last. A request starts quickly if
@@ -104,6 +105,8 @@ class Models:
         opener: A function that opens the bundle in a folder.
         max_running: The maximum number of requests that share a pass of one model.
         max_waiting: The maximum number of requests that wait for one model.
+        prefix_cache_bytes: The maximum number of bytes of keys and values that one model keeps
+            after its requests have ended. If None, there is no limit of its own.
     """
 
     def __init__(
@@ -112,13 +115,18 @@ class Models:
         opener: Callable[[Path], dlm_runtime.Bundle],
         max_running: int,
         max_waiting: int,
+        prefix_cache_bytes: int | None = None,
     ) -> None:
         self._paths, self._opener = dict(paths), opener
-        self._limits = {"max_running": max_running, "max_waiting": max_waiting}
+        self._limits = {
+            "max_running": max_running,
+            "max_waiting": max_waiting,
+            "prefix_cache_bytes": prefix_cache_bytes,
+        }
         self._models = {name: self._opened(name) for name in self._paths}
 
     def _opened(self, name: str) -> Model:
-        return Model(name, self._opener(self._paths[name]), **self._limits)
+        return Model(name, self._opener(self._paths[name]), self._limits)
 
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())

@@ -89,6 +89,7 @@ def serve(
     limits: Limits | None = None,
     max_running: int = 16,
     max_waiting: int = 256,
+    prefix_cache_bytes: int | None = None,
     connections: ConnectionLimits | None = None,
     shutdown_s: int = 60,
     has_log: bool = True,
@@ -108,6 +109,9 @@ def serve(
         limits: The limits that apply to each request.
         max_running: The maximum number of requests that share a pass of one model.
         max_waiting: The maximum number of requests that wait for one model.
+        prefix_cache_bytes: The most bytes of keys and values that one model keeps after its
+            requests have ended. If None, all memory for keys and values that no running request
+            needs is used.
         connections: The limits that apply to all connections.
         shutdown_s: The maximum number of seconds that running requests may take after SIGTERM or
             SIGINT.
@@ -118,7 +122,7 @@ def serve(
     Raises:
         DlmError: A bundle cannot be opened, or the server cannot listen at the address.
     """
-    models = Models(paths, opener, max_running, max_waiting)
+    models = Models(paths, opener, max_running, max_waiting, prefix_cache_bytes)
     server = Server(models, keys, limits, has_log)
     config = uvicorn.Config(
         server.app,

@@ -36,6 +36,7 @@ class Handle:
         owned: An object that must live as long as the bundle, such as a callback.
         causes: If a callback raises an exception, the callback stores this exception in
             ``causes.error``. None if the bundle has no callback.
+        prefix_cache_bytes: The most bytes of keys and values that each session keeps between calls.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Handle:
         default_policy: Policy | None = None,
         owned: object = None,
         causes: threading.local | None = None,
+        prefix_cache_bytes: int = 0,
     ) -> None:
         self.pointer = pointer
         self.origin = Origin("bundle")
@@ -51,6 +53,7 @@ class Handle:
         self._default_policy, self._owned, self._causes = default_policy, owned, causes
         self._lock = threading.Lock()
         self._idle: list[C.c_void_p] = []
+        self._prefix_cache_bytes = prefix_cache_bytes
         self._busy = 0  # number of running users of the bundle; the last user frees a closed bundle
         self._is_closed = False
         self._with: list[SupportsClose] = []
@@ -138,6 +141,7 @@ class Handle:
                 if status:
                     session = None
                     raise _native.error(status, message.value)
+                self._library.dlm_session_prefix_cache(session, self._prefix_cache_bytes)
             with seen_between_passes(session, cancels):
                 yield session
         finally:

@@ -343,6 +343,15 @@ typedef struct dlm_bundle_info {
 DLM_API const dlm_bundle_info* dlm_bundle_describe(const dlm_bundle* bundle); /* returns NULL if
                                                                                  bundle is NULL */
 
+/* Loads a prompt cache, which dlm_session_save_prompt_cache wrote with the same bundle. Afterwards,
+ * the requests of all sessions and schedulers of the bundle use its keys and values if their
+ * prompts start with the same tokens. Any thread may call this function. The file is mapped into
+ * memory, and must not change until the bundle is destroyed; to save a new version, replace the
+ * file. NOT_FOUND if the file is missing. BAD_BUNDLE if the file is damaged, or was saved with a
+ * different bundle. UNSUPPORTED as for dlm_session_save_prompt_cache. */
+DLM_API dlm_status dlm_bundle_load_prompt_cache(dlm_bundle* bundle, const char* path, char* message,
+                                                size_t message_capacity);
+
 /* Sets *policy to a preset of the bundle. Call dlm_policy_init on *policy first. preset is a name,
  * or NULL for the bundle's default preset. effort is NULL, "instant", "low", "medium" or "high".
  * "instant" needs the fewest passes. An effort level selects a tuned form of the preset. A bundle
@@ -690,7 +699,8 @@ typedef struct dlm_stats {
   uint64_t cache_bytes;  /* largest number of bytes that the keys and values of the request used at
                             the same time; 0 without a cache */
   int32_t cached_tokens; /* number of tokens at the start of the prompt whose keys and values came
-                            from other requests of the same scheduler */
+                            from other requests of the same scheduler or session, or from a prompt
+                            cache */
 } dlm_stats;
 
 /* The reason why a request ended. */
@@ -794,6 +804,24 @@ typedef int32_t (*dlm_before_pass_fn)(void* user);
  * until the next call of dlm_session_before_pass. NULL removes the function. */
 DLM_API dlm_status dlm_session_before_pass(dlm_session* session, dlm_before_pass_fn before_pass,
                                            void* user);
+
+/* Sets the largest number of bytes of keys and values that the session keeps between its calls. A
+ * later request reuses them if its prompt starts with the same tokens. A request that needs more
+ * bytes than this number still runs, but the session then keeps nothing from before this request. 0
+ * (default): the session keeps nothing. Only denoisers with block-causal attention reuse keys and
+ * values, and only if the engine can share passes. If a request is running, the session drops the
+ * request. Each call forgets the keys and values that the session has kept so far. */
+DLM_API dlm_status dlm_session_prefix_cache(dlm_session* session, uint64_t bytes);
+
+/* Computes the keys and values of tokens [count], and writes them to the file `path`, which is
+ * called a prompt cache. Only whole pages are written: a page is the smallest number of the
+ * denoiser's blocks with at least 16 tokens. If `saved` is not NULL, *saved is set to the number of
+ * tokens whose keys and values were written. The file appears only when it is complete, and
+ * replaces an existing file. If a request is running, the session drops the request.
+ * INVALID_ARGUMENT if the tokens fill no page, or if the file cannot be written. UNSUPPORTED if the
+ * denoiser has full attention, or if the engine cannot share passes. */
+DLM_API dlm_status dlm_session_save_prompt_cache(dlm_session* session, const int32_t* tokens,
+                                                 size_t count, const char* path, size_t* saved);
 
 /* Runs a request until the request ends, and returns dlm_result.status. *result is valid until the
  * session starts a new request. result may be NULL. If the request is invalid, *result is set to

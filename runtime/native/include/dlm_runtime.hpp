@@ -358,6 +358,13 @@ class Bundle {
     });
     return policy;
   }
+  // Loads a prompt cache, which Session::save_prompt_cache wrote with the same bundle. The file must
+  // not change as long as the bundle exists.
+  void load_prompt_cache(const std::string& path) const {
+    detail::check([&](char* text, std::size_t size) {
+      return dlm_bundle_load_prompt_cache(get(), path.c_str(), text, size);
+    });
+  }
   const dlm_denoiser& denoiser() const { return *dlm_bundle_describe(get())->denoiser; }
   std::string_view manifest() const { return dlm_bundle_describe(get())->manifest; }
   std::string_view engine() const { return dlm_bundle_describe(get())->engine; }
@@ -442,6 +449,20 @@ class Session {
     };
     detail::Thrown none;
     check(dlm_session_before_pass(get(), asked_->function ? ask : nullptr, asked_.get()), none);
+  }
+  // Sets how many bytes of keys and values the session keeps between its calls.
+  void prefix_cache(std::uint64_t bytes) {
+    detail::Thrown none;
+    check(dlm_session_prefix_cache(get(), bytes), none);
+  }
+  // Computes a prompt, and writes its keys and values to a file. Returns the number of tokens that
+  // the file contains.
+  std::size_t save_prompt_cache(const std::vector<std::int32_t>& tokens, const std::string& path) {
+    std::size_t saved = 0;
+    detail::Thrown none;
+    check(dlm_session_save_prompt_cache(get(), tokens.data(), tokens.size(), path.c_str(), &saved),
+          none);
+    return saved;
   }
   void cancel(std::size_t number = DLM_ALL_REQUESTS) noexcept {  // any thread may call cancel
     dlm_session_cancel(get(), number);

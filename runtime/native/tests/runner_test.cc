@@ -6,12 +6,15 @@
 // failed".
 #include "decode/runner.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -28,6 +31,7 @@
 #include "constraints/constrained.h"
 #include "decode/lockstep_passes.h"
 #include "decode/proposer.h"
+#include "decode/save_prompt.h"
 #include "summing_engine.h"
 
 namespace {
@@ -108,7 +112,7 @@ class Scheduler {
  public:
   Scheduler(const dlm::Denoiser& of, dlm::Engine& engine, const dlm::Runner::Options& options,
             int64_t rows, int64_t most_idle = 0)
-      : passes_(dlm::make_shared_passes(of, engine, rows, most_idle)) {
+      : passes_(dlm::make_shared_passes(of, engine, rows, most_idle, files_)) {
     if (passes_ == nullptr)
       passes_ = std::make_unique<dlm::LockstepPasses>(of, engine, rows,
                                                       static_cast<size_t>(options.most_running));
@@ -123,7 +127,10 @@ class Scheduler {
   void stop() { runner_->stop(); }
   dlm_scheduler_stats told() const { return runner_->stats(); }
 
+  dlm::PromptCaches& files() { return files_; }
+
  private:
+  dlm::PromptCaches files_;
   std::unique_ptr<dlm::PassMaker> passes_;
   std::optional<dlm::Runner> runner_;
 };
@@ -251,7 +258,24 @@ bool same_answer(const dlm::Job& job, const std::shared_ptr<dlm::Job>& alone) {
          one.finish == other.finish && one.stats->store_passes == other.stats->store_passes;
 }
 
-// Requests whose prompts start alike reuse keys and values. Their answers do not change.
+const uint64_t kRowBytes = 2 * (2 + 1) * 2 * 4;  // bytes of a token, see shape()
+
+// Saves the prompt cache of a prompt, as far as the prompt fills pages, and loads it.
+void load_prompt(const dlm::Denoiser& of, dlm::Engine& engine, std::vector<int32_t> prompt,
+                 dlm::PromptCaches& files) {
+  const int32_t page = dlm::page_rows(of.visible_block);
+  prompt.resize(prompt.size() / page * page);
+  if (prompt.empty()) return;
+  const dlm::PromptCacheFormat format{std::string(64, 'a'), 1, page, page * kRowBytes,
+                                      of.vocab_size};
+  const std::string path = "/tmp/dlm-runner-test-" + std::to_string(getpid()) + ".cache";
+  dlm::save_prompt(of, engine, format, prompt, path, [] {});
+  files.add(std::make_unique<const dlm::PromptCache>(path, format));
+  unlink(path.c_str());
+}
+
+// Requests whose prompts start alike reuse keys and values, and so do requests whose prompts start
+// like a prompt cache. Their answers do not change.
 void test_prefixes(uint32_t seed) {
   std::mt19937 random(seed);
   const int32_t visible_block = any_of<int32_t>(random, {4, 8, 16, 32}),
@@ -260,6 +284,8 @@ void test_prefixes(uint32_t seed) {
   Summing engine(shape(), visible_block, true), other(shape(), visible_block, false);
   const int64_t rows = page * (8 + static_cast<int64_t>(random() % 20));
   const int64_t most_idle = any_of<int64_t>(random, {0, page, 3 * page, rows});
+  const bool has_files = random() % 2 == 0;
+  Summing other_sharing(shape(), visible_block, true);
   Scheduler scheduler(
       of, engine,
       {static_cast<int32_t>(1 + random() % 5), 100, static_cast<int32_t>(8 + random() % 200)}, rows,
@@ -291,6 +317,8 @@ void test_prefixes(uint32_t seed) {
     if (jobs.size() < 30 && random() % 2 == 0) submit();
     for (; read < jobs.size() && jobs[read]->wait(dlm::Clock::duration{}); ++read)
       if (jobs[read]->result().status == DLM_OK) prompts.push_back(canvas_of(*jobs[read]));
+    if (has_files && random() % 8 == 0)
+      load_prompt(of, other_sharing, any_of(random, prompts), scheduler.files());
     return true;
   });
   int64_t hits = 0, tokens = 0;
@@ -303,11 +331,61 @@ void test_prefixes(uint32_t seed) {
   }
   const dlm_scheduler_stats stats = scheduler.told();
   CHECK(stats.prefix_hits == hits && stats.prefix_tokens == tokens);
-  CHECK(most_idle > 0 || (hits == 0 && stats.prefix_bytes == 0));
-  const uint64_t row = 2 * (2 + 1) * 2 * 4;  // bytes of a token, see shape()
-  CHECK(stats.prefix_bytes <= static_cast<uint64_t>(most_idle) * row);
-  CHECK(stats.cache_bytes <= static_cast<uint64_t>(rows) * row);
+  CHECK(most_idle > 0 || has_files || hits == 0);
+  CHECK(stats.prefix_bytes <= static_cast<uint64_t>(most_idle) * kRowBytes);
+  CHECK(stats.cache_bytes <= static_cast<uint64_t>(rows) * kRowBytes);
   all_hits += hits;
+}
+
+std::string message_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const dlm::Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+// Every changed byte and every missing byte of a prompt cache is detected.
+void test_damaged_prompt_caches() {
+  const dlm::Denoiser of = denoiser(4, 0);
+  Summing engine(shape(), 4, true);
+  const dlm::PromptCacheFormat format{std::string(64, 'a'), 1, 16, 16 * kRowBytes, of.vocab_size};
+  const std::string path = "/tmp/dlm-runner-test-" + std::to_string(getpid()) + ".damaged";
+  const std::vector<int32_t> prompt(32, 5);
+  dlm::save_prompt(of, engine, format, prompt, path, [] {});
+  std::ifstream in(path, std::ios::binary);
+  const std::string whole{std::istreambuf_iterator<char>(in), {}};
+  const auto refusal = [&](const std::string& content, const dlm::PromptCacheFormat& expected) {
+    std::ofstream(path, std::ios::binary | std::ios::trunc) << content;
+    return message_of([&] { dlm::PromptCache(path, expected); });
+  };
+  CHECK(refusal(whole, format).empty());
+  CHECK(dlm::PromptCache(path, format).tokens() == prompt);
+  for (size_t at = 0; at < whole.size(); ++at) {
+    std::string changed = whole;
+    changed[at] = static_cast<char>(changed[at] ^ (1 << (at % 8)));
+    CHECK(!refusal(changed, format).empty());
+  }
+  for (size_t size = 0; size < whole.size(); size += 1 + size / 16)
+    CHECK(!refusal(whole.substr(0, size), format).empty());
+  CHECK(!refusal(whole + whole, format).empty());
+  dlm::PromptCacheFormat other = format;
+  other.graph_sha256[63] = 'b';
+  CHECK(refusal(whole, other).find("saved with a different bundle") != std::string::npos);
+  other = format, other.cache_type = 3;
+  CHECK(refusal(whole, other).find("are float32, but this bundle's keys and values are int8") !=
+        std::string::npos);
+  other = format, other.page_rows = 32, other.page_bytes *= 2;
+  CHECK(refusal(whole, other).find("pages have a size") != std::string::npos);
+  other = format, other.vocab_size = 5;
+  CHECK(refusal(whole, other).find("token 5 is outside") != std::string::npos);
+  unlink(path.c_str());
+  CHECK(message_of([&] { dlm::PromptCache(path, format); }).find("cannot read") !=
+        std::string::npos);
+  CHECK(message_of([&] {
+          dlm::save_prompt(of, engine, format, prompt, "/none/x", [] {});
+        }).find("/none/x: cannot write") != std::string::npos);
 }
 
 // The passes of a second request with the same prompt do not compute the prompt again.
@@ -956,7 +1034,8 @@ int main(int argc, char** argv) {
   for (uint32_t seed = 0; seed < 60; ++seed) test_random_requests(seed, true);
   for (uint32_t seed = 0; seed < 20; ++seed) test_random_requests(seed, false);
   for (uint32_t seed = 0; seed < 40; ++seed) test_costs(seed);
-  for (uint32_t seed = 0; seed < 60; ++seed) test_prefixes(seed);
+  for (uint32_t seed = 0; seed < 120; ++seed) test_prefixes(seed);
+  test_damaged_prompt_caches();
   CHECK(all_hits > 100);
   for (const int32_t shift : {0, 1}) test_a_second_request_reuses_its_prompt(shift);
   for (const int32_t shift : {0, 1}) {

@@ -17,6 +17,7 @@
 #include "base/one_line.h"
 #include "base/sized.h"
 #include "bundle/manifest.h"
+#include "cache/prompt_cache.h"
 #include "compile/vocabulary.h"
 #include "constraints/automaton.h"
 #include "decode/job.h"
@@ -43,6 +44,7 @@ struct dlm_bundle {
   // The last vocabulary that the program passed.
   std::shared_ptr<const dlm::compile::Vocabulary> given_vocabulary;
   std::array<uint8_t, 32> given_hash{};  // hash of the source of the program's last vocabulary
+  dlm::PromptCaches prompt_caches;
 };
 
 // The handle of a compiled constraint. A running request keeps its automaton alive, even if the

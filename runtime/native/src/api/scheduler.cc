@@ -74,27 +74,19 @@ dlm::PassCost check_cost(const dlm_scheduler_options& options, const dlm::Engine
   return {};
 }
 
-// Returns the number of bytes of one cache row: the keys and values of one token in all layers.
-uint64_t row_bytes(const dlm::Denoiser& denoiser) {
-  uint64_t row = 0;
-  for (const dlm::CacheLayer& layer : denoiser.cache) row += 2 * layer.tensor_bytes(1, 1);
-  return row;
-}
-
 // Returns the number of cache rows (of keys and values) to allocate for all running requests
 // together. The result is a multiple of the page size.
 int64_t rows_for(const dlm_scheduler_options& options, const dlm::Denoiser& denoiser) {
-  const uint64_t row = row_bytes(denoiser);
-  const auto page = static_cast<uint64_t>(dlm::page_rows(denoiser.visible_block));
-  const uint64_t longest =
-      (static_cast<uint64_t>(denoiser.max_canvas_length) + page - 1) / page * page;
+  const uint64_t row = dlm::row_bytes(denoiser.cache);
+  const int32_t page = dlm::page_rows(denoiser.visible_block);
+  const auto longest = static_cast<uint64_t>(dlm::in_pages(denoiser.max_canvas_length, page));
   // The largest number of rows that max_running requests can use. The factor 2 is needed because a
   // request with guidance has two canvases.
   const uint64_t most =
       std::min<uint64_t>(2 * longest * static_cast<uint64_t>(options.max_running), INT32_MAX);
   const uint64_t wanted =
       options.cache_bytes > 0 ? options.cache_bytes / row : std::max(kCacheBytes / row, longest);
-  return static_cast<int64_t>(std::min(wanted, most) / page * page);
+  return static_cast<int64_t>(std::min(wanted, most)) / page * page;
 }
 
 }  // namespace
@@ -117,10 +109,10 @@ dlm_status dlm_scheduler_create(dlm_bundle* bundle, const dlm_scheduler_options*
     dlm::Engine& engine = *bundle->engine;
     const dlm::PassCost cost = check_cost(chosen, engine);
     const int64_t rows = rows_for(chosen, denoiser);
-    const uint64_t most_idle = std::min<uint64_t>(chosen.prefix_cache_bytes / row_bytes(denoiser),
-                                                  static_cast<uint64_t>(rows));
-    std::unique_ptr<dlm::PassMaker> passes =
-        dlm::make_shared_passes(denoiser, engine, rows, static_cast<int64_t>(most_idle));
+    const uint64_t most_idle = std::min<uint64_t>(
+        chosen.prefix_cache_bytes / dlm::row_bytes(denoiser.cache), static_cast<uint64_t>(rows));
+    std::unique_ptr<dlm::PassMaker> passes = dlm::make_shared_passes(
+        denoiser, engine, rows, static_cast<int64_t>(most_idle), bundle->prompt_caches);
     if (passes == nullptr)
       passes = std::make_unique<dlm::LockstepPasses>(denoiser, engine, rows,
                                                      static_cast<size_t>(chosen.max_running));

@@ -9,11 +9,25 @@
 #include <vector>
 
 #include "api/handles.h"
-#include "cache/arena.h"
+#include "api/prompt_cache.h"
 #include "decode/lockstep_passes.h"
 #include "decode/runner.h"
 
 using dlm::make_canvas, dlm::require, dlm::Runner;
+
+namespace {
+
+// Runs requests in shared passes. Requests reuse keys and values of earlier requests, if the prefix
+// cache has room for them.
+struct SharedRunner {
+  SharedRunner(const dlm::Denoiser& denoiser, std::unique_ptr<dlm::PassMaker> made)
+      : passes(std::move(made)), runner(denoiser, *passes, {}) {}
+
+  const std::unique_ptr<dlm::PassMaker> passes;
+  Runner runner;
+};
+
+}  // namespace
 
 struct dlm_session {
   explicit dlm_session(dlm_bundle& opened)
@@ -26,8 +40,11 @@ struct dlm_session {
   }
 
   dlm_bundle& bundle;
+  // The session runs requests in `passes`, or in `shared`, which then is not NULL.
   dlm::LockstepPasses passes;
   Runner runner;
+  std::unique_ptr<SharedRunner> shared;
+  uint64_t prefix_cache_bytes = 0;
   dlm::Buffers buffers;  // the arrays of passes that do not belong to a request
   std::mutex jobs_mutex;
   std::vector<std::shared_ptr<dlm::Job>> jobs;  // jobs of the requests of the last call
@@ -69,9 +86,15 @@ void set_jobs(dlm_session& session, std::vector<std::shared_ptr<dlm::Job>> jobs)
   session.jobs.swap(jobs);
 }
 
-void drop(dlm_session& session, Runner& runner) {
-  runner.drop_all();
+Runner& runner_of(dlm_session& session) {
+  return session.shared != nullptr ? session.shared->runner : session.runner;
+}
+
+// Drops all requests, and keeps the prefix cache.
+void drop(dlm_session& session) {
+  runner_of(session).drop_all();
   set_jobs(session, {});
+  if (session.prefix_cache_bytes == 0) session.shared.reset();
 }
 
 bool is_done(const dlm::Job& job) { return job.wait(dlm::Clock::duration(0)); }
@@ -81,21 +104,45 @@ void require_before_pass(const dlm_session& session) {
 }
 
 // Runs the session's jobs. If an error is thrown, ends all jobs.
-void run(dlm_session& session, Runner& runner, Runner::Until until) {
+void run(dlm_session& session, Runner::Until until) {
   try {
-    runner.run(until, session.before_pass);
+    runner_of(session).run(until, session.before_pass);
   } catch (...) {
-    drop(session, runner);
+    drop(session);
     throw;
   }
 }
 
+// Makes session.shared ready for requests that need `rows` cache rows (of keys and values)
+// together. Does nothing if the engine cannot share passes.
+void share_passes(dlm_session& session, int64_t rows) {
+  if (session.shared != nullptr && session.shared->passes->rows() >= rows) return;
+  session.shared.reset();
+  const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;
+  const int32_t page = dlm::page_rows(denoiser.visible_block);
+  const uint64_t most = session.prefix_cache_bytes / dlm::row_bytes(denoiser.cache);
+  const int64_t kept = std::min<uint64_t>(most, INT32_MAX) / page * page;
+  // Without a prefix cache, requests of one call can still share the pages of their prompts.
+  const int64_t all = std::max(rows, kept);
+  if (auto passes = dlm::make_shared_passes(denoiser, *session.bundle.engine, all,
+                                            kept > 0 ? kept : all, session.bundle.prompt_caches))
+    session.shared = std::make_unique<SharedRunner>(denoiser, std::move(passes));
+}
+
 void start(dlm_session& session, const dlm_request* request) {
-  drop(session, session.runner);
+  drop(session);
   dlm::Wanted wanted = dlm::read_request(session.bundle, request);
-  session.runner.set_most_running(1);
+  // A single request needs shared passes only if its prompt may be stored already.
+  const bool has_stored = session.prefix_cache_bytes > 0 || !session.bundle.prompt_caches.empty();
+  const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;
+  if (has_stored && wanted.request.reusable() > 0)
+    share_passes(session, dlm::rows_of(wanted.request, dlm::page_rows(denoiser.visible_block)));
+  else
+    session.shared.reset();
+  Runner& runner = runner_of(session);
+  runner.set_most_running(1);
   session.passes.set_together(1);
-  set_jobs(session, {session.runner.submit(std::move(wanted.request), std::move(wanted.options))});
+  set_jobs(session, {runner.submit(std::move(wanted.request), std::move(wanted.options))});
 }
 
 void throw_error(const dlm::Job& job, const std::string& name = "") {
@@ -139,26 +186,21 @@ int64_t most_rows(const std::vector<dlm::Wanted>& requests, size_t most, int32_t
 void run_batch(dlm_session& session, std::vector<dlm::Wanted> requests, int32_t max_batch) {
   const auto most = static_cast<size_t>(max_batch);
   const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;
-  dlm::Engine& engine = *session.bundle.engine;
-  const auto run_in = [&](Runner& runner, const std::vector<size_t>& order) {
-    runner.set_most_running(max_batch);
-    std::vector<std::shared_ptr<dlm::Job>> jobs(requests.size());
-    for (const size_t number : order)
-      jobs[number] =
-          runner.submit(std::move(requests[number].request), std::move(requests[number].options));
-    set_jobs(session, std::move(jobs));
-    run(session, runner, Runner::Until::idle);
-  };
-  const int64_t rows = most_rows(requests, most, dlm::page_rows(denoiser.visible_block));
-  if (const auto shared = dlm::make_shared_passes(denoiser, engine, rows, rows)) {
-    Runner runner(denoiser, *shared, {});
-    std::vector<size_t> order(requests.size());
-    std::iota(order.begin(), order.end(), size_t{0});
-    run_in(runner, order);
-  } else {
+  share_passes(session, most_rows(requests, most, dlm::page_rows(denoiser.visible_block)));
+  std::vector<size_t> order(requests.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  if (session.shared == nullptr) {
     session.passes.set_together(most);
-    run_in(session.runner, lockstep_order(engine, requests, most));
+    order = lockstep_order(*session.bundle.engine, requests, most);
   }
+  Runner& runner = runner_of(session);
+  runner.set_most_running(max_batch);
+  std::vector<std::shared_ptr<dlm::Job>> jobs(requests.size());
+  for (const size_t number : order)
+    jobs[number] =
+        runner.submit(std::move(requests[number].request), std::move(requests[number].options));
+  set_jobs(session, std::move(jobs));
+  run(session, Runner::Until::idle);
 }
 
 }  // namespace
@@ -184,12 +226,31 @@ dlm_status dlm_session_before_pass(dlm_session* session, dlm_before_pass_fn befo
   });
 }
 
+dlm_status dlm_session_prefix_cache(dlm_session* session, uint64_t bytes) {
+  return guarded(session, [&] {
+    drop(*session);
+    session->shared.reset();
+    session->prefix_cache_bytes = bytes;
+  });
+}
+
+dlm_status dlm_session_save_prompt_cache(dlm_session* session, const int32_t* tokens, size_t count,
+                                         const char* path, size_t* saved) {
+  if (saved != nullptr) *saved = 0;
+  return guarded(session, [&] {
+    drop(*session);
+    const size_t done = dlm::save_prompt_cache(session->bundle, tokens, count, path,
+                                               [&] { require_before_pass(*session); });
+    if (saved != nullptr) *saved = done;
+  });
+}
+
 dlm_status dlm_session_generate(dlm_session* session, const dlm_request* request,
                                 const dlm_result** result) {
   if (result != nullptr) *result = nullptr;
   return guarded(session, [&] {
     start(*session, request);
-    run(*session, session->runner, Runner::Until::idle);
+    run(*session, Runner::Until::idle);
     if (result != nullptr) *result = &session->jobs[0]->result();
     throw_error(*session->jobs[0]);
   });
@@ -198,7 +259,7 @@ dlm_status dlm_session_generate(dlm_session* session, const dlm_request* request
 dlm_status dlm_session_generate_batch(dlm_session* session, const dlm_request* const* requests,
                                       size_t request_count, int32_t max_batch) {
   return guarded(session, [&] {
-    drop(*session, session->runner);
+    drop(*session);
     dlm::check_range("max_batch", max_batch, 1, dlm::kMostRequests);
     if (request_count > 0) require(requests, "requests");
     const auto name_of = [](size_t i) { return "request " + std::to_string(i) + ": "; };
@@ -226,7 +287,7 @@ dlm_status dlm_session_step(dlm_session* session, const dlm_step** step) {
     if (session->jobs.size() != 1)
       dlm::fail(DLM_INVALID_ARGUMENT, "no request is running: call dlm_session_start first");
     const dlm::Job& job = *session->jobs[0];
-    if (!is_done(job)) run(*session, session->runner, Runner::Until::pass);
+    if (!is_done(job)) run(*session, Runner::Until::pass);
     if (is_done(job)) throw_error(job);
     *step = &job.step();
   });
@@ -256,7 +317,7 @@ dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_
                               const int32_t* rows, size_t row_count, float* logits,
                               size_t capacity) {
   return guarded(session, [&] {
-    drop(*session, session->runner);
+    drop(*session);
     const dlm::Denoiser& denoiser = session->bundle.manifest.denoiser;
     const std::vector<int32_t> canvas = make_canvas(denoiser, tokens, count, 0);
     require(rows, "rows");
@@ -295,7 +356,7 @@ dlm_status dlm_session_logits(dlm_session* session, const int32_t* tokens, size_
 dlm_status dlm_session_time_passes(dlm_session* session, int32_t batch, int32_t tokens,
                                    int32_t cached, int32_t rows, double* seconds, size_t repeats) {
   return guarded(session, [&] {
-    drop(*session, session->runner);
+    drop(*session);
     if (repeats > 0) require(seconds, "seconds");
     dlm::time_passes(session->bundle.manifest.denoiser, *session->bundle.engine,
                      session->passes.spare_context(), session->buffers, batch, tokens, cached, rows,

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <map>
 #include <set>
 
 #include "base/error.h"
@@ -140,6 +141,18 @@ std::vector<FileHash> check_files(const json::Value& files, const std::string& f
 std::string listed(const json::Value& files, const json::Value& name) {
   if (files.find(name.string()) == nullptr) name.refuse("names a file that is not listed in files");
   return name.string();
+}
+
+// Returns a hash that changes if the graph or its weights change. ONNX stores the weights in files
+// whose names start with the name of the graph's file.
+std::string hash_graph(const json::Value& files, const std::string& name) {
+  std::map<std::string, std::string> hashes;
+  for (const json::Value& entry : files.members())
+    if (entry.key().compare(0, name.size(), name) == 0)
+      hashes[entry.key()] = read_hash(entry, "sha256");
+  std::string text;
+  for (const auto& [file, hash] : hashes) text += file + " " + hash + "\n";
+  return sha256_hex(text);
 }
 
 int32_t read_cache_type(const json::Value& graph) {
@@ -414,6 +427,7 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
   manifest.denoiser = read_denoiser(loop);
   const json::Value& graph = loop.object("graph");
   manifest.graph = read_graph(graph, files, folder, manifest.denoiser);
+  manifest.graph_sha256 = hash_graph(files, graph.at("file").string());
   manifest.is_for_gpus = graph.find("device_file") != nullptr;
   if (manifest.is_for_gpus) manifest.device_advice = device_advice(*root, folder);
   const json::Value& presets = loop.object("presets");

@@ -46,6 +46,7 @@ struct Manifest {
   std::string engine;
   Denoiser denoiser;
   GraphSpec graph;
+  std::string graph_sha256;         // hash of the graph and its weights
   std::vector<EngineSpec> engines;  // in the order of the manifest
   bool is_for_gpus = false;   // true if the bundle was built for GPUs, even if it has no engine yet
   std::string device_advice;  // how to run the bundle on a GPU; empty if the bundle was not built

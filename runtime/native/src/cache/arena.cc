@@ -30,7 +30,7 @@ Arena::Arena(HostEngine& engine, const CacheShape& shape, int32_t page_rows, int
 }
 
 size_t Arena::pages_for(int32_t rows) const {
-  return (static_cast<size_t>(rows) + page_rows_ - 1) / page_rows_;
+  return static_cast<size_t>(in_pages(rows, page_rows_) / page_rows_);
 }
 
 int32_t Arena::stored(const std::vector<int32_t>& tokens, int32_t most) const {
@@ -79,13 +79,22 @@ void Arena::give_back(Handle place) noexcept {
   places_.erase(place);
 }
 
-void Arena::adopt(Handle place, const std::vector<int32_t>& tokens, int32_t stored) {
-  const std::vector<int32_t> found =
-      pages_.find(tokens.data(), page_rows_, stored / page_rows_).pages;
+void Arena::adopt(Handle place, const std::vector<int32_t>& tokens, int32_t stored,
+                  const PromptCaches::Found& file) {
+  std::vector<int32_t> found;
+  if (shares_) found = pages_.find(tokens.data(), page_rows_, stored / page_rows_).pages;
   for (size_t& number = place->shared; number < found.size(); ++number) {
     pages_.use(found[number]);
     pages_.give_back(place->pages[number]);
     place->pages[number] = found[number];
+  }
+  while (place->shared < static_cast<size_t>(file.rows / page_rows_)) {
+    const std::byte* from = file.cache->page(place->shared);
+    each_part(place->pages[place->shared], [&](std::byte* to, size_t bytes) {
+      std::memcpy(to, from, bytes);
+      from += bytes;
+    });
+    keep_next(*place, tokens);
   }
   place->length = std::max(place->length, static_cast<int32_t>(place->shared) * page_rows_);
 }
@@ -187,14 +196,35 @@ void Arena::keep_new(const dlm_pass& pass, const std::vector<Part>& parts) {
   used_bytes_ = std::max<uint64_t>(used_bytes_, static_cast<uint64_t>(held) * row_sum_);
 }
 
+// Shares the first page of a canvas that is not shared yet.
+void Arena::keep_next(Place& place, const std::vector<int32_t>& tokens) {
+  const size_t number = place.shared;
+  const int32_t before = number == 0 ? -1 : place.pages[number - 1];
+  if (shares_)
+    place.pages[number] =
+        pages_.share(place.pages[number], before, tokens.data() + number * page_rows_, page_rows_);
+  ++place.shared;
+}
+
 void Arena::share(Handle place, const std::vector<int32_t>& tokens, int32_t rows) {
   if (!shares_) return;
-  const auto whole = static_cast<size_t>(rows / page_rows_);
-  for (size_t& number = place->shared; number < whole; ++number) {
-    const int32_t before = number == 0 ? -1 : place->pages[number - 1];
-    place->pages[number] =
-        pages_.share(place->pages[number], before, tokens.data() + number * page_rows_, page_rows_);
-  }
+  while (place->shared < static_cast<size_t>(rows / page_rows_)) keep_next(*place, tokens);
+}
+
+template <class Visit>
+void Arena::each_part(int32_t page, Visit visit) const {
+  const auto first = static_cast<size_t>(page) * page_rows_;
+  for (size_t i = 0; i < 2 * shape_.size(); ++i)
+    for (size_t head = 0; head < heads(i); ++head)
+      visit(storage_.get() + starts_[i] + (head * rows_ + first) * row_bytes(i),
+            page_rows_ * row_bytes(i));
+}
+
+void Arena::read_page(Handle place, size_t number, std::byte* to) const {
+  each_part(place->pages[number], [&](const std::byte* from, size_t bytes) {
+    std::memcpy(to, from, bytes);
+    to += bytes;
+  });
 }
 
 }  // namespace dlm

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "cache/pages.h"
+#include "cache/prompt_cache.h"
 #include "engines/engine.h"
 
 namespace dlm {
@@ -24,7 +25,7 @@ class Arena {
   // The rows of one canvas.
   struct Place {
     std::vector<int32_t> pages;
-    size_t shared = 0;   // the first `shared` pages are shared
+    size_t shared = 0;   // the first `shared` pages are never written again
     int32_t length = 0;  // rows are stored at positions before `length`
   };
 
@@ -65,8 +66,11 @@ class Arena {
   std::vector<Handle> take(const std::vector<Wanted>& wanted);
   void give_back(Handle place) noexcept;
 
-  // Replaces the pages of a canvas's first `stored` tokens with the shared pages of these tokens.
-  void adopt(Handle place, const std::vector<int32_t>& tokens, int32_t stored);
+  // Stores the rows of a canvas's first tokens without computing them. First replaces the pages of
+  // the first `stored` tokens with the shared pages of these tokens, as far as these exist. Then
+  // copies further pages from a prompt cache that contains the same tokens.
+  void adopt(Handle place, const std::vector<int32_t>& tokens, int32_t stored,
+             const PromptCaches::Found& file);
   bool shares() const { return shares_; }
 
   // Runs a pass over all parts, in order, with batch size 1. Works like Context::run. The function
@@ -78,6 +82,10 @@ class Arena {
   // any more.
   void share(Handle place, const std::vector<int32_t>& tokens, int32_t rows);
 
+  // Copies a stored page of a canvas to `to`, in the layout of a prompt cache.
+  void read_page(Handle place, size_t number, std::byte* to) const;
+  uint64_t page_bytes() const { return static_cast<uint64_t>(page_rows_) * row_sum_; }
+
   // Returns the number of bytes of the rows that a canvas currently stores.
   uint64_t bytes_of(Handle place) const { return static_cast<uint64_t>(place->length) * row_sum_; }
 
@@ -85,9 +93,7 @@ class Arena {
   // pages count once.
   uint64_t cache_bytes() const { return used_bytes_; }
   // Returns the number of bytes of the pages that new requests can share.
-  uint64_t shared_bytes() const {
-    return static_cast<uint64_t>(pages_.shared()) * page_rows_ * row_sum_;
-  }
+  uint64_t shared_bytes() const { return static_cast<uint64_t>(pages_.shared()) * page_bytes(); }
 
  private:
   size_t row_bytes(size_t tensor) const { return shape_[tensor / 2].row_bytes(); }
@@ -98,6 +104,11 @@ class Arena {
   template <class Visit>
   void each_run(const Place& place, int32_t first, int32_t last, Visit visit) const;
   void make_room();
+  // Calls visit(place in storage_, bytes) for each contiguous part of a page, in the order of a
+  // prompt cache.
+  template <class Visit>
+  void each_part(int32_t page, Visit visit) const;
+  void keep_next(Place& place, const std::vector<int32_t>& tokens);
   void add_segments(const Part& part, int64_t first);
   void keep_new(const dlm_pass& pass, const std::vector<Part>& parts);
 
@@ -125,6 +136,11 @@ inline int32_t page_rows(int32_t visible_block) {
   constexpr int32_t kLeast = 16;
   if (visible_block == 0) return kLeast;
   return (kLeast + visible_block - 1) / visible_block * visible_block;
+}
+
+// Returns the number of rows of the pages that `rows` rows need.
+inline int64_t in_pages(int64_t rows, int32_t page_rows) {
+  return (rows + page_rows - 1) / page_rows * page_rows;
 }
 
 }  // namespace dlm

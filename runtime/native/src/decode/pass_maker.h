@@ -19,6 +19,8 @@
 #include <memory>
 #include <vector>
 
+#include "cache/arena.h"
+#include "cache/prompt_cache.h"
 #include "decode/cost.h"
 #include "decode/pass.h"
 #include "decode/request.h"
@@ -40,7 +42,7 @@ class Member {
   // The position of the request's outputs in the outputs of the last pass; see predictions_of.
   size_t first_row = 0, apart = 0;
   uint64_t cache_bytes = 0;  // current size of the request's keys and values
-  int32_t reused = 0;        // number of leading positions whose rows came from other requests
+  int32_t reused = 0;  // number of leading positions whose rows no pass of the request computed
 };
 
 // Limits for a pass that several requests share.
@@ -100,8 +102,7 @@ class PassMaker {
 inline int64_t rows_of(const Request& request, int32_t page_rows) {
   if (!request.has_cache()) return 0;
   const auto length = static_cast<int64_t>(request.canvas().size());
-  return static_cast<int64_t>(request.canvases()) * ((length + page_rows - 1) / page_rows) *
-         page_rows;
+  return static_cast<int64_t>(request.canvases()) * in_pages(length, page_rows);
 }
 
 // Returns the outputs that at least one of the members needs. The candidates are not included,
@@ -118,8 +119,10 @@ inline Needs needs_of(const std::vector<Member*>& members) {
 // Makes a PassMaker for an engine that takes segments. Returns NULL if the engine takes no
 // segments. `rows` limits the cache rows (of keys and values) of all requests together. It is a
 // multiple of page_rows(denoiser.visible_block). At most `most_idle` of these rows are kept for new
-// requests while no request uses them. `denoiser` and `engine` must outlive the returned object.
+// requests while no request uses them. Rows of prompts can also come from `files`. `denoiser`,
+// `engine` and `files` must outlive the returned object.
 std::unique_ptr<PassMaker> make_shared_passes(const Denoiser& denoiser, Engine& engine,
-                                              int64_t rows, int64_t most_idle);
+                                              int64_t rows, int64_t most_idle,
+                                              const PromptCaches& files);
 
 }  // namespace dlm

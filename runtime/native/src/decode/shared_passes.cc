@@ -4,7 +4,8 @@
 // Pieces, arena parts and segments are in the same order: member by member, and canvas by canvas. A
 // member owns its places in the arena until the member is destroyed. A request sees the rows of
 // another request only if both requests have the same tokens up to the end of these rows. Requests
-// then use the same pages of the arena.
+// then use the same pages of the arena. Rows that no request has computed can come from a prompt
+// cache with the same tokens.
 #include <algorithm>
 
 #include "cache/arena.h"
@@ -38,10 +39,12 @@ class SharingMember final : public Member {
 
 class SharedPasses final : public PassMaker {
  public:
-  SharedPasses(const Denoiser& denoiser, std::unique_ptr<Arena> arena, int64_t rows)
+  SharedPasses(const Denoiser& denoiser, std::unique_ptr<Arena> arena, int64_t rows,
+               const PromptCaches& files)
       : PassMaker(rows, dlm::page_rows(denoiser.visible_block)),
         denoiser_(denoiser),
-        arena_(std::move(arena)) {}
+        arena_(std::move(arena)),
+        files_(files) {}
 
   bool has_room(const Request& request) const override {
     return arena_->has_room(wanted_by(request));
@@ -49,6 +52,7 @@ class SharedPasses final : public PassMaker {
 
   std::unique_ptr<Member> start(Request& request, const PassLimits& limits) override {
     auto member = std::make_unique<SharingMember>(request, *arena_, wanted_by(request));
+    adopt(*member, member->exact);
     if (member->reused > 0) request.skip_stored(member->reused);
     request.split_prefill(limits.most_tokens, limits.most_ms, limits.cost);
     return member;
@@ -60,8 +64,7 @@ class SharedPasses final : public PassMaker {
     if (!request.is_filling() || member.exact < request.stage().rows.first) return;
     const int32_t stored = wanted_by(request).front().stored;
     if (stored <= request.stage().rows.first) return;
-    for (size_t number = 0; number < member.places.size(); ++number)
-      arena_->adopt(member.places[number], request.canvas(number), stored);
+    adopt(member, stored);
     member.reused += stored - request.stage().rows.first;
     member.exact = stored;
     request.skip_stored(stored);
@@ -155,13 +158,24 @@ class SharedPasses final : public PassMaker {
     return true;
   }
 
+  void adopt(const SharingMember& member, int32_t stored) {
+    for (size_t number = 0; number < member.places.size(); ++number) {
+      const std::vector<int32_t>& tokens = member.request.canvas(number);
+      arena_->adopt(member.places[number], tokens, stored,
+                    files_.find(tokens, stored, page_rows()));
+    }
+  }
+
   // Lists the canvases of a request, with the number of leading tokens whose rows are stored. All
   // canvases of a request run the same passes, so this number is the same for all canvases.
   std::vector<Arena::Wanted> wanted_by(const Request& request) const {
     const size_t rows = request.has_cache() ? request.canvas().size() : 0;
     int32_t stored = request.reusable();
-    for (size_t number = 0; number < request.canvases(); ++number)
-      stored = arena_->stored(request.canvas(number), stored);
+    for (size_t number = 0; number < request.canvases(); ++number) {
+      const std::vector<int32_t>& tokens = request.canvas(number);
+      stored =
+          std::max(arena_->stored(tokens, stored), files_.find(tokens, stored, page_rows()).rows);
+    }
     std::vector<Arena::Wanted> wanted;
     for (size_t number = 0; number < request.canvases(); ++number)
       wanted.push_back({request.canvas(number), static_cast<int32_t>(rows), stored});
@@ -170,16 +184,18 @@ class SharedPasses final : public PassMaker {
 
   const Denoiser& denoiser_;
   const std::unique_ptr<Arena> arena_;
+  const PromptCaches& files_;
 };
 
 }  // namespace
 
 std::unique_ptr<PassMaker> make_shared_passes(const Denoiser& denoiser, Engine& engine,
-                                              int64_t rows, int64_t most_idle) {
+                                              int64_t rows, int64_t most_idle,
+                                              const PromptCaches& files) {
   std::unique_ptr<Arena> arena =
       engine.open_arena(page_rows(denoiser.visible_block), rows, most_idle);
   if (arena == nullptr) return nullptr;
-  return std::make_unique<SharedPasses>(denoiser, std::move(arena), rows);
+  return std::make_unique<SharedPasses>(denoiser, std::move(arena), rows, files);
 }
 
 }  // namespace dlm

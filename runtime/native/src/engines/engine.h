@@ -34,6 +34,13 @@ struct CacheLayer {
 // The caches of all layers, one entry per layer.
 using CacheShape = std::vector<CacheLayer>;
 
+// Returns the number of bytes of one cache row: the keys and values of one token in all layers.
+inline uint64_t row_bytes(const CacheShape& cache) {
+  uint64_t row = 0;
+  for (const CacheLayer& layer : cache) row += 2 * layer.tensor_bytes(1, 1);
+  return row;
+}
+
 // The properties of the denoiser that the decoding loop needs. These properties were already
 // checked.
 struct Denoiser {

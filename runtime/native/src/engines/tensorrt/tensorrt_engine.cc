@@ -7,15 +7,8 @@
 // because the manifest determines the sizes of buffers.
 #include "engines/tensorrt/tensorrt_engine.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-
-#include <cerrno>
-#include <cstring>
-
-#include "base/descriptor.h"
 #include "base/error.h"
+#include "base/mapped_file.h"
 
 namespace dlm::trt {
 namespace {
@@ -35,31 +28,6 @@ const EngineSpec& choose_engine(const std::vector<EngineSpec>& engines, const Pl
                                    ". Build one here with " + command +
                                    ", or open the bundle with engine \"onnxruntime\"");
 }
-
-// A file that is mapped into memory for the lifetime of this object.
-class MappedFile {
- public:
-  explicit MappedFile(const std::string& path) {
-    const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-    struct stat information{};
-    const bool is_open = file.is_open() && fstat(file.number(), &information) == 0;
-    bytes_ = is_open ? static_cast<size_t>(information.st_size) : 0;
-    if (bytes_ > 0) data_ = mmap(nullptr, bytes_, PROT_READ, MAP_PRIVATE, file.number(), 0);
-    if (!is_open || data_ == MAP_FAILED)
-      throw Error(DLM_BAD_BUNDLE, path + ": cannot read: " + std::strerror(errno));
-  }
-  ~MappedFile() {
-    if (bytes_ > 0) munmap(data_, bytes_);
-  }
-  MappedFile(const MappedFile&) = delete;
-  MappedFile& operator=(const MappedFile&) = delete;
-  const void* data() const { return data_; }
-  size_t bytes() const { return bytes_; }
-
- private:
-  void* data_ = nullptr;
-  size_t bytes_ = 0;
-};
 
 // Converts TensorRT's element type to the number that ports use. Returns 0 (undefined) for a type
 // that no port may have.
@@ -97,7 +65,7 @@ TensorRt::TensorRt(const GraphSpec& graph, const std::vector<EngineSpec>& engine
       static_cast<nvinfer1::IRuntime*>(library_.create_runtime(&logger_, NV_TENSORRT_VERSION)));
   if (runtime_ == nullptr) fail_call("createInferRuntime");
   {
-    const MappedFile file(spec_.path);
+    const MappedFile file(spec_.path, DLM_BAD_BUNDLE, false);
     engine_.reset(runtime_->deserializeCudaEngine(file.data(), file.bytes()));
   }
   if (engine_ == nullptr)

@@ -1,0 +1,29 @@
+// A file that is mapped into memory for the lifetime of the object.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "dlm_runtime.h"
+
+namespace dlm {
+
+class MappedFile {
+ public:
+  // Maps the file at `path`. If `reads_all` is true, the kernel reads the whole file at once, so
+  // that later accesses cause no page faults. Throws Error(DLM_NOT_FOUND) if the file is missing,
+  // and Error(`refused`) if the file is not a plain file or cannot be read.
+  MappedFile(const std::string& path, dlm_status refused, bool reads_all);
+  ~MappedFile();
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+
+  const std::byte* data() const { return static_cast<const std::byte*>(data_); }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+}  // namespace dlm

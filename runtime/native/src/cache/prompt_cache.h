@@ -1,0 +1,82 @@
+// A prompt cache is a file that contains the keys and values of a prompt. With block-causal
+// attention, later requests whose prompts start with the same tokens can use these keys and values.
+//
+// A file contains a header, the tokens as int32, zeros up to a multiple of 64 bytes, and then the
+// pages of the prompt, without gaps. A page contains the rows of page_rows() positions. The tensors
+// of a page are in the order keys and values of layer 0, keys and values of layer 1, and so on. A
+// tensor contains the rows of its first head, then the rows of the second head, and so on. At the
+// end of the file, zeros follow up to a multiple of 64 bytes.
+//
+// Keys and values are used only with the graph that computed them. The header contains a hash of
+// this graph. The header also contains a checksum of the whole file, which detects damage. The
+// checksum does not detect a file that was made on purpose. Such a file can change the answers, but
+// it cannot make the runtime read or write outside of its memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/mapped_file.h"
+
+namespace dlm {
+
+// The properties of a bundle that a prompt cache must have as well.
+struct PromptCacheFormat {
+  std::string graph_sha256;  // lower-case hex
+  int32_t cache_type;        // element type of the cache, see engines/graph_contract.h
+  int32_t page_rows;
+  uint64_t page_bytes;
+  int32_t vocab_size;
+};
+
+class PromptCache {
+ public:
+  // Maps a file and checks it. Throws Error(DLM_NOT_FOUND) if the file is missing, and
+  // Error(DLM_BAD_BUNDLE) if the file is damaged or was made for a different bundle. The file must
+  // not change while the object exists.
+  PromptCache(const std::string& path, const PromptCacheFormat& format);
+
+  const std::vector<int32_t>& tokens() const { return tokens_; }
+  const std::byte* page(size_t number) const { return pages_ + number * page_bytes_; }
+
+  // Writes a file. `read` copies a page to the memory at its second argument. The number of tokens
+  // is a multiple of the page's rows. The file appears at `path` only when it is complete. Throws
+  // Error(DLM_INVALID_ARGUMENT) if the file cannot be written.
+  static void write(const std::string& path, const PromptCacheFormat& format,
+                    const std::vector<int32_t>& tokens,
+                    const std::function<void(size_t, std::byte*)>& read);
+
+ private:
+  const MappedFile file_;
+  std::vector<int32_t> tokens_;
+  const std::byte* pages_ = nullptr;
+  size_t page_bytes_ = 0;
+};
+
+// The prompt caches of a bundle. Several threads may use this object. Prompt caches are only added,
+// and stay until the object is destroyed.
+class PromptCaches {
+ public:
+  void add(std::unique_ptr<const PromptCache> cache);
+  bool empty() const;
+
+  // The prompt cache that contains the longest part of a prompt. `rows` is the number of leading
+  // tokens that the prompt and the cache have in common, in whole pages, at most `most`. The prompt
+  // has at least `most` tokens. If there is no such cache, `rows` is 0.
+  struct Found {
+    const PromptCache* cache = nullptr;
+    int32_t rows = 0;
+  };
+  Found find(const std::vector<int32_t>& tokens, int32_t most, int32_t page_rows) const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<const PromptCache>> caches_;
+};
+
+}  // namespace dlm

@@ -1,0 +1,38 @@
+#include "decode/save_prompt.h"
+
+#include <algorithm>
+#include <memory>
+
+#include "cache/arena.h"
+#include "decode/pass.h"
+
+namespace dlm {
+namespace {
+
+// A prompt is computed in passes of about this number of tokens, so that the arrays of a pass stay
+// small.
+constexpr int32_t kPassTokens = 512;
+
+}  // namespace
+
+void save_prompt(const Denoiser& denoiser, Engine& engine, const PromptCacheFormat& format,
+                 const std::vector<int32_t>& canvas, const std::string& path,
+                 const std::function<void()>& before_pass) {
+  const auto length = static_cast<int32_t>(canvas.size());
+  const std::unique_ptr<Arena> arena = engine.open_arena(format.page_rows, length, 0);
+  const Arena::Handle place = arena->take({{canvas, length, 0}}).front();
+  const int32_t most = std::max(kPassTokens / format.page_rows, 1) * format.page_rows;
+  Buffers buffers;
+  for (int32_t first = 0; first < length; first += most) {
+    const int32_t tokens = std::min(most, length - first);
+    dlm_pass pass = prepare_pass({{&canvas, {first, first + tokens}}}, 1, buffers);
+    buffers.score_rows.assign(1, 0);  // a pass must score a row
+    prepare_scores(denoiser, pass, {}, buffers);
+    before_pass();
+    arena->run(pass, {{place, first, tokens, first, CacheUse::append}});
+  }
+  PromptCache::write(path, format, canvas,
+                     [&](size_t number, std::byte* to) { arena->read_page(place, number, to); });
+}
+
+}  // namespace dlm
