@@ -1,5 +1,6 @@
 # Everything a developer or a first user runs; each target sets up .venv by itself.
 #   make demo   build the demo checkpoint into a bundle and generate from it
+#   make several  build the second demo, which is block-causal, into build/several
 #   make demos  build the bundles of all three demos: build/demo, build/several, build/sudoku
 #   make bench  measure this machine, beside torch and llama.cpp
 #   make test   lint, types, and all tests but the slow ones
@@ -26,10 +27,12 @@ C_SOURCES := $(shell find runtime/native examples benchmarks -type f \( -name '*
 # Everything that a build runs, however deep it lies.
 PACKAGES := $(shell find exporter calibration runtime/dlm_runtime -type f -not -path '*/__pycache__/*')
 
-.PHONY: demo demos test test-slow docs fuzz aarch64 wheels lint format bench clean
+.PHONY: demo several demos test test-slow docs fuzz aarch64 wheels lint format bench clean
 
 demo: $(STAMP) build/demo/manifest.json
 	$(BIN)/python examples/demo/show.py build/demo
+
+several: $(STAMP) build/several/manifest.json
 
 demos: $(STAMP) build/demo/manifest.json build/several/manifest.json build/sudoku/manifest.json
 
@@ -116,6 +119,7 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "Python's venv module is missing: apt-get install python3-venv"; exit 1; }
 	@command -v c++ >/dev/null || { echo "A C++17 compiler is missing: apt-get install g++"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing packages and compiling the runtime. This takes some minutes."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@# TensorRT's headers, to compile the engine in tests; its dependencies (triton and more) are of no use here.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps kernel-lens==2.0.1
