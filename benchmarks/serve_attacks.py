@@ -1,9 +1,12 @@
 """Attack ``dlm-export serve`` and measure how long other requests wait meanwhile.
 
-    python benchmarks/serve_attacks.py BUNDLE [--only NAME ...] [--before 5] [--json FILE]
+    python benchmarks/serve_attacks.py BUNDLE [--only NAME ...] [--before 5] [--kept] [--elsewhere]
+        [--json FILE]
 
-One server answers all attacks. A polite client sends one chat after another, each on a new
-connection, first for a few seconds alone and then during the attack. Each attack runs in a process
+One server answers all attacks. A polite client sends one chat after another, first for a few
+seconds alone and then during the attack. Each chat uses a new connection, or with --kept the same
+connection. With --elsewhere, the attacker attacks a second server on the same machine. The delays
+of the polite client then show what the attack costs because both servers share the processor. Each attack runs in a process
 of its own with the lowest priority, so that its own processor time delays nobody. All attackers
 except "wrong keys" have a valid key. Prints a row for each attack as Markdown:
 
@@ -28,6 +31,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -299,27 +303,39 @@ def attack(name: str, target: Target, results: Any) -> None:
 # ---- The polite client ----
 
 
-def ask(target: Target) -> float | None:
-    """The milliseconds of one chat, or None if it failed."""
-    began = time.perf_counter()
-    client = HTTPConnection(target.host, target.port, timeout=MOST_S)
-    try:
-        client.request("POST", CHAT, target.chat(), {"authorization": f"Bearer {KEY}"})
-        response = client.getresponse()
-        response.read()
-    except OSError:
-        return None
-    finally:
-        client.close()
-    return 1e3 * (time.perf_counter() - began) if response.status == 200 else None
+class Polite:
+    """A client that sends one chat after another.
 
+    Args:
+        target: The server.
+        keeps: If True, all chats use one connection.
+    """
 
-def latencies(target: Target, is_over: Callable[[], bool]) -> list[float | None]:
-    found = []
-    while not is_over() or not found:
-        found.append(ask(target))
-        time.sleep(PAUSE_S)
-    return found
+    def __init__(self, target: Target, keeps: bool) -> None:
+        self.target, self.keeps = target, keeps
+        self.client = HTTPConnection(target.host, target.port, timeout=MOST_S)
+
+    def ask(self) -> float | None:
+        """The milliseconds of one chat, or None if it failed."""
+        began = time.perf_counter()
+        try:
+            body = self.target.chat()
+            self.client.request("POST", CHAT, body, {"authorization": f"Bearer {KEY}"})
+            response = self.client.getresponse()
+            response.read()
+        except OSError:
+            return None
+        finally:
+            if not self.keeps:
+                self.client.close()  # the next request opens a new connection
+        return 1e3 * (time.perf_counter() - began) if response.status == 200 else None
+
+    def latencies(self, is_over: Callable[[], bool]) -> list[float | None]:
+        found = []
+        while not is_over() or not found:
+            found.append(self.ask())
+            time.sleep(PAUSE_S)
+        return found
 
 
 def passes(served: Any) -> tuple[float, float]:
@@ -333,11 +349,13 @@ def passes(served: Any) -> tuple[float, float]:
     return seconds, count
 
 
-def measured(name: str, served: Any, target: Target, before_s: float) -> dict[str, Any]:
-    """Run one attack. Returns its row."""
+def measured(
+    name: str, served: Any, polite: Polite, target: Target, before_s: float
+) -> dict[str, Any]:
+    """Run one attack on ``target``. Returns its row."""
     end = time.monotonic() + before_s
     seconds_before, passes_before = passes(served)
-    alone = latencies(target, lambda: time.monotonic() > end)
+    alone = polite.latencies(lambda: time.monotonic() > end)
     seconds_after, passes_after = passes(served)
     mean_pass_s = (seconds_after - seconds_before) / (passes_after - passes_before)
     served.reset_peak()
@@ -345,7 +363,7 @@ def measured(name: str, served: Any, target: Target, before_s: float) -> dict[st
     attacker = multiprocessing.Process(target=attack, args=(name, target, results))
     attacker.start()
     began = time.monotonic()
-    during = latencies(target, lambda: not attacker.is_alive() or not results.empty())
+    during = polite.latencies(lambda: not attacker.is_alive() or not results.empty())
     seconds = time.monotonic() - began
     got = results.get(timeout=MOST_S)
     attacker.join()
@@ -399,6 +417,8 @@ def main() -> int:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of attacks")
     parser.add_argument("--before", type=float, default=5, help="seconds without an attack")
+    parser.add_argument("--kept", action="store_true", help="keep the polite client's connection")
+    parser.add_argument("--elsewhere", action="store_true", help="attack a second server")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     names = [name for name in ATTACKS if any(part in name for part in arguments.only)]
@@ -407,12 +427,17 @@ def main() -> int:
         keys = Path(folder) / "keys"
         keys.write_text(f"{KEY}\n")
         options = ("--api-key-file", str(keys), "--no-log")
-        with serving(arguments.bundle, *options) as served:
-            target = Target(served.host, served.port, served.model)
+        with ExitStack() as stack:
+            served = stack.enter_context(serving(arguments.bundle, *options))
+            other = served
+            if arguments.elsewhere:
+                other = stack.enter_context(serving(arguments.bundle, *options))
+            target = Target(other.host, other.port, other.model)
+            polite = Polite(Target(served.host, served.port, served.model), arguments.kept)
             for _ in range(20):
-                ask(target)  # warm
+                polite.ask()  # warm
             for name in names:
-                rows.append(measured(name, served, target, arguments.before))
+                rows.append(measured(name, served, polite, target, arguments.before))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
             exit_code = served.stop()
     print(table(HEAD, [cells(row) for row in rows]))
