@@ -1,5 +1,8 @@
 // Tests of attention over a cache, which must be right to a tolerance, and of how cached rows are
 // stored.
+#include <array>
+#include <numeric>
+
 #include "kernels_test.h"
 
 namespace kernels_test {
@@ -181,6 +184,12 @@ struct Attention {
   void run(const dlm::Kernels& kernels, dlm::Parallel& parallel) {
     kernels.attention(pass(), parallel);
   }
+  // Like run, but the past rows are any fp32 numbers.
+  void run_exactly(const dlm::Kernels& kernels, dlm::Parallel& parallel) {
+    dlm::CachedAttention a = pass();
+    a.past_keys = past_keys.data(), a.past_values = past_values.data();
+    kernels.attention(a, parallel);
+  }
 
   // x [B, T, heads, D], normalised and rotated, at [b, t, head].
   std::vector<double> turned(const Floats& x, const Floats& norm, int64_t heads, int64_t b,
@@ -322,6 +331,55 @@ void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
     is_normed = true;
     for (const int64_t D : {2, 10, 20, 36, 128, 510, 512}) check(cache, 2, 9, 5, 4, 2, D);
     is_normed = false;
+  }
+}
+
+// A prompt gives the same bits in one pass and in several passes, which read the rows of earlier
+// passes from any places of the cache. This holds if each pass has more queries per key head than
+// one vector has lanes.
+void test_prompts_give_the_same_bits_in_several_passes(Tally& tally, const dlm::Kernels& kernels) {
+  Numbers numbers(11);
+  InOrder in_order;
+  constexpr int64_t kBlock = 8, kHeads = 8, kGroups = 2, kLeast = 24;
+  for (int round = 0; round < 24; ++round) {
+    const int64_t D = std::array<int64_t, 4>{20, 64, 128, 256}[static_cast<size_t>(round % 4)];
+    const int64_t N = kBlock * (6 + numbers.below(30));
+    tally.about = std::string(kernels.name) + " " + std::to_string(D) + " " + std::to_string(N);
+    Attention whole(numbers, 1, N, 0, kHeads, kGroups, D);
+    whole.visible_block = kBlock, whole.table_rows = N;
+    whole.cos = numbers.normals(N * D / 2), whole.sin = numbers.normals(N * D / 2);
+    std::iota(whole.positions.begin(), whole.positions.end(), 0);
+    whole.run(kernels, in_order);
+    for (int64_t first = 0, end; first < N; first = end) {
+      end = std::min(N, first + kLeast + kBlock * numbers.below(8));
+      if (N - end < kLeast) end = N;
+      Attention part = whole.alone({0, 0, first, end - first});
+      part.S = first;
+      // Row r of a head is at places[r] in the cache, in runs of one or more pages of 16 rows.
+      std::vector<int64_t> starts;
+      for (int64_t page = 0; page * 16 < first; ++page) starts.push_back(page * 16);
+      const bool is_mixed = numbers.below(2) == 0;
+      if (is_mixed) std::reverse(starts.begin(), starts.end());
+      const int64_t room = static_cast<int64_t>(starts.size()) * 16;
+      part.S = room;
+      part.past_keys.assign(static_cast<size_t>(kGroups * room * D), 0);
+      part.past_values = part.past_keys;
+      for (int64_t page = 0; page * 16 < first; ++page) {
+        const int64_t rows = std::min<int64_t>(16, first - page * 16);
+        part.segments.push_back({starts[static_cast<size_t>(page)], rows, 0, end - first});
+        for (int64_t g = 0; g < kGroups; ++g)
+          for (const bool is_key : {true, false}) {
+            const Floats& from = is_key ? whole.new_keys : whole.new_values;
+            Floats& to = is_key ? part.past_keys : part.past_values;
+            std::copy_n(from.data() + (g * N + page * 16) * D, rows * D,
+                        to.data() + (g * room + starts[static_cast<size_t>(page)]) * D);
+          }
+      }
+      if (part.segments.empty()) part.segments.push_back({0, 0, 0, end - first});
+      part.run_exactly(kernels, in_order);
+      CHECK(same_bits(
+          part.y, Floats(whole.y.data() + first * kHeads * D, whole.y.data() + end * kHeads * D)));
+    }
   }
 }
 
@@ -570,6 +628,7 @@ void test_attention(Tally& tally, const dlm::Kernels& kernels) {
   test_segments_are_passes_of_their_own(tally, kernels);
   test_shapes(tally, kernels);
   test_queries_see_blocks_up_to_their_own(tally, kernels);
+  test_prompts_give_the_same_bits_in_several_passes(tally, kernels);
   test_a_pass_over_one_block_is_full_attention(tally, kernels);
   test_rows_are_stored_as_plain_loops_store_them(tally, kernels);
   test_nan_stays_where_it_belongs(tally, kernels);

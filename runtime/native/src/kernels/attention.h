@@ -233,8 +233,13 @@ class Softmax {
   float *scores_, *queries_, *sums_;
 };
 
-// Several tiles of queries that attend to the same keys. A few keys at a time are added to all
-// tiles. So these keys are read from memory and widened only once for all tiles.
+// Several tiles of queries that attend to the same keys. A few keys at a time, called a group, are
+// added to all tiles. So these keys are read from memory and widened only once for all tiles.
+//
+// Groups do not depend on which rows are cached and which are new: each group is filled before the
+// next group starts, and may contain both. So with block-causal attention, a prompt that is
+// computed in several passes gives the same sums, to the last bit, as a prompt that is computed in
+// one pass.
 template <int kVectors>
 class QueryTiles {
  public:
@@ -246,38 +251,39 @@ class QueryTiles {
     return kVectors == 1 ? 1 : least(kMostTiles, dlm::kLargestHeadSize / head_size);
   }
 
-  QueryTiles(int64_t head_size, int64_t count) : head_size_(head_size), count_(count) {
-    const int64_t size = head_size * kQueries;
+  QueryTiles(const dlm::CachedAttention& a, int64_t count)
+      : head_size_(a.head_size),
+        count_(count),
+        group_(least(kKeys, kWidened / a.head_size)),
+        hides_(a.visible_block != 0) {
+    const int64_t size = head_size_ * kQueries;
     for (int64_t i = 0; i < count; ++i)
-      tiles_[i].start(head_size, scores_, queries_ + i * size, sums_ + i * size);
+      tiles_[i].start(head_size_, scores_, queries_ + i * size, sums_ + i * size);
   }
 
   Softmax<kVectors>& operator[](int64_t tile) { return tiles_[tile]; }
 
-  // Adds `rows` keys and values to the result. Both arrays are [rows, D].
-  void add(const float* keys, const float* values, int64_t rows) {
-    for (int64_t from = 0; from < rows; from += kKeys) {
-      const int64_t count = least(kKeys, rows - from);
-      const float *const k = keys + from * head_size_, *const v = values + from * head_size_;
-      for (int64_t i = 0; i < count_; ++i)
-        tiles_[i].add(k, v, count, v, k + count * head_size_, [] {});
+  // Adds `rows` keys and values to the result. Both arrays are [rows, D]. If `positions` [rows] is
+  // not NULL, each query ignores the keys that it does not see.
+  void add(const float* keys, const float* values, const int64_t* positions, int64_t rows) {
+    while (rows > 0) {
+      const int64_t count = next(rows);
+      if (is_held(count))
+        hold(count, positions, [&](int64_t row, float* to_key, float* to_value) {
+          __builtin_memcpy(to_key, keys + row * head_size_, head_size_ * sizeof(float));
+          __builtin_memcpy(to_value, values + row * head_size_, head_size_ * sizeof(float));
+        });
+      else
+        add_group(keys, values, positions, count);
+      keys += count * head_size_, values += count * head_size_, rows -= count;
+      if (positions != nullptr) positions += count;
     }
   }
 
-  // Adds the keys and values of the positions in `positions` [rows], which may be in any order.
-  // Each query ignores the keys that it does not see.
-  void add_seen(const float* keys, const float* values, const int64_t* positions, int64_t rows) {
-    for (int64_t from = 0; from < rows; from += kKeys)
-      for (int64_t i = 0; i < count_; ++i)
-        tiles_[i].add_seen(keys + from * head_size_, values + from * head_size_, positions + from,
-                           least(kKeys, rows - from));
-  }
-
-  // Adds `rows` keys and values that are in the format of the cache.
+  // Adds `rows` keys and values that are in the format of the cache. Every query sees these keys.
   template <class Rows>
   void add_stored(const uint8_t* keys, const uint8_t* values, int64_t rows) {
     const int64_t size = head_size_, bytes = Rows::bytes(size);
-    const int64_t together = least(kKeys, kWidened / size);
     alignas(64) float wide_keys[kWidened], more[kVectors == 1 ? 1 : kWidened];
     // A single tile needs the keys no more when it adds the values.
     float* const wide_values = kVectors == 1 ? wide_keys : more;
@@ -286,30 +292,73 @@ class QueryTiles {
                              for (int64_t j = 0; j < count; ++j)
                                Rows::widen(stored + j * bytes, size, wide + j * size);
                            };
-    for (int64_t from = 0; from < rows; from += together) {
-      const int64_t count = least(together, rows - from);
-      const uint8_t *const k = keys + from * bytes, *const v = values + from * bytes;
-      widen(k, count, wide_keys);
-      tiles_[0].add(wide_keys, wide_values, count, v, k + count * bytes,
-                    [&]() __attribute__((always_inline)) { widen(v, count, wide_values); });
+    for (int64_t count; rows > 0; keys += count * bytes, values += count * bytes, rows -= count) {
+      count = next(rows);
+      if (is_held(count)) {
+        hold(count, nullptr, [&](int64_t row, float* to_key, float* to_value) {
+          widen(keys + row * bytes, 1, to_key);
+          widen(values + row * bytes, 1, to_value);
+        });
+        continue;
+      }
+      widen(keys, count, wide_keys);
+      tiles_[0].add(wide_keys, wide_values, count, values, keys + count * bytes,
+                    [&]() __attribute__((always_inline)) { widen(values, count, wide_values); });
       if constexpr (kVectors > 1)
         for (int64_t i = 1; i < count_; ++i)
           tiles_[i].add(wide_keys, wide_values, count, wide_values, wide_keys, [] {});
     }
   }
 
+  // Adds the rows of the last group. Call this function before the tiles return their results.
+  void finish() {
+    if (held_ == 0) return;
+    add_group(held_keys_, held_values_, hides_ ? held_positions_ : nullptr, held_);
+    held_ = 0;
+  }
+
  private:
   static constexpr int64_t kKeys = Softmax<kVectors>::kKeys, kMostTiles = kVectors == 1 ? 1 : 8;
+  // If there are few queries, reading memory limits the speed, so rows are not copied.
+  static constexpr bool kHolds = kVectors > 1;
 
-  // The largest number of floats that are converted at a time. With one vector of queries, these
-  // floats fit the first-level cache. Otherwise they fit the second-level cache.
+  // The largest number of floats in the keys of a group. With one vector of queries, these floats
+  // fit the first-level cache. Otherwise they fit the second-level cache.
   static constexpr int64_t kWidened = kVectors == 1 ? 4096 : 8192;
 
-  const int64_t head_size_, count_;
+  // Returns how many of the next `rows` rows belong to the current group.
+  int64_t next(int64_t rows) const { return least(rows, group_ - held_); }
+  // Returns true if the next `count` rows are only a part of a group.
+  bool is_held(int64_t count) const { return kHolds && count < group_; }
+
+  // Copies rows of a group that is not complete yet.
+  template <class Copy>
+  void hold(int64_t count, const int64_t* positions, Copy copy) {
+    for (int64_t row = 0; row < count; ++row, ++held_) {
+      copy(row, held_keys_ + held_ * head_size_, held_values_ + held_ * head_size_);
+      held_positions_[held_] = positions == nullptr ? -1 : positions[row];  // -1: all see the key
+    }
+    if (held_ == group_) finish();
+  }
+
+  void add_group(const float* keys, const float* values, const int64_t* positions, int64_t count) {
+    for (int64_t i = 0; i < count_; ++i)
+      if (positions != nullptr)
+        tiles_[i].add_seen(keys, values, positions, count);
+      else
+        tiles_[i].add(keys, values, count, values, keys + count * head_size_, [] {});
+  }
+
+  const int64_t head_size_, count_, group_;
+  const bool hides_;
   Softmax<kVectors> tiles_[kMostTiles];
   alignas(64) float scores_[kKeys * kQueries];
   alignas(64) float queries_[dlm::kLargestHeadSize * kQueries];
   alignas(64) float sums_[dlm::kLargestHeadSize * kQueries];
+  // The first rows of a group that is not complete yet.
+  int64_t held_ = 0, held_positions_[kHolds ? kKeys : 1];
+  alignas(64) float held_keys_[kHolds ? kWidened : 1];
+  alignas(64) float held_values_[kHolds ? kWidened : 1];
 };
 
 // Stores `count` new keys and values [count, D] in the cache's format.
@@ -372,7 +421,7 @@ void add_past(const dlm::CachedAttention& a, const Part& part, const dlm::Segmen
   switch (a.cache) {
     case dlm::CacheType::fp32:
       return softmax.add(reinterpret_cast<const float*>(keys),
-                         reinterpret_cast<const float*>(values), S);
+                         reinterpret_cast<const float*>(values), nullptr, S);
     case dlm::CacheType::fp16:
       return softmax.template add_stored<Fp16Rows>(keys, values, S);
     case dlm::CacheType::int8:
@@ -422,7 +471,7 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
       return (part.token(a, query / group) * a.heads + part.kv_head * group + query % group) * D;
     };
     const int64_t tiles = (last - first + kQueries - 1) / kQueries;
-    QueryTiles<kVectors> softmax(D, tiles);
+    QueryTiles<kVectors> softmax(a, tiles);
     alignas(64) float row[dlm::kLargestHeadSize];
     int32_t last_seen[kQueries];
     for (int64_t tile = 0; tile < tiles; ++tile) {
@@ -441,10 +490,8 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
       add_past(a, part, a.segments[a.first_segments[number] + more], softmax);
     const int64_t T = part.segment.tokens, new_row = part.first_new(a) * D;
     const float *const keys = a.new_keys + new_row, *const values = a.new_values + new_row;
-    if (a.visible_block != 0)
-      softmax.add_seen(keys, values, a.positions + part.token(a, 0), T);
-    else
-      softmax.add(keys, values, T);
+    softmax.add(keys, values, a.visible_block != 0 ? a.positions + part.token(a, 0) : nullptr, T);
+    softmax.finish();
     for (int64_t query = first; query < last; ++query)
       softmax[(query - first) / kQueries].get_result((query - first) % kQueries,
                                                      a.y + offset(query));
