@@ -5,6 +5,7 @@
 - ``generation`` predicts the passes of a generation.
 - ``plan`` predicts the time, memory and cost of many denoisers on many devices.
 - ``bench`` measures a bundle on this machine.
+- ``prefix`` measures requests that start with the same tokens.
 - ``measured`` uses results of ``bench`` to correct predictions.
 
 This package needs neither torch nor onnx if the denoiser is a bundle.
