@@ -71,7 +71,7 @@ def check_policy(network: NetworkSpec, policy: Policy) -> None:
         bundle.generate(tokens=[], max_new_tokens=1, cancel=ended, **policy.as_dict())
 
 
-@functools.lru_cache(maxsize=1 << 10)
+@functools.lru_cache(maxsize=1 << 8)
 def list_passes(
     prompt_tokens: int, new_tokens: int, tokens_per_pass: float, loop: Loop
 ) -> tuple[PlannedPass, ...]:
