@@ -265,14 +265,14 @@ def block_causal(several_bundle: Path) -> Iterator[Bundle]:
         yield opened
 
 
-def cost_of_all(passes: Sequence[PlannedPass]) -> float:
+def cost_of_all(passes: Sequence[PlannedPass], canvases: int) -> float:
     sizes = [each.size for each in passes]
-    return (
-        COST.pass_ms * len(sizes)
-        + COST.token_ms * sum(size.tokens for size in sizes)
+    of_canvas = (
+        COST.token_ms * sum(size.tokens for size in sizes)
         + COST.row_ms * sum(each.size.rows for each in passes if each.commits)
         + COST.pair_ms * sum(size.tokens * (size.tokens + size.cached) for size in sizes)
     )
+    return COST.pass_ms * len(sizes) + canvases * of_canvas
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -284,6 +284,7 @@ def cost_of_all(passes: Sequence[PlannedPass]) -> float:
     blocks=st.integers(1, 3),
     store=st.sampled_from(("pass", "open", "reuse")),
     is_quick=st.booleans(),
+    cfg_scale=st.sampled_from((0.0, 0.0, 1.5)),
 )
 def test_a_scheduler_reuses_and_splits_prompts_as_planned(
     block_causal: Bundle,
@@ -294,6 +295,7 @@ def test_a_scheduler_reuses_and_splits_prompts_as_planned(
     blocks: int,
     store: str,
     is_quick: bool,
+    cfg_scale: float,
 ) -> None:
     """The scheduler adds up the predicted costs of its passes, from which the test recognises the
     sizes of the passes.
@@ -306,6 +308,7 @@ def test_a_scheduler_reuses_and_splits_prompts_as_planned(
         stop="none",
         commit="threshold" if is_quick else "static",
         threshold=0.0,
+        cfg_scale=cfg_scale,
     )
     asked = {"max_new_tokens": new, **policy.as_dict()}
     with block_causal.scheduler(max_tokens=max_tokens, cost=COST) as scheduler:
@@ -322,7 +325,7 @@ def test_a_scheduler_reuses_and_splits_prompts_as_planned(
     assert made.cached_tokens == loop.reused
     assert made.nfe == after.passes - before.passes == len(planned)
     expected_ms = 1e3 * (after.expected_s - before.expected_s)
-    assert expected_ms == pytest.approx(cost_of_all(planned), rel=1e-9)
+    assert expected_ms == pytest.approx(cost_of_all(planned, loop.canvases), rel=1e-9)
 
 
 def planned_cache(bundle: Path, request: Request) -> plan.Cache:
