@@ -31,12 +31,12 @@ from blocks import VOCABULARY, bundle_of
 from shapes import machine
 
 import dlm_runtime
+from dlm_export.planning.prefix import measure_side
 from dlm_runtime import Bundle, Scheduler
 
-NEW_TOKENS = 32
 ASKED: dict[str, Any] = {
     "preset": "sdar",
-    "max_new_tokens": NEW_TOKENS,
+    "max_new_tokens": 32,
     "stop": "none",
     "steps_per_block": 8,
     "commit": "static",
@@ -45,18 +45,6 @@ ASKED: dict[str, Any] = {
 
 def tokens_of(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(10, VOCABULARY - 10) for _ in range(count)]
-
-
-def first_tokens(scheduler: Scheduler, prompts: Sequence[list[int]]) -> list[float]:
-    """The milliseconds until the first tokens of each request."""
-    found = []
-    for prompt in prompts:
-        began, first = time.perf_counter(), 0.0
-        for event in scheduler.submit(tokens=prompt, events=True, **ASKED):
-            if not first and event.committed:
-                first = time.perf_counter() - began
-        found.append(1e3 * first)
-    return found
 
 
 def conversation(
@@ -76,24 +64,16 @@ def measure(bundle: Bundle, prefix_cache_bytes: int | None, wanted: argparse.Nam
     shared = tokens_of(rng, wanted.shared)
     prompts = [shared + tokens_of(rng, wanted.own) for _ in range(wanted.requests)]
     said = [tokens_of(rng, wanted.own) for _ in range(wanted.turns)]
-    with bundle.scheduler(prefix_cache_bytes=prefix_cache_bytes, max_running=16) as scheduler:
-        # The first request fills the cache, and is not counted.
-        alone = first_tokens(scheduler, prompts[:9])[1:]
-    with bundle.scheduler(prefix_cache_bytes=prefix_cache_bytes, max_running=16) as scheduler:
-        began = time.perf_counter()
-        jobs = [scheduler.submit(tokens=prompt, **ASKED) for prompt in prompts]
-        made = [job.result(3600) for job in jobs]
-        seconds = time.perf_counter() - began
-        stats = scheduler.stats
+    side = measure_side(bundle, prompts, wanted.requests, ASKED, prefix_cache_bytes)
     with bundle.scheduler(prefix_cache_bytes=prefix_cache_bytes) as scheduler:
         turns, last = conversation(scheduler, shared, said)
     return {
-        "first_tokens_ms": statistics.median(alone),
-        "tokens_per_s": wanted.requests * NEW_TOKENS / seconds,
+        "first_tokens_ms": side.first_tokens_ms,
+        "tokens_per_s": side.tokens_per_s,
         "turns_ms": turns,
-        "cached_tokens": stats.prefix_tokens,
-        "cache_mib": stats.cache_bytes / 2**20,
-        "canvases": [each.tokens for each in made] + [last],
+        "cached_tokens": side.cached_tokens,
+        "cache_mib": side.cache_bytes / 2**20,
+        "canvases": [*side.canvases, last],
     }
 
 

@@ -32,7 +32,7 @@ from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.opening import Opening
-from dlm_export.planning import bench, cost, peer, roofline
+from dlm_export.planning import bench, cost, peer, prefix, roofline
 from dlm_export.planning.roofline import Machine, Rates, Work, limit_s, work_of
 from dlm_export.progress import Silent
 from dlm_runtime import Bundle, Generation, PassCost, RequestError
@@ -83,6 +83,7 @@ def test_json_has_the_keys_that_others_read(told: dict[str, Any]) -> None:
         "generation",
         "batches",
         "requests",
+        "prefix",
         "peer",
         "memory",
         "notes",
@@ -116,6 +117,7 @@ def test_json_has_the_keys_that_others_read(told: dict[str, Any]) -> None:
     }
     assert set(told["generation"]) == made
     assert told["peer"] is None
+    assert told["prefix"] is None
     for row in told["batches"]:
         assert set(row) == {"batch", "seconds", "tokens_per_s", "speedup", "cache_bytes"}
     assert set(told["generation"]["parts"]) == {"engine", "selection", "cache", "other"}
@@ -497,6 +499,94 @@ def test_a_bundle_that_is_not_there_is_named(tmp_path: Path) -> None:
     result = invoke(tmp_path / "nothing")
     assert result.exit_code == 2
     assert "nothing" in result.stderr
+
+
+PREFIXED = ("--prefix", 40, "--prompt-tokens", 6, "--new-tokens", 10, "--passes", "4,8,3")
+
+
+def test_requests_with_the_same_start_are_measured_with_and_without_reuse(
+    several_bundle: Path,
+) -> None:
+    arguments = (*PREFIXED, "--rounds", 3, "--threads", 1, "--set", "commit=static")
+    done = invoke(several_bundle, *arguments, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)["prefix"]
+    sides = {name: found.pop(name) for name in ("reused", "computed")}
+    assert found == {
+        "shared_tokens": 40,
+        "own_tokens": 6,
+        "new_tokens": 10,
+        "requests": 16,
+        "preset": "sdar",
+        "changes": {"commit": "static"},
+        "rounds": 3,
+        "differing": 0,
+        "compared": 48,
+    }
+    # Two pages of 16 tokens are reused by all requests but the first.
+    assert [side["cached_tokens"] for side in sides.values()] == [15 * 32, 0]
+    assert sides["reused"]["cache_bytes"] < sides["computed"]["cache_bytes"]
+    for side in sides.values():
+        assert side["cache_bytes"] > 0
+        for name, spread in (
+            ("first_tokens_ms", "first_tokens_range_ms"),
+            ("tokens_per_s", "tokens_per_s_range"),
+        ):
+            least, most = side[spread]
+            assert 0 < least <= side[name] <= most
+
+
+def test_the_table_shows_what_reuse_saves(
+    several_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int | None] = []
+
+    def measure_side(*arguments: Any) -> prefix.Side:
+        made.append(arguments[4])
+        number = len(made)
+        is_reused = arguments[4] is None
+        return prefix.Side(number, 10.0 * number, 480 * is_reused, 1 << 20, [[number]])
+
+    monkeypatch.setattr(prefix, "measure_side", measure_side)
+    done = invoke(several_bundle, *PREFIXED, "--rounds", 15, "--threads", 1)
+    assert done.exit_code == 0, done.output
+    assert made == [None, 0, 0, None, None, 0], "the two schedulers take turns to be first"
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    at = lines.index("prompts are first tokens, ms range tokens/s range reused cache")
+    assert lines[at - 2] == "Prompts of 40 shared and 6 own tokens, 10 new tokens, preset sdar"
+    assert lines[at + 1] == "reused 4.0 1.0 .. 5.0 40.0 10.0 .. 50.0 480 1.0 MiB"
+    assert lines[at + 2] == "computed 3.0 2.0 .. 6.0 30.0 20.0 .. 60.0 0 1.0 MiB"
+    assert lines[at + 3] == "3 of 3 canvases differ"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--prefix", 0), "--prefix"),
+        (("--prefix", 12), "only whole pages of 16 tokens"),
+        (("--prefix", 500), "500 shared, 6 own and 10 new tokens are more than the 512"),
+        (("--prefix", 40, "--preset", "llada"), "the policy has cache=none"),
+        (("--prefix", 40, "--preset", "warp"), 'preset "warp"'),
+    ],
+)
+def test_a_start_that_cannot_be_reused_is_wrong_usage(
+    several_bundle: Path, arguments: tuple[object, ...], said: str
+) -> None:
+    done = invoke(several_bundle, "--prompt-tokens", 6, "--new-tokens", 10, *arguments)
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert said in done.stderr
+
+
+def test_full_attention_and_engines_without_kernels_reuse_nothing(
+    llada_bundle: Path, several_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = invoke(llada_bundle, *SMALL, "--prefix", 40)
+    assert done.exit_code == 2
+    assert "reuse nothing, because its attention is full" in done.stderr
+    monkeypatch.setenv("DLM_KERNELS", "none")
+    done = invoke(several_bundle, *PREFIXED, "--rounds", 3, "--threads", 1)
+    assert done.exit_code == 2
+    assert "requests cannot share passes" in done.stderr
 
 
 def test_without_onnx_everything_but_the_roofline_is_measured(llada_bundle: Path) -> None:

@@ -307,6 +307,27 @@ def _judged(
     return told(report.judge(machine, bundle))
 
 
+def test_a_block_causal_bundle_reuses_prompts_where_kernels_run(
+    several_bundle: Path, llada_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "bundle", "reuse of prompts"
+    runs = replace(BARE, native=replace(BARE.native, kernels={"avx2": None}))
+    none_runs = replace(BARE, native=replace(BARE.native, kernels={"avx2": "no AVX2"}))
+    found = told(report.judge(runs, several_bundle))[key]
+    assert (found.state, found.said) == (OK, "yes, in pages of 16 tokens")
+    found = told(report.judge(none_runs, several_bundle))[key]
+    assert (found.state, found.said) == (NOTE, "no: it needs kernels")
+    assert key not in told(report.judge(runs, llada_bundle))
+    manifest = json.loads((several_bundle / "manifest.json").read_text())
+    del manifest["loop"]["graph"]["ports"]["segments"]
+    monkeypatch.setattr(report, "read_manifest", lambda folder, check_hashes: manifest)
+    found = told(report.judge(runs, several_bundle))[key]
+    assert (found.state, found.said) == (
+        NOTE,
+        "no: its graph cannot compute several requests in one pass",
+    )
+
+
 def test_a_bundle_for_the_cpu_runs_on_every_machine_and_takes_what_the_formula_says(
     llada_bundle: Path,
 ) -> None:

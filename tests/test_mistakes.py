@@ -158,6 +158,7 @@ MISTAKES: dict[str, tuple[ExitCode, str, dict[str, str]]] = {
             "run": "BUNDLE --tokens 1 --preset warp",
             "effort": "BUNDLE --preset warp",
             "bench": "BUNDLE --preset warp",
+            "plan": "BUNDLE --targets cpu --preset warp",
         },
     ),
     "a file to read that is a pipe": (

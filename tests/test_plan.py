@@ -7,30 +7,37 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import a2d_qwen3_config, write_checkpoint
 from click.testing import CliRunner, Result
 from denoisers import ArithmeticDenoiser
 from engine_bundles import SMALL as FEW
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from networks import make_network
 from test_imports import BLOCKED
+from test_visibility import seeing
 
+import dlm_runtime
 from dlm_calibration.recipes import RECIPES
 from dlm_export.build import build
 from dlm_export.building import request
 from dlm_export.building.options import BuildOptions
+from dlm_export.bundle.manifest import network_of
 from dlm_export.cli import main
+from dlm_export.network.passes import FULL_CACHES
 from dlm_export.network.spec import MlpSpec
 from dlm_export.planning import plan
 from dlm_export.planning import predict as predicting
 from dlm_export.planning.bench import PassSize
+from dlm_export.planning.generation import Loop, PlannedPass, list_passes
 from dlm_export.planning.measured import (
     MeasuredError,
     MeasuredPass,
@@ -40,7 +47,7 @@ from dlm_export.planning.measured import (
 from dlm_export.planning.plan import make_plan
 from dlm_export.planning.predict import (
     Request,
-    generation_passes,
+    default_policy,
     memory_bytes,
     predict,
     stored_bytes,
@@ -57,7 +64,7 @@ from dlm_export.planning.shapes import (
 from dlm_export.sources import open_source
 from dlm_export.targets import TARGETS, Target
 from dlm_export.tensorrt.estimate import Limits, estimate
-from dlm_runtime import CallbackPass
+from dlm_runtime import Bundle, CallbackPass, PassCost, Policy, RequestError
 
 H100, CPU = TARGETS["h100"], TARGETS["cpu"]
 LLADA_8B = scaled_shape("8B")
@@ -76,7 +83,8 @@ def prediction(
     block: int = 32,
 ) -> predicting.Prediction:
     (found,), _ = precisions_of(shape, target, [precision])
-    return predict(shape, target, found, request or Request(), block)
+    policy = replace(default_policy(shape.network), block_length=block)
+    return predict(shape, target, found, request or Request(), policy)
 
 
 def measurement(**changes: Any) -> dict[str, Any]:
@@ -189,24 +197,45 @@ def test_a_size_that_is_none_is_refused(size: str) -> None:
 # ---- The loop ----
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    prompt=st.integers(0, 40),
-    new=st.integers(1, 60),
-    block=st.integers(1, 40),
-    per_pass=st.integers(1, 5),
-    has_cache=st.booleans(),
-    visible_block=st.sampled_from((None, None, 1, 3, 4)),
-)
+@st.composite
+def loops(draw: st.DrawFn) -> Loop:
+    """Strategy for all policies that change the passes, and the networks that support them."""
+    visible_block, shift = draw(st.sampled_from((None, None, 1, 3, 4))), draw(st.integers(0, 1))
+    block = draw(st.integers(1, 20))
+    edit = "none" if shift else draw(st.sampled_from(("none", "edit")))
+    if visible_block is None:
+        cache = draw(st.sampled_from(("none", "prefix", "dual")))
+        refresh = draw(st.sampled_from((0, 1, 5, 30))) if cache != "none" else 0
+        return Loop(
+            Policy(cache=cache, block_length=block, refresh=refresh, remask=edit), None, shift
+        )
+    cache = draw(st.sampled_from(("none", "block", "block-dual")))
+    block = visible_block if cache == "block-dual" else visible_block * min(block, 5)
+    policy = Policy(
+        cache=cache,
+        block_length=block,
+        sub_block_length=draw(
+            st.sampled_from([0, *(each for each in range(1, block + 1) if block % each == 0)])
+        ),
+        store="pass"
+        if shift or cache != "block"
+        else draw(st.sampled_from(("pass", "open", "reuse"))),
+        remask="none" if cache == "block-dual" else edit,
+    )
+    return Loop(policy, visible_block, shift)
+
+
+@settings(max_examples=150, deadline=None)
+@given(loop=loops(), prompt=st.integers(0, 40), new=st.integers(1, 60), per_pass=st.integers(1, 5))
 def test_the_passes_are_those_that_the_native_loop_makes(
-    prompt: int, new: int, block: int, per_pass: int, has_cache: bool, visible_block: int | None
+    loop: Loop, prompt: int, new: int, per_pass: int
 ) -> None:
-    made: Counter[PassSize] = Counter()
+    made: list[PassSize] = []
 
     class Recording(ArithmeticDenoiser):
         def _run(self, p: CallbackPass) -> None:
             cached = p.past[0][0].shape[1] if p.past else 0
-            made[PassSize(len(p.input_ids), cached, len(p.score_rows))] += 1
+            made.append(PassSize(len(p.input_ids), cached, len(p.score_rows)))
             super()._run(p)
 
         def predict(self, position: int, token: int, masked: int) -> tuple[int, float]:
@@ -214,44 +243,170 @@ def test_the_passes_are_those_that_the_native_loop_makes(
                 0
             ], 0.5  # all scores tie, so only the number of commits matters
 
+    bundle = Recording(shift=loop.shift, visible_block=loop.visible_block).bundle
     # Each row has an entropy of 0.5. The rule commits as long as the sum of the entropies of
-    # earlier rows is within the bound.
-    bundle = Recording(visible_block=visible_block).bundle
-    block *= visible_block or 1
-    bundle.generate(
-        tokens=[1] * prompt,
-        max_new_tokens=new,
-        cache="none" if not has_cache else "dual" if visible_block is None else "block",
-        commit="entropy_bound",
-        entropy_bound=0.5 * (per_pass - 1),
-        block_length=block,
+    # earlier rows is within the bound. No probability reaches the threshold of edits.
+    changes = {"commit": "entropy_bound", "entropy_bound": 0.5 * (per_pass - 1), "stop": "none"}
+    if loop.shift and loop.policy.cache in FULL_CACHES:
+        # The score of a position that must commit counts as an entropy of 0.
+        changes, per_pass = {"commit": "static", "stop": "none"}, 1
+    policy = loop.policy.with_fields(changes)
+    bundle.generate(tokens=[1] * prompt, max_new_tokens=new, **policy.as_dict())
+    assert made == [each.size for each in list_passes(prompt, new, per_pass, loop)]
+
+
+PROMPT = np.random.default_rng(8).integers(2, 150, 200).tolist()
+COST = PassCost(pass_ms=1.0, token_ms=1e3, row_ms=1e6, pair_ms=1e-5)
+
+
+@pytest.fixture(scope="module")
+def block_causal(several_bundle: Path) -> Iterator[Bundle]:
+    with dlm_runtime.open(several_bundle, threads=1) as opened:
+        yield opened
+
+
+def cost_of_all(passes: Sequence[PlannedPass], canvases: int) -> float:
+    sizes = [each.size for each in passes]
+    of_canvas = (
+        COST.token_ms * sum(size.tokens for size in sizes)
+        + COST.row_ms * sum(each.size.rows for each in passes if each.commits)
+        + COST.pair_ms * sum(size.tokens * (size.tokens + size.cached) for size in sizes)
+    )
+    return COST.pass_ms * len(sizes) + canvases * of_canvas
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    prompt=st.integers(0, len(PROMPT)),
+    new=st.integers(1, 40),
+    common=st.integers(0, len(PROMPT)),
+    max_tokens=st.integers(1, 250),
+    blocks=st.integers(1, 3),
+    store=st.sampled_from(("pass", "open", "reuse")),
+    is_quick=st.booleans(),
+    cfg_scale=st.sampled_from((0.0, 0.0, 1.5)),
+)
+def test_a_scheduler_reuses_and_splits_prompts_as_planned(
+    block_causal: Bundle,
+    prompt: int,
+    new: int,
+    common: int,
+    max_tokens: int,
+    blocks: int,
+    store: str,
+    is_quick: bool,
+    cfg_scale: float,
+) -> None:
+    """The scheduler adds up the predicted costs of its passes, from which the test recognises the
+    sizes of the passes.
+    """
+    common = min(common, prompt)
+    policy = Policy(
+        cache="block",
+        block_length=16 * blocks,
+        store=store,
         stop="none",
+        commit="threshold" if is_quick else "static",
+        threshold=0.0,
+        cfg_scale=cfg_scale,
     )
-    assert made == generation_passes(
-        prompt, new, block, per_pass, has_cache=has_cache, visible_block=visible_block
+    asked = {"max_new_tokens": new, **policy.as_dict()}
+    with block_causal.scheduler(max_tokens=max_tokens, cost=COST) as scheduler:
+        # The earlier request has the common tokens, and then different tokens.
+        scheduler.submit(tokens=PROMPT[:common] + [151] * 33, **asked).result(60)
+        before = scheduler.stats
+        made = scheduler.submit(tokens=PROMPT[:prompt], **asked).result(60)
+        after = scheduler.stats
+    request = Request(
+        prompt_tokens=prompt, new_tokens=new, reused_tokens=common, max_tokens=max_tokens
     )
+    loop = predicting.loop_for(policy, network_of(block_causal.manifest), request)
+    planned = list_passes(prompt, new, 1000 if is_quick else 1, loop)
+    assert made.cached_tokens == loop.reused
+    assert made.nfe == after.passes - before.passes == len(planned)
+    expected_ms = 1e3 * (after.expected_s - before.expected_s)
+    assert expected_ms == pytest.approx(cost_of_all(planned, loop.canvases), rel=1e-9)
+
+
+def planned_cache(bundle: Path, request: Request) -> plan.Cache:
+    shape = read_shape(bundle, lambda path: pytest.fail("this is a bundle"))
+    (found,) = make_plan([shape], [CPU], request, ["fp32"]).caches.values()
+    return found
+
+
+def test_a_scheduler_takes_a_request_with_the_planned_memory_and_not_with_less(
+    several_bundle: Path, block_causal: Bundle, demo_bundle: Path
+) -> None:
+    for path in (several_bundle, demo_bundle):
+        cache = planned_cache(path, Request(prompt_tokens=50, new_tokens=21))
+        assert (cache.page_tokens, cache.tokens) == (16, 80)
+        size = cache.bytes_by_type["fp32"]
+        changes = {"tokens": PROMPT[:50], "max_new_tokens": 21, "steps_per_block": 1}
+        with dlm_runtime.open(path, threads=1) as bundle:
+            with bundle.scheduler(cache_bytes=size) as scheduler:
+                assert scheduler.submit(**changes).result(60).nfe > 0
+            with (
+                bundle.scheduler(cache_bytes=size - 1) as scheduler,
+                pytest.raises(RequestError, match="cache_bytes"),
+            ):
+                scheduler.submit(**changes)
+
+
+@pytest.mark.parametrize("missing_bytes", [0, 1])
+def test_requests_that_share_a_prompt_run_together_in_the_planned_memory(
+    several_bundle: Path, block_causal: Bundle, missing_bytes: int
+) -> None:
+    request = Request(prompt_tokens=150, new_tokens=64, batch=2, reused_tokens=150)
+    cache = planned_cache(several_bundle, request)
+    assert (cache.reused_tokens, cache.tokens) == (144, 144 + 2 * 80)
+    asked = {"tokens": PROMPT[:150], "max_new_tokens": 64, "preset": "sdar", "stop": "none"}
+    size = cache.bytes_by_type["fp32"] - missing_bytes
+    with block_causal.scheduler(cache_bytes=size) as scheduler:
+        scheduler.submit(**asked).result(60)
+        before = scheduler.stats
+        # With a commit of one token per pass, the first request still runs when the second starts.
+        slow = asked | {"commit": "static"}
+        made = [job.result(60) for job in [scheduler.submit(**slow) for _ in range(2)]]
+        after = scheduler.stats
+    assert [each.cached_tokens for each in made] == [144, 144]
+    has_shared = after.shares - before.shares > after.passes - before.passes
+    assert has_shared == (missing_bytes == 0)
+
+
+def test_a_reused_prompt_takes_less_time_to_the_first_tokens(measured_file: Path) -> None:
+    shape = replace(TINY, network=seeing(TINY.network, [("block", 16)]))
+    measured = read_measured(measured_file)
+
+    def first_ms(**changes: Any) -> float:
+        request = Request(prompt_tokens=200, new_tokens=32, **changes)
+        found = make_plan([shape], [CPU], request, ["int8"], measured).predictions[0]
+        assert found.first_tokens_ms is not None
+        return found.first_tokens_ms
+
+    parts = [first_ms(), first_ms(reused_tokens=100), first_ms(reused_tokens=200)]
+    assert parts == sorted(parts, reverse=True)
+    assert len(set(parts)) == 3
+
+
+def dual(block_length: int) -> Loop:
+    return Loop(Policy(cache="dual", block_length=block_length), None, 0)
 
 
 def test_a_broken_number_of_tokens_a_pass_commits_that_many_on_average() -> None:
-    rows = {each.rows: count for each, count in generation_passes(8, 6, 6, 1.5).items()}
-    assert rows == {6: 1, 5: 1, 3: 1, 2: 1}  # 1, 2, 1 and 2 tokens are committed
+    rows = [each.size.rows for each in list_passes(8, 6, 1.5, dual(6))]
+    assert rows == [6, 5, 3, 2]  # 1, 2, 1 and 2 tokens are committed
 
 
 @given(new=st.integers(1, 300), block=st.integers(1, 64), per_pass=st.floats(1, 64))
 def test_more_tokens_a_pass_never_make_more_or_larger_passes(
     new: int, block: int, per_pass: float
 ) -> None:
-    def rows(per_pass: float) -> int:
-        return sum(
-            each.rows * count for each, count in generation_passes(8, new, block, per_pass).items()
-        )
-
     fewer, more = (
-        generation_passes(8, new, block, per_pass),
-        generation_passes(8, new, block, per_pass * 1.5),
+        [each.size.rows for each in list_passes(8, new, each_commits, dual(block))]
+        for each_commits in (per_pass, per_pass * 1.5)
     )
-    assert more.total() <= fewer.total() <= new
-    assert rows(per_pass * 1.5) <= rows(per_pass)
+    assert len(more) <= len(fewer) <= new
+    assert sum(more) <= sum(fewer)
 
 
 # ---- What must hold whatever the figures are ----
@@ -498,7 +653,8 @@ def test_the_calibration_gives_the_measured_passes_back(measured_file: Path) -> 
     measured = read_measured(measured_file)
     (precision,), _ = precisions_of(TINY, CPU, ["int8"])
     request = Request(prompt_tokens=24, new_tokens=8)
-    got = predict(TINY, CPU, precision, request, 8, measured)
+    policy = Policy(cache="dual", block_length=8)
+    got = predict(TINY, CPU, precision, request, policy, measured)
     assert got.is_calibrated
     told = {
         (each["tokens"], each["cached"], each["rows"]): each["ms"]
@@ -508,9 +664,9 @@ def test_the_calibration_gives_the_measured_passes_back(measured_file: Path) -> 
     assert got.block_pass.ms == pytest.approx(told[8, 24, 8])
     assert (got.full_pass.ratio, got.block_pass.ratio) == (pytest.approx(2), pytest.approx(3))
     (other,), _ = precisions_of(TINY, CPU, ["fp32"])
-    plain = predict(TINY, CPU, other, request, 8, measured)
+    plain = predict(TINY, CPU, other, request, policy, measured)
     assert (plain.is_calibrated, plain.full_pass.ratio) == (False, 1)
-    assert predict(TINY, H100, precision, request, 8, measured).full_pass.ratio == 1
+    assert predict(TINY, H100, precision, request, policy, measured).full_pass.ratio == 1
 
 
 @given(tokens=st.integers(1, 5000), cached=st.integers(0, 5000), rows=st.integers(0, 5000))
@@ -785,6 +941,13 @@ def test_the_plot_is_written_and_kept_without_force(tmp_path: Path, kind: str) -
         (("--sizes", "8B", "--targets", "h100", "--max-canvas-length", "8"), "is for checkpoints"),
         (("--sizes", "8B", "--targets", "h100", "--measured", "nowhere.json"), "does not exist"),
         (("--sizes", "8B", "--targets", "h100", "--batch", "0"), "--batch"),
+        (("--sizes", "8B", "--targets", "cpu", "--reused", "64"), "its attention is full"),
+        (("--sizes", "8B", "--targets", "cpu", "--max-tokens", "64"), "its attention is full"),
+        (("--sizes", "8B", "--targets", "cpu", "--reused", "-1"), "--reused"),
+        (("--sizes", "8B", "--targets", "cpu", "--max-tokens", "0"), "--max-tokens"),
+        (("--sizes", "8B", "--targets", "cpu", "--preset", "sdar"), "preset 'sdar' is not one of"),
+        (("--sizes", "8B", "--targets", "cpu", "--set", "cache=block"), "block-causal attention"),
+        (("--sizes", "8B", "--targets", "cpu", "--set", "cache=large"), "cache"),
     ],
 )
 def test_wrong_usage_exits_2_and_says_what(arguments: tuple[str, ...], said: str) -> None:
@@ -799,3 +962,63 @@ def test_a_canvas_longer_than_the_denoisers_is_refused(llada_bundle: Path) -> No
     )
     assert result.exit_code == 2
     assert "200 + 57 tokens are more than the 256" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--reused", 129), "--reused 129 is more than the 128 tokens of the prompt"),
+        (("--reused", 15), "only whole pages of 16 tokens"),
+        (("--reused", 16, "--prompt-tokens", 20, "--block-length", 32), "reuses nothing"),
+        (("--reused", 64, "--preset", "llada"), "--reused needs a cache"),
+        (("--reused", 64, "--targets", "cpu,h100"), "engines on GPUs (h100)"),
+        (("--max-tokens", 64, "--targets", "h100"), "engines on GPUs (h100)"),
+        (("--max-tokens", 64, "--batch", 2), "--max-tokens plans the passes of one request"),
+        (("--block-length", 24), "set a multiple of 16"),
+        (("--set", "cache=dual"), 'cache = "dual" needs full attention'),
+    ],
+)
+def test_a_prompt_that_cannot_be_reused_is_wrong_usage(
+    several_bundle: Path, arguments: tuple[object, ...], said: str
+) -> None:
+    result = invoke("plan", several_bundle, "--targets", "cpu", *arguments)
+    assert result.exit_code == 2, result.output
+    assert said in " ".join(result.stderr.split())
+
+
+def test_the_passes_and_the_cache_are_printed_and_in_json(several_bundle: Path) -> None:
+    options = ("--prompt-tokens", 200, "--reused", 100, "--max-tokens", 64, "--tokens-per-pass", 4)
+    arguments = ("plan", several_bundle, "--targets", "cpu", *options)
+    shown = invoke(*arguments).stdout
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "200 prompt and 128 new tokens, batch 1, cache block." in lines
+    assert "336 tokens in pages of 16, 96 of them shared: fp32 3.9 MiB" in shown
+    # 192 tokens of the prompt are in whole blocks, and 96 of these are reused. The first block has
+    # 8 new tokens, and the last block has 8 positions.
+    at = lines.index("tokens cached tokens passes at 4")
+    assert lines[at + 1 : at + 6] == [
+        "64 96 1",
+        "32 160 1",
+        "16 192 to 304 38",
+        "8 320 2",
+        "all - 42",
+    ]
+    told = json.loads(invoke(*arguments, "--json").stdout)
+    (passes,) = told["passes"]
+    assert passes["nfe"] == sum(each["count"] for each in passes["passes"]) == 42
+    assert passes["passes"][0] == {"tokens": 64, "cached": 96, "rows": 1, "count": 1}
+    assert told["caches"][several_bundle.name]["reused_tokens"] == 96
+    assert told["policies"][several_bundle.name]["cache"] == "block"
+
+
+def test_a_preset_and_its_changes_choose_the_cache() -> None:
+    def lengths(*changes: str) -> set[int]:
+        result = invoke("plan", "--sizes", "1B", "--targets", "h100", "--json", *changes)
+        assert result.exit_code == 0, result.output
+        return {each["tokens"] for each in json.loads(result.stdout)["passes"][0]["passes"]}
+
+    assert lengths() == lengths("--preset", "fast-dllm") == {256, 32}
+    assert lengths("--preset", "llada") == {256}
+    assert lengths("--set", "cache=prefix") == {256, 128, 96, 64, 32}
+    assert lengths("--set", "refresh=8") == {256, 64, 32}
+    assert lengths("--set", "block_length=64") == lengths("--block-length", "64") == {256, 64}

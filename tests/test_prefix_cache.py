@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from serving_process import serving
 
 import dlm_runtime
 from dlm_export.bundle.manifest import network_of
+from dlm_export.bundle.prompt_reuse import page_tokens
+from dlm_export.cli import main
 from dlm_runtime import Bundle, RequestError
 
 BLOCK = 16  # of the second demo
@@ -104,6 +108,32 @@ def test_seeds_give_the_same_tokens_with_and_without_reuse(bundle: Bundle) -> No
 def test_a_budget_that_is_no_number_is_refused(bundle: Bundle) -> None:
     with pytest.raises(RequestError, match="prefix_cache_bytes = -1"):
         bundle.scheduler(prefix_cache_bytes=-1)
+
+
+def test_inspect_says_whether_prompts_can_be_reused(
+    several_bundle: Path, llada_bundle: Path
+) -> None:
+    def inspected(*arguments: object) -> str:
+        done = CliRunner().invoke(main, ["inspect", *map(str, arguments)])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    row = network_of(json.loads((several_bundle / "manifest.json").read_text())).cache_bytes(4)
+    assert "prompts can be reused on a CPU, in pages of 16 tokens; 87,376" in inspected(
+        several_bundle
+    )
+    assert json.loads(inspected(several_bundle, "--json"))["prompt_reuse"] == {
+        "refusal": None,
+        "page_tokens": 16,
+        "bytes_per_token": row,
+        "tokens_per_gib": (1 << 30) // (16 * row) * 16,
+    }
+    assert "prompts cannot be reused: its attention is full" in inspected(llada_bundle)
+
+
+@pytest.mark.parametrize(("block", "page"), [(1, 16), (4, 16), (12, 24), (16, 16), (32, 32)])
+def test_a_page_has_the_fewest_blocks_with_at_least_16_tokens(block: int, page: int) -> None:
+    assert page_tokens(block) == page
 
 
 def test_the_server_counts_cached_tokens(several_bundle: Path) -> None:

@@ -49,10 +49,11 @@ def inspect(checkpoint: Path | HubName, as_json: bool, **values: Any) -> None:
 
 def _inspect_bundle(folder: Path, as_json: bool) -> None:
     from dlm_export.bundle.manifest import read_manifest
+    from dlm_export.bundle.prompt_reuse import prompt_reuse_of
 
     manifest = read_manifest(folder)
     if as_json:
-        print_json(manifest)
+        print_json(manifest | {"prompt_reuse": prompt_reuse_of(manifest).as_dict()})
     else:
         print_bundle(folder, manifest)
 
@@ -252,6 +253,7 @@ def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:
         f"precision {manifest['precision']['name']}, for {', '.join(manifest['targets'])}; {cache} cache, {per_token} a token",
         f"presets: {', '.join(loop['presets'])}",
         _default_words(manifest),
+        _reuse_words(manifest),
     ):
         click.echo(one_line(line))
     click.echo(_embedding_words(manifest))
@@ -291,6 +293,19 @@ def _default_words(manifest: Mapping[str, Any]) -> str:
     changes = ", ".join(f"{field} {value}" for field, value in record["changes"].items())
     loop = f"{name} ({record['preset']} with {changes})" if changes else name
     return f"default preset: {loop}: {record['reason']}"
+
+
+def _reuse_words(manifest: Mapping[str, Any]) -> str:
+    """Say whether requests can reuse prompts, and how many tokens fit into memory."""
+    from dlm_export.bundle.prompt_reuse import prompt_reuse_of
+
+    reuse = prompt_reuse_of(manifest)
+    if reuse.refusal is not None:
+        return f"prompts cannot be reused: {reuse.refusal}"
+    return (
+        f"prompts can be reused on a CPU, in pages of {reuse.page_tokens} tokens; "
+        f"{reuse.tokens_per_gib:,} tokens fit into 1 GiB"
+    )
 
 
 def _embedding_words(manifest: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,16 +26,17 @@ from dlm_export.cli.options import (
     json_option,
     number,
     options,
+    set_option,
     source_group,
     text,
 )
 from dlm_export.cli.printing import format_bytes, one_line, print_caches, print_json, print_table
-from dlm_export.cli.values import overrides, refuse, split
+from dlm_export.cli.values import overrides, policy_changes, refuse, split
 
 if TYPE_CHECKING:
     from dlm_export.network.spec import NetworkSpec
     from dlm_export.planning.growth import Growth
-    from dlm_export.planning.plan import Plan
+    from dlm_export.planning.plan import Cache, Plan
     from dlm_export.planning.predict import PassTime, Prediction
     from dlm_export.targets import Target
 
@@ -63,18 +65,19 @@ if TYPE_CHECKING:
     group(
         "Assumptions",
         text("--sizes", "Sizes of LLaDA to plan instead of SOURCE, such as 1B,8B.", "LIST"),
-        text(
-            "--block-length",
-            "Tokens per block, comma-separated.",
-            "LIST",
-            default="32",
-        ),
+        text("--preset", "Preset to plan.  [default: dual cache, or block cache]"),
+        set_option,
+        text("--block-length", "Tokens per block, comma-separated.  [default: the loop's]", "LIST"),
         text(
             "--tokens-per-pass",
             "Tokens that a pass commits, comma-separated.",
             "LIST",
             default="1,2,4,8",
         ),
+        number(
+            "--reused", "Leading tokens that an earlier request computed, on a CPU.", 0, default=0
+        ),
+        number("--max-tokens", "Most tokens in a pass over a part of the prompt, on a CPU."),
         file("--measured", "Output of `dlm-export bench --json`; corrects times of the cpu."),
     ),
     group(
@@ -123,9 +126,15 @@ def _plan(
         prompt_tokens=values["prompt_tokens"],
         new_tokens=values["new_tokens"],
         batch=values["batch"],
-        block_lengths=_numbers("--block-length", values["block_length"], int),
+        block_lengths=()
+        if values["block_length"] is None
+        else _numbers("--block-length", values["block_length"], int),
         tokens_per_pass=_numbers("--tokens-per-pass", values["tokens_per_pass"], float),
         prices=_prices(values["price_per_hour"], [target.name for target in targets]),
+        preset=values["preset"],
+        changes=policy_changes(values["changes"]),
+        reused_tokens=values["reused"],
+        max_tokens=values["max_tokens"],
     )
     with nullcontext() if plot is None else claimed_plot(plot, force=force) as drawing:
         measured = None if values["measured"] is None else read_measured(values["measured"])
@@ -306,14 +315,16 @@ def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
 def print_plan(plan: Plan) -> None:
     """Print a plan in 100 columns.
 
-    There is one table per network and target. After the tables, the function prints how times grow,
-    which precisions the tables omit, and a summary of the measurements.
+    There is one table per network and target. After the tables, the function prints the passes, how
+    times grow, which precisions the tables omit, and a summary of the measurements.
     """
     request = plan.request
+    caches = " or ".join(sorted({f"cache {policy.cache}" for policy in plan.policies.values()}))
     click.echo(
-        f"{request.prompt_tokens} prompt and {request.new_tokens} new tokens, batch {request.batch}, dual cache.\n"
-        "full ms: a pass over the canvas. block ms: a pass over a block. tok/s at N: tokens a second if a\n"
-        "pass commits N tokens. Times are lower limits from the rates of the target, not estimates.\n"
+        f"{request.prompt_tokens} prompt and {request.new_tokens} new tokens, batch {request.batch}, {caches}.\n"
+        "full ms: a pass over the canvas. block ms: a pass over a block. first ms: all passes up to the\n"
+        "first committed tokens. at N: tokens a second if a pass commits N tokens.\n"
+        "Times are lower limits from the rates of the target, not estimates.\n"
         "b: memory traffic is the limit. a: arithmetic is the limit. >=: memory traffic only, as a rate is\n"
         "unknown. *: scaled by the ratio that bench measured."
     )
@@ -325,6 +336,9 @@ def print_plan(plan: Plan) -> None:
     if any(each.target == "cpu" for each in plan.predictions):
         for name, sizes in plan.cache_bytes_per_token.items():
             print_caches(f"{name}: keys and values", sizes)
+        for name, cache in plan.caches.items():
+            _print_cache(name, cache)
+    _print_passes(plan)
     for growth in plan.growth:
         if growth.values:
             _print_growth(growth, plan)
@@ -356,7 +370,11 @@ def _print_predictions(
         name = [each.precision + (" *" if each.is_calibrated else ""), str(each.block_length)]
         verdict = {True: "", None: " ?", False: " !"}[each.fits]
         speeds = [_three(speed.tokens_per_s) for speed in each.speeds] or ["-"] * len(steps)
-        passes = [_passshown(each.full_pass), _passshown(each.block_pass)]
+        passes = [
+            _passshown(each.full_pass),
+            _passshown(each.block_pass),
+            _three(each.first_tokens_ms),
+        ]
         rows.append([*name, f"{each.memory_bytes / 1e9:.2f}{verdict}", *passes, *speeds])
         if target in plan.request.prices:
             costs.append(
@@ -380,7 +398,8 @@ def _print_predictions(
             "GB",
             "full ms",
             "block ms",
-            *(f"tok/s at {step}" for step in steps),
+            "first ms",
+            *(f"at {step}" for step in steps),
         ],
         rows,
     )
@@ -396,6 +415,46 @@ def _print_predictions(
     if costs:
         click.echo(f"Cost of a million tokens, at {plan.request.prices[target]:g} an hour:")
         print_table("", ["precision", "block", *(f"at {step}" for step in steps)], costs)
+
+
+def _print_cache(name: str, cache: Cache) -> None:
+    """Print how much memory a scheduler reserves for the keys and values of the batch."""
+    told = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in cache.bytes_by_type.items())
+    shared = f", {cache.reused_tokens} of them shared" if cache.reused_tokens else ""
+    click.echo(f"{name}: {cache.tokens} tokens in pages of {cache.page_tokens}{shared}: {told}")
+
+
+def _print_passes(plan: Plan) -> None:
+    """Print the number of passes of each length. Denoisers with equal passes share a table."""
+    tables: dict[tuple[Any, ...], list[str]] = {}
+    for (name, block), found in groupby(
+        plan.passes, lambda each: (each.denoiser, each.block_length)
+    ):
+        columns = tuple(tuple(each.counts.items()) for each in found)
+        tables.setdefault((block, columns), []).append(name)
+    for (block, columns), names in tables.items():
+        click.echo(f"\n{', '.join(names)}: passes with blocks of {block}")
+        lengths = dict.fromkeys(size.tokens for column in columns for size, _ in column)
+        rows = []
+        for tokens in lengths:
+            cached = [
+                size.cached for column in columns for size, _ in column if size.tokens == tokens
+            ]
+            counts = [
+                sum(count for size, count in column if size.tokens == tokens) for column in columns
+            ]
+            least, most = min(cached), max(cached)
+            rows.append(
+                [
+                    str(tokens),
+                    str(least) if least == most else f"{least} to {most}",
+                    *map(str, counts),
+                ]
+            )
+        totals = [str(sum(count for _, count in column)) for column in columns]
+        rows.append(["all", "-", *totals])
+        steps = [f"passes at {step:g}" for step in plan.request.tokens_per_pass]
+        print_table("", ["tokens", "cached tokens", *steps], rows)
 
 
 def _print_growth(growth: Growth, plan: Plan) -> None:
@@ -421,7 +480,7 @@ def _print_growth(growth: Growth, plan: Plan) -> None:
         ]
         for target, points in growth.lines.items()
     ]
-    block, step = plan.request.block_lengths[0], plan.request.tokens_per_pass[0]
+    block, step = growth.block_length, plan.request.tokens_per_pass[0]
     what = (
         f"{growth.denoiser}, the fastest precision that fits, block {block}, tokens a pass {step:g}"
     )

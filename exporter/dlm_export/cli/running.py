@@ -224,6 +224,7 @@ def run(
         number(
             "--rounds", "Runs of each pass; generations run a fifth as often.", 3, 1000, default=15
         ),
+        number("--prefix", "Also measure requests that share their first N tokens."),
         option(
             "--peer-token-ms",
             type=click.FloatRange(0, min_open=True),
@@ -340,6 +341,8 @@ def print_bench(result: Mapping[str, Any]) -> None:
             f"{sent['mean_nfe']:.2f} passes on average, "
             f"{sent['ms_per_pass']:.2f} ms and {sent['tokens_per_pass']:.2f} tokens a pass, {sent['tokens_per_s']:.1f} tokens/s"
         )
+    if (shared := result["prefix"]) is not None:
+        _print_prefix(shared)
     if peer is not None:
         click.echo(verdict(peer))
     click.echo(
@@ -349,3 +352,27 @@ def print_bench(result: Mapping[str, Any]) -> None:
     )
     for note in result["notes"]:
         click.echo(f"Note: {note}", err=True)
+
+
+def _print_prefix(shared: Mapping[str, Any]) -> None:
+    """Print the measurements of requests that start with the same tokens."""
+    click.echo(
+        f"Prompts of {shared['shared_tokens']} shared and {shared['own_tokens']} own tokens, "
+        f"{shared['new_tokens']} new tokens, {_loop_of(shared)}"
+    )
+    rows = [
+        [
+            name,
+            f"{side['first_tokens_ms']:.1f}",
+            " .. ".join(f"{value:.1f}" for value in side["first_tokens_range_ms"]),
+            f"{side['tokens_per_s']:.1f}",
+            " .. ".join(f"{value:.1f}" for value in side["tokens_per_s_range"]),
+            str(side["cached_tokens"]),
+            format_bytes(side["cache_bytes"]),
+        ]
+        for name, side in ((name, shared[name]) for name in ("reused", "computed"))
+    ]
+    titles = ["prompts are", "first tokens, ms", "range", "tokens/s", "range", "reused", "cache"]
+    title = f"One request alone, and {shared['requests']} requests at once"
+    print_table(title, titles, rows)
+    click.echo(f"{shared['differing']} of {shared['compared']} canvases differ")

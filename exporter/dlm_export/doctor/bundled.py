@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_export.bundle.manifest import network_of, table_bytes_of
+from dlm_export.bundle.prompt_reuse import prompt_reuse_of
 from dlm_export.doctor.checks import (
     LEAST_FOR_GPU,
     LEAST_ONNXRUNTIME,
@@ -78,6 +79,7 @@ def examine_bundle(
         engine = "" if lacking else f"{kind} on {machine.driver.gpus[0].name}"
     yield needed(part, "engine", lacking, engine)
     yield from _kernels(machine, part, manifest)
+    yield from _prompt_reuse(machine, part, manifest)
     yield _memory(machine, part, manifest)
 
 
@@ -98,6 +100,23 @@ def _kernels(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Fin
     if any(name.endswith("TiedHead") for name in calls):
         said += ", and copies the embedding table in fp32"
     yield note(part, "kernels", said, "a processor with kernels: see kernels above")
+
+
+def _prompt_reuse(m: Machine, part: str, manifest: Mapping[str, Any]) -> Iterator[Finding]:
+    """If the bundle is block-causal, yield a finding that says whether requests can reuse prompts.
+    Otherwise, yield no finding, because no machine can reuse prompts of the bundle.
+    """
+    if "visible_block" not in manifest["loop"]:
+        return
+    reuse, name = prompt_reuse_of(manifest), "reuse of prompts"
+    if reuse.refusal is not None:
+        yield note(part, name, f"no: {reuse.refusal}")
+    elif None not in m.native.kernels.values():
+        yield note(
+            part, name, "no: it needs kernels", "a processor with kernels: see kernels above"
+        )
+    else:
+        yield ok(part, name, f"yes, in pages of {reuse.page_tokens} tokens")
 
 
 def _lacking_on_cpu(m: Machine) -> Lacking:

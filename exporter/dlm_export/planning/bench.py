@@ -5,8 +5,9 @@ All measurements run in the native runtime, in one process, in this order:
 1. Generations of a single request. After step 1, the process's peak memory is recorded, because a
    service needs this amount of memory.
 2. Generations of several requests at once.
-3. Single passes of the requested sizes.
-4. The machine's rates, from which ``roofline`` computes the shortest possible time of each pass.
+3. Requests that start with the same tokens, with and without the reuse of these tokens.
+4. Single passes of the requested sizes.
+5. The machine's rates, from which ``roofline`` computes the shortest possible time of each pass.
    The rates are measured last, so that the measurement's arrays do not increase the peak memory.
 
 Measuring the machine's rates needs onnx. All other measurements need only the base install.
@@ -15,7 +16,6 @@ Measuring the machine's rates needs onnx. All other measurements need only the b
 from __future__ import annotations
 
 import contextlib
-import random
 import re
 import resource
 import statistics
@@ -38,6 +38,12 @@ from dlm_export.opening import Opening
 from dlm_export.planning import roofline
 from dlm_export.planning.cost import check_telling, cost_of
 from dlm_export.planning.peer import compare_with_peer
+from dlm_export.planning.prefix import (
+    PrefixLoad,
+    check_prefix,
+    measure_prefix,
+    random_prompts,
+)
 from dlm_export.progress import Progress, Silent
 from dlm_runtime import Bundle, Generation, RequestError
 from dlm_runtime.manifest import check_manifest
@@ -87,6 +93,10 @@ class BenchOptions:
     # request.
     data: Path | None = None
     samples: int = 64  # maximum number of prompts to use from ``data``
+    # If this is set, also measure requests that start with this many equal tokens. In each prompt,
+    # ``prompt_tokens`` other tokens follow.
+    prefix: int | None = None
+    prefix_requests: int = 16  # number of these requests that are submitted at once
     # The time per token of an autoregressive model on this machine, with which the bundle is
     # compared.
     peer_token_ms: float | None = None
@@ -139,6 +149,7 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
     - ``cost``: the fields of a ``PassCost``, and the errors of the fit.
     - ``requests``: the results for the prompts of ``data``. The prompts run one at a time, and each
       generation ends at its end token. A latency is the time that a whole request takes.
+    - ``prefix``: the result of ``measure_prefix``.
     - ``peer``: the result of ``compare_with_peer``.
 
     Memory sizes are in bytes. If ``options`` does not request a measurement, the measurement's
@@ -177,6 +188,11 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
         prompts = (
             [] if options.data is None else _read_prompts(bundle, options.data, options.samples)
         )
+        load = None
+        if options.prefix is not None:
+            lengths = options.prefix, *_lengths(bundle, options)
+            load = PrefixLoad(*lengths, options.prefix_requests, preset, options.policy)
+            check_prefix(bundle, load)
         progress.start("generate", rounds * len(batches))
         generation = _generate(bundle, options, preset, 1, rounds, progress)
         memory = _memory(manifest, generation, is_on_cpu)
@@ -185,6 +201,7 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
             *(_generate(bundle, options, preset, batch, rounds, progress) for batch in batches[1:]),
         ]
         requests = _time_requests(bundle, options, preset, prompts, progress) if prompts else None
+        prefix = None if load is None else measure_prefix(bundle, load, rounds, progress)
         progress.start("passes", len(made))
         passes = []
         for size, batch in made:
@@ -218,6 +235,7 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
         "generation": made_up,
         "batches": [one.as_batch(generation) for one in generations],
         "requests": requests,
+        "prefix": prefix,
         "peer": None
         if options.peer_token_ms is None
         else compare_with_peer(options.peer_token_ms, made_up, requests),
@@ -327,24 +345,24 @@ def _generate(
     return _median(request, options, preset, results)
 
 
+def _lengths(bundle: Bundle, options: BenchOptions) -> tuple[int, int]:
+    """Return the numbers of prompt tokens and new tokens of a random request."""
+    half = max(1, min(CANVAS, bundle.max_canvas_length) // 2)
+    return (
+        half if options.prompt_tokens is None else options.prompt_tokens,
+        half if options.new_tokens is None else options.new_tokens,
+    )
+
+
 def _request(bundle: Bundle, options: BenchOptions, preset: str, batch: int) -> dict[str, Any]:
     """Return the arguments of ``generate_batch`` for ``batch`` random prompts.
 
     The requests ignore end tokens, so that all requests generate ``max_new_tokens`` tokens.
     """
-    half = max(1, min(CANVAS, bundle.max_canvas_length) // 2)
-    given = half if options.prompt_tokens is None else options.prompt_tokens
-    new = half if options.new_tokens is None else options.new_tokens
-    usual = [
-        token
-        for token in range(bundle.vocab_size)
-        if token not in {bundle.mask_token_id, *bundle.eos_token_ids}
-    ]
-    rng = random.Random(0)
-    prompts = [rng.choices(usual, k=given) for _ in range(batch)]
+    given, new = _lengths(bundle, options)
     return {
         **options.policy,
-        "tokens": prompts,
+        "tokens": random_prompts(bundle, batch, given),
         "max_new_tokens": new,
         "preset": preset,
         "stop": "none",

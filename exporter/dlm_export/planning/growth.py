@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dlm_export.planning.measured import Measured
-from dlm_export.planning.predict import Request, predict
+from dlm_export.planning.predict import Request, block_length_for, default_policy, predict
 from dlm_export.planning.shapes import Shape, precisions_of, scaled_shape
 from dlm_export.targets import Target
+from dlm_runtime import Policy
 
 GROWTH_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 GROWTH_SIZES = ("1B", "3B", "8B", "30B", "100B")
@@ -31,13 +32,14 @@ class Point:
 class Growth:
     """The time and cost per token as a function of one variable.
 
-    ``axis`` is the variable: "canvas", "batch" or "size". For each target, ``lines`` contains one
-    point per element of ``values``. A point is ``None`` if no precision fits into the target's
-    memory, or if the time is unknown.
+    ``axis`` is the variable: "canvas", "batch" or "size". ``block_length`` is the block length.
+    For each target, ``lines`` contains one point per element of ``values``. A point is ``None`` if
+    no precision fits into the target's memory, or if the time is unknown.
     """
 
     axis: str
     denoiser: str
+    block_length: int
     values: tuple[Any, ...]
     lines: Mapping[str, tuple[Point | None, ...]]
 
@@ -46,15 +48,16 @@ def growth_of(
     shape: Shape,
     targets: Sequence[Target],
     request: Request,
+    policy: Policy,
     names: Sequence[str] | None,
     measured: Measured | None,
 ) -> list[Growth]:
     """Compute how the time per token grows with the canvas length, batch size and parameter count.
 
     The growth with the canvas length and the batch size is computed for the denoiser ``shape``. The
-    growth with the parameter count is computed for denoisers with the proportions of LLaDA. The
-    function uses only the first element of ``block_lengths`` and the first element of
-    ``tokens_per_pass``.
+    growth with the parameter count is computed for denoisers with the proportions of LLaDA. If ``shape``
+    is block-causal, these denoisers run the default policy, because LLaDA has full attention. The
+    function uses only the first element of ``tokens_per_pass``.
 
     Each ``Point`` describes the fastest precision that fits into memory. If measurements correct
     the times of some precisions, all uncorrected precisions are ignored, because uncorrected times
@@ -62,11 +65,12 @@ def growth_of(
     """
     request = replace(request, tokens_per_pass=request.tokens_per_pass[:1])
     longest = shape.max_canvas_length or GROWTH_CANVASES[-1]
-    canvases = [canvas for canvas in GROWTH_CANVASES if request.new_tokens < canvas <= longest]
+    least = request.new_tokens + max(1, request.reused_tokens)
+    canvases = [canvas for canvas in GROWTH_CANVASES if least <= canvas <= longest]
 
-    def best(shape: Shape, target: Target, request: Request) -> Point | None:
+    def best(shape: Shape, target: Target, request: Request, policy: Policy) -> Point | None:
         found = [
-            predict(shape, target, precision, request, request.block_lengths[0], measured)
+            predict(shape, target, precision, request, policy, measured)
             for precision in precisions_of(shape, target, names)[0]
         ]
         chosen = [each for each in found if each.is_calibrated] or found
@@ -77,21 +81,29 @@ def growth_of(
         ]
         return min(points, key=lambda point: point.ms_per_token, default=None)
 
-    def along(axis: str, name: str, cases: Mapping[Any, tuple[Shape, Request]]) -> Growth:
+    def along(
+        axis: str, name: str, cases: Mapping[Any, tuple[Shape, Request]], policy: Policy
+    ) -> Growth:
         lines = {
-            target.name: tuple(best(of, target, asked) for of, asked in cases.values())
+            target.name: tuple(best(of, target, asked, policy) for of, asked in cases.values())
             for target in targets
         }
-        return Growth(axis, name, tuple(cases), lines)
+        block_length = block_length_for(policy, shape.network, request.new_tokens)
+        return Growth(axis, name, block_length, tuple(cases), lines)
 
     of_canvas = {
         canvas: (shape, replace(request, prompt_tokens=canvas - request.new_tokens))
         for canvas in canvases
     }
     of_batch = {batch: (shape, replace(request, batch=batch)) for batch in GROWTH_BATCHES}
-    of_size = {size: (scaled_shape(size), request) for size in GROWTH_SIZES}
+    scaled = {size: scaled_shape(size) for size in GROWTH_SIZES}
+    plain, plain_policy = request, policy
+    if shape.network.visible_block is not None:
+        plain = replace(request, reused_tokens=0, max_tokens=None)
+        plain_policy = default_policy(scaled[GROWTH_SIZES[0]].network)
+    of_size = {size: (each, plain) for size, each in scaled.items()}
     return [
-        along("canvas", shape.name, of_canvas),
-        along("batch", shape.name, of_batch),
-        along("size", "LLaDA", of_size),
+        along("canvas", shape.name, of_canvas, policy),
+        along("batch", shape.name, of_batch, policy),
+        along("size", "LLaDA", of_size, plain_policy),
     ]

@@ -6,23 +6,30 @@ A denoiser need not be built for the targets that the plan covers. For bundles, 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from dlm_export.bundle.prompt_reuse import FULL_ATTENTION, page_tokens, whole_pages
+from dlm_export.planning.bench import PassSize
+from dlm_export.planning.generation import Loop, check_policy, list_passes
 from dlm_export.planning.growth import Growth, growth_of
 from dlm_export.planning.measured import Measured, interpolated_ratio
 from dlm_export.planning.predict import (
     Prediction,
     Request,
     _work,
-    generation_passes,
+    block_length_for,
+    default_policy,
+    loop_for,
     pass_time,
     predict,
 )
 from dlm_export.planning.roofline import cache_bytes_by_type
 from dlm_export.planning.shapes import Shape, precisions_of
 from dlm_export.targets import TARGETS, Target, find, recipe_for
+from dlm_runtime import Policy
 from dlm_runtime.errors import DlmError, ExitCode
 
 ALL = "all"
@@ -35,9 +42,49 @@ class PlanError(DlmError):
 
 
 @dataclass(frozen=True)
+class Passes:
+    """The passes of a generation. ``counts`` maps each size of a pass to the number of passes."""
+
+    denoiser: str
+    block_length: int
+    tokens_per_pass: float
+    counts: Mapping[PassSize, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "denoiser": self.denoiser,
+            "block_length": self.block_length,
+            "tokens_per_pass": self.tokens_per_pass,
+            "nfe": sum(self.counts.values()),
+            "passes": [asdict(size) | {"count": count} for size, count in self.counts.items()],
+        }
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The memory that a scheduler on a CPU reserves for the keys and values of a batch.
+
+    - ``page_tokens``: number of tokens in a page. A scheduler reserves whole pages.
+    - ``reused_tokens``: number of leading tokens that all canvases share. These tokens need memory
+      only once.
+    - ``tokens``: number of tokens in all pages of the batch.
+    - ``bytes_by_type``: maps each cache type to the number of bytes of these pages.
+    """
+
+    page_tokens: int
+    reused_tokens: int
+    tokens: int
+    bytes_by_type: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Plan:
     """A complete plan.
 
+    - ``policies``: for each denoiser, the policy of the first block length.
+    - ``passes``: the predicted passes of each denoiser, block length and number of tokens per pass.
+    - ``caches``: for each denoiser, the memory that the cache takes on a CPU. A denoiser is missing
+      if its policy has no cache.
     - ``cache_bytes_per_token``: for each denoiser, maps each cache type of CPUs to the number of
       bytes that the keys and values of one token take.
     - ``left_out``: for each target, maps each precision that the target cannot run to the reason
@@ -48,6 +95,9 @@ class Plan:
 
     request: Request
     predictions: tuple[Prediction, ...]
+    policies: Mapping[str, Policy]
+    passes: tuple[Passes, ...]
+    caches: Mapping[str, Cache]
     cache_bytes_per_token: Mapping[str, Mapping[str, int]]
     left_out: Mapping[str, Mapping[str, str]]
     growth: tuple[Growth, ...]
@@ -55,7 +105,15 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as values for ``--json``."""
-        return asdict(self) | {"predictions": [each.as_dict() for each in self.predictions]}
+        shallow = {each.name: getattr(self, each.name) for each in fields(self)}
+        return shallow | {
+            "request": asdict(self.request),
+            "predictions": [each.as_dict() for each in self.predictions],
+            "policies": {name: policy.as_dict() for name, policy in self.policies.items()},
+            "passes": [each.as_dict() for each in self.passes],
+            "caches": {name: asdict(cache) for name, cache in self.caches.items()},
+            "growth": [asdict(each) for each in self.growth],
+        }
 
 
 def calibrate(
@@ -95,33 +153,24 @@ def _predict_generation(measured: Measured, shape: Shape) -> float | None:
     """
     asked = measured.generation
     preset = None if asked.changes else shape.presets.get(asked.preset)
+    policy = None if preset is None else Policy(**preset)
     found = [
         each
         for each in precisions_of(shape, TARGETS["cpu"])[0]
         if measured.precision in (each.name, *each.same_as)
     ]
     is_same = shape.network.parameter_count() == measured.parameters
-    if (
-        not is_same
-        or preset is None
-        or preset["cache"] not in ("none", "dual", "block")
-        or not found
-        or not asked.nfe
-    ):
+    if not is_same or policy is None or not found or not asked.nfe:
         return None
     per_pass = max(1.0, asked.new_tokens / asked.nfe)
-    passes = generation_passes(
-        asked.prompt_tokens,
-        asked.new_tokens,
-        preset["block_length"] or asked.new_tokens,
-        per_pass,
-        has_cache=preset["cache"] != "none",
-        visible_block=shape.network.visible_block,
+    loop = Loop(policy, shape.network.visible_block, shape.network.shift)
+    passes = Counter(
+        each.size for each in list_passes(asked.prompt_tokens, asked.new_tokens, per_pass, loop)
     )
     times = [
         (
             pass_time(
-                _work(shape, found[0], made, 1),
+                _work(shape, found[0], made, loop.canvases),
                 measured.rates,
                 made,
                 interpolated_ratio(measured.passes, made),
@@ -164,32 +213,22 @@ def make_plan(
 
     ``names`` contains the names of the precisions. If ``names`` is ``None``, all precisions that a
     target supports are predicted. Raises PlanError if the canvas is longer than a denoiser allows,
-    or if no target supports a precision. Raises RecipeError if a precision names a recipe that does
-    not exist.
+    if a request cannot run as planned, or if no target supports a precision. Raises RequestError if
+    a denoiser does not support the policy. Raises RecipeError if a precision names a recipe that
+    does not exist.
     """
+    policies = {shape.name: _policies(shape, request) for shape in shapes}
     for shape in shapes:
-        if shape.max_canvas_length is not None and request.canvas > shape.max_canvas_length:
-            raise PlanError(
-                f"{request.prompt_tokens} + {request.new_tokens} tokens are more than the {shape.max_canvas_length} of "
-                f"{shape.name}: ask for fewer, or pass --max-canvas-length if the checkpoint allows more"
-            )
-        visible = shape.network.visible_block
-        uneven = next(
-            (length for length in request.block_lengths if visible and length % visible), None
-        )
-        if uneven is not None:
-            raise PlanError(
-                f"blocks of {uneven} tokens do not suit {shape.name}, whose attention has blocks of {visible}: use a multiple"
-            )
+        _check_request(shape, targets, request, policies[shape.name])
     predictions: list[Prediction] = []
     left_out: dict[str, dict[str, str]] = {}
     for shape in shapes:
         for target in targets:
             found, left_out[target.name] = precisions_of(shape, target, names)
             predictions += [
-                predict(shape, target, precision, request, block_length, measured)
+                predict(shape, target, precision, request, policy, measured)
                 for precision in found
-                for block_length in request.block_lengths
+                for policy in policies[shape.name]
             ]
     for name in names or ():
         if all(name in reasons for reasons in left_out.values()):
@@ -199,7 +238,111 @@ def make_plan(
             raise PlanError(
                 f"precision {name} on {targets[0].name}: {left_out[targets[0].name][name]}; choose another"
             )
-    growth = growth_of(shapes[0], targets, request, names, measured)
+    first = {name: found[0] for name, found in policies.items()}
+    growth = growth_of(shapes[0], targets, request, first[shapes[0].name], names, measured)
     calibration = None if measured is None else calibrate(measured, shapes, predictions)
-    caches = {shape.name: cache_bytes_by_type(shape.network) for shape in shapes}
-    return Plan(request, tuple(predictions), caches, left_out, tuple(growth), calibration)
+    return Plan(
+        request,
+        tuple(predictions),
+        first,
+        tuple(
+            _passes(shape, policy, request, per_pass)
+            for shape in shapes
+            for policy in policies[shape.name]
+            for per_pass in request.tokens_per_pass
+        ),
+        {
+            shape.name: _cache(shape, first[shape.name], request)
+            for shape in shapes
+            if first[shape.name].cache != "none"
+        },
+        {shape.name: cache_bytes_by_type(shape.network) for shape in shapes},
+        left_out,
+        tuple(growth),
+        calibration,
+    )
+
+
+def _policies(shape: Shape, request: Request) -> list[Policy]:
+    """Return the policy of each block length. Raises PlanError or RequestError."""
+    policy = default_policy(shape.network)
+    if request.preset is not None:
+        if request.preset not in shape.presets:
+            raise PlanError(
+                f"preset {request.preset!r} is not one of {', '.join(shape.presets)}, which {shape.name} can run"
+            )
+        policy = Policy(**shape.presets[request.preset])
+    policy = policy.with_fields(dict(request.changes))
+    return [
+        replace(policy, block_length=length)
+        for length in request.block_lengths or (policy.block_length,)
+    ]
+
+
+def _check_request(
+    shape: Shape, targets: Sequence[Target], request: Request, policies: Sequence[Policy]
+) -> None:
+    """Raise PlanError or RequestError if a request cannot run as planned."""
+    if shape.max_canvas_length is not None and request.canvas > shape.max_canvas_length:
+        raise PlanError(
+            f"{request.prompt_tokens} + {request.new_tokens} tokens are more than the {shape.max_canvas_length} of "
+            f"{shape.name}: ask for fewer, or pass --max-canvas-length if the checkpoint allows more"
+        )
+    for policy in policies:
+        check_policy(shape.network, policy)
+    asked = {
+        "--reused": bool(request.reused_tokens),
+        "--max-tokens": request.max_tokens is not None,
+    }
+    for option in (name for name, is_given in asked.items() if is_given):
+        if shape.network.visible_block is None:
+            raise PlanError(
+                f"{option} does not suit {shape.name}: {FULL_ATTENTION}; remove {option}"
+            )
+        if policies[0].cache == "none":
+            raise PlanError(f"{option} needs a cache, but the policy has cache=none")
+        gpus = [target.name for target in targets if target.sm is not None]
+        if gpus:
+            raise PlanError(
+                f"{option} is for the target cpu: engines on GPUs ({', '.join(gpus)}) cannot reuse prompts or split them"
+            )
+    if request.max_tokens is not None and request.batch > 1:
+        raise PlanError("--max-tokens plans the passes of one request: remove --batch")
+    if request.reused_tokens > request.prompt_tokens:
+        raise PlanError(
+            f"--reused {request.reused_tokens} is more than the {request.prompt_tokens} tokens of the prompt"
+        )
+    if request.reused_tokens and not loop_for(policies[0], shape.network, request).reused:
+        page = page_tokens(shape.network.visible_block)
+        raise PlanError(
+            f"--reused {request.reused_tokens} reuses nothing: only whole pages of {page} tokens before the "
+            "block in which the prompt ends are reused"
+        )
+
+
+def _passes(shape: Shape, policy: Policy, request: Request, per_pass: float) -> Passes:
+    passes = list_passes(
+        request.prompt_tokens,
+        request.new_tokens,
+        per_pass,
+        loop_for(policy, shape.network, request),
+    )
+    return Passes(
+        shape.name,
+        block_length_for(policy, shape.network, request.new_tokens),
+        per_pass,
+        Counter(each.size for each in passes),
+    )
+
+
+def _cache(shape: Shape, policy: Policy, request: Request) -> Cache:
+    loop = loop_for(policy, shape.network, request)
+    page = page_tokens(shape.network.visible_block)
+    own = whole_pages(request.canvas, page) - loop.reused
+    # With guidance, the second canvas of a request starts with mask tokens instead of the prompt.
+    # All requests share the pages of these mask tokens too.
+    tokens = loop.canvases * (request.batch * own + loop.reused)
+    per_token = cache_bytes_by_type(shape.network)
+    return Cache(
+        page, loop.reused, tokens, {name: tokens * size for name, size in per_token.items()}
+    )

@@ -100,6 +100,6 @@ def save_plot(path: Path, plan: Plan) -> None:
     is_calibrated = plan.calibration is not None and plan.calibration["is_used"]
     title = (
         f"{what}, by the targets' limits{' (cpu: as measured)' if is_calibrated else ''}, in the fastest precision that fits; "
-        f"block {plan.request.block_lengths[0]}, tokens a pass {plan.request.tokens_per_pass[0]:g}"
+        f"block {plan.predictions[0].block_length}, tokens a pass {plan.request.tokens_per_pass[0]:g}"
     )
     save_growth(path, growth, quantity, title)

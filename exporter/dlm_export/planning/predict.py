@@ -16,11 +16,15 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dlm_export.bundle.prompt_reuse import reused_tokens
+from dlm_export.network.passes import block_length_of
+from dlm_export.network.spec import NetworkSpec
 from dlm_export.planning.bench import PassSize
+from dlm_export.planning.generation import Loop, list_passes
 from dlm_export.planning.measured import Measured, interpolated_ratio
 from dlm_export.planning.roofline import (
     FULL,
@@ -36,67 +40,65 @@ from dlm_export.planning.roofline import (
 from dlm_export.planning.shapes import Precision, Shape
 from dlm_export.targets import Target
 from dlm_export.tensorrt.estimate import DEVICE_OVERHEAD_BYTES, Limits, estimate
+from dlm_runtime import Policy
 from dlm_runtime.precision import NUMBER_FORMATS
-
-
-def generation_passes(
-    prompt_tokens: int,
-    new_tokens: int,
-    block_length: int,
-    tokens_per_pass: float,
-    *,
-    has_cache: bool = True,
-    visible_block: int | None = None,
-) -> Counter[PassSize]:
-    """Count the passes of each size in a generation whose passes commit ``tokens_per_pass`` tokens.
-
-    ``tokens_per_pass`` must be at least 1. Logits are computed only for the masked positions of a
-    block. There are three cases:
-
-    - With the dual cache, the first pass of each block computes the whole canvas, and also commits
-      tokens. All further passes compute only the block, and all positions outside the block are
-      cached.
-    - Without a cache, every pass computes the whole canvas.
-    - In a block-causal network (``visible_block``) with a cache, one pass stores the blocks that
-      the prompt fills. Passes over a block read all earlier blocks from the cache. After each block
-      except the last, one more pass stores the finished block.
-    """
-    canvas = prompt_tokens + new_tokens
-    origin = (
-        prompt_tokens if visible_block is None else prompt_tokens - prompt_tokens % block_length
-    )
-    made: Counter[PassSize] = Counter()
-    if visible_block is not None and has_cache and origin:
-        made[PassSize(origin, 0, 1)] += 1
-    for start in range(origin, canvas, block_length):
-        end = min(start + block_length, canvas)
-        block, step = end - max(start, prompt_tokens), 0
-        while (masked := block - math.floor(step * tokens_per_pass)) > 0:
-            if visible_block is not None and has_cache:
-                made[PassSize(end - start, start, masked)] += 1
-            else:
-                tokens = block if has_cache and step else canvas
-                made[PassSize(tokens, canvas - tokens, masked)] += 1
-            step += 1
-        if visible_block is not None and has_cache and end < canvas:
-            made[PassSize(end - start, start, 1)] += 1
-    return made
 
 
 @dataclass(frozen=True)
 class Request:
-    """The request to plan for. ``prices`` maps target names to prices per hour, in any currency."""
+    """The request to plan for.
+
+    - ``block_lengths``: block lengths to compare. If empty, the block length of the policy is used.
+    - ``prices``: maps target names to prices per hour, in any currency.
+    - ``preset``: name of the preset that contains the policy. If ``None``, the policy is that of
+      ``default_policy``.
+    - ``changes``: changed fields of the policy.
+    - ``reused_tokens``: number of leading tokens of the prompt that an earlier request has computed.
+    - ``max_tokens``: the largest number of tokens in a pass over a part of the prompt. ``None``
+      means that the prompt is computed in one pass.
+    """
 
     prompt_tokens: int = 128
     new_tokens: int = 128
     batch: int = 1
-    block_lengths: tuple[int, ...] = (32,)
+    block_lengths: tuple[int, ...] = ()
     tokens_per_pass: tuple[float, ...] = (1, 2, 4, 8)
     prices: Mapping[str, float] = field(default_factory=dict)
+    preset: str | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    reused_tokens: int = 0
+    max_tokens: int | None = None
 
     @property
     def canvas(self) -> int:
         return self.prompt_tokens + self.new_tokens
+
+
+def default_policy(network: NetworkSpec) -> Policy:
+    """Return the policy of a plan without a preset: the cache is ``block`` or ``dual``."""
+    if network.visible_block is None:
+        return Policy(cache="dual")
+    return Policy(cache="block", block_length=network.visible_block)
+
+
+def block_length_for(policy: Policy, network: NetworkSpec, new_tokens: int) -> int:
+    """Return the number of tokens in a block of a generation."""
+    return block_length_of(policy, network.visible_block) or new_tokens
+
+
+def loop_for(policy: Policy, network: NetworkSpec, request: Request) -> Loop:
+    """Describe the passes of a request. Only whole pages of the prompt are reused."""
+    reused = 0
+    if request.reused_tokens:
+        assert network.visible_block is not None
+        reused = reused_tokens(
+            request.reused_tokens,
+            request.prompt_tokens,
+            block_length_for(policy, network, request.new_tokens),
+            network.visible_block,
+            network.shift,
+        )
+    return Loop(policy, network.visible_block, network.shift, reused, request.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,9 @@ class Prediction:
       unknown too.
     - ``full_pass``: a pass over the whole canvas.
     - ``block_pass``: a pass over one block that computes the logits of all positions in the block.
-    - ``speeds``: the predicted speeds. Empty if times are unknown, or if ``fits`` is false.
+    - ``first_tokens_ms``: the time of all passes up to the first pass that commits tokens.
+    - ``speeds``: the predicted speeds. If times are unknown, or if ``fits`` is false, ``speeds`` is
+      empty and ``first_tokens_ms`` is ``None``.
     """
 
     denoiser: str
@@ -179,6 +183,7 @@ class Prediction:
     is_calibrated: bool
     full_pass: PassTime
     block_pass: PassTime
+    first_tokens_ms: float | None
     speeds: tuple[Speed, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -304,13 +309,14 @@ def predict(
     target: Target,
     precision: Precision,
     request: Request,
-    block_length: int,
+    policy: Policy,
     measured: Measured | None = None,
 ) -> Prediction:
     """Predict the speed, memory and cost of one denoiser on one target.
 
-    ``measured`` is used only if the target is the CPU. The measured rates apply to all precisions.
-    The measured ratios of real times to limits apply only to the measured precision.
+    The denoiser must support ``policy``. ``measured`` is used only if the target is the CPU. The
+    measured rates apply to all precisions. The measured ratios of real times to limits apply only
+    to the measured precision.
     """
     measured = measured if target.sm is None else None
     rates = rates_of(target, measured)
@@ -319,40 +325,45 @@ def predict(
         *precision.same_as,
     )
 
+    loop = loop_for(policy, shape.network, request)
+    canvases = request.batch * loop.canvases
+    block_length = block_length_for(policy, shape.network, request.new_tokens)
+
     def time_of(made: PassSize) -> PassTime:
         ratio = (
             interpolated_ratio(measured.passes, made)
             if measured is not None and is_calibrated
             else 1.0
         )
-        return pass_time(_work(shape, precision, made, request.batch), rates, made, ratio)
+        return pass_time(_work(shape, precision, made, canvases), rates, made, ratio)
+
+    def time_of_all(passes: Iterable[PassSize]) -> float:
+        counted = Counter(passes)
+        return math.fsum(count * (time_of(made).ms or 0.0) for made, count in counted.items())
 
     canvas, block = request.canvas, min(block_length, request.new_tokens)
     full_pass = time_of(PassSize(canvas, 0, block))
     block_pass = time_of(PassSize(block, canvas - block, block))
-    memory = memory_bytes(shape, precision, target, canvas, block, request.batch)
+    memory = memory_bytes(shape, precision, target, canvas, block, canvases)
     available = (
         (None if measured is None else measured.memory_bytes)
         if target.sm is None
         else target.memory_bytes
     )
     fits = None if available is None else memory <= available
-    missing = missing_figures(target, rates, _work(shape, precision, full_pass.made, request.batch))
-    speeds = []
+    missing = missing_figures(target, rates, _work(shape, precision, full_pass.made, canvases))
+    speeds, first_ms = [], None
     for per_pass in request.tokens_per_pass if fits is not False and not missing else ():
-        passes = generation_passes(
-            request.prompt_tokens,
-            request.new_tokens,
-            block_length,
-            per_pass,
-            visible_block=shape.network.visible_block,
-        )
-        ms = math.fsum(count * (time_of(made).ms or 0.0) for made, count in passes.items())
+        passes = list_passes(request.prompt_tokens, request.new_tokens, per_pass, loop)
+        ms = time_of_all(each.size for each in passes)
+        # The first pass that commits tokens is the same pass for any number of tokens per pass.
+        first = next(number for number, each in enumerate(passes, 1) if each.commits)
+        first_ms = time_of_all(each.size for each in passes[:first])
         per_token = ms / (request.batch * request.new_tokens)
         price = request.prices.get(target.name)
         # One millisecond per token is 1e6 / 1e3 / 3600 hours per million tokens.
         cost = None if price is None else price * per_token / 3.6
-        speeds.append(Speed(per_pass, passes.total(), per_token, 1e3 / per_token, cost))
+        speeds.append(Speed(per_pass, len(passes), per_token, 1e3 / per_token, cost))
     return Prediction(
         shape.name,
         target.name,
@@ -366,5 +377,6 @@ def predict(
         is_calibrated,
         full_pass,
         block_pass,
+        first_ms,
         tuple(speeds),
     )

@@ -1,0 +1,78 @@
+"""Says whether requests can reuse the keys and values of equal prompts, and computes the memory.
+
+A scheduler reuses the keys and values of whole pages. The native files ``cache/arena.h`` and
+``decode/shared_passes.cc`` follow the same rules. docs/guides/many-requests.md explains these rules
+to users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dlm_export.bundle.manifest import network_of
+from dlm_export.network.spec import CACHE_ROWS
+
+LEAST_PAGE_TOKENS = 16
+FULL_ATTENTION = (
+    "its attention is full, so the keys and values of a token depend on all tokens of the canvas"
+)
+
+
+def page_tokens(visible_block: int | None) -> int:
+    """Return the number of tokens in a page: the fewest whole blocks with at least 16 tokens."""
+    return whole_pages(LEAST_PAGE_TOKENS, visible_block or LEAST_PAGE_TOKENS)
+
+
+def whole_pages(tokens: int, page: int) -> int:
+    """Round a number of tokens up to whole pages of ``page`` tokens."""
+    return -(-tokens // page) * page
+
+
+def reused_tokens(
+    common: int, prompt_tokens: int, block_length: int, visible_block: int, shift: int
+) -> int:
+    """Return how many of the first tokens of a prompt a scheduler reuses.
+
+    ``common`` is the number of leading tokens for which an earlier request stored keys and values.
+    The block in which the prompt ends is always computed. With ``shift`` 1, the last token before
+    this block is computed too, because its row predicts the first token of the block.
+    """
+    page = page_tokens(visible_block)
+    last = prompt_tokens - prompt_tokens % block_length - shift
+    return max(0, min(common, last)) // page * page
+
+
+@dataclass(frozen=True)
+class PromptReuse:
+    """Describes how requests of a bundle can reuse the keys and values of equal prompts.
+
+    - ``refusal``: the reason why requests reuse nothing, or ``None`` if requests can reuse prompts
+      on a CPU.
+    - ``page_tokens``: number of tokens in a page.
+    - ``bytes_per_token``: number of bytes that the keys and values of a token take.
+    - ``tokens_per_gib``: number of tokens in the whole pages that fit into 1 GiB.
+    """
+
+    refusal: str | None
+    page_tokens: int
+    bytes_per_token: int
+    tokens_per_gib: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def prompt_reuse_of(manifest: Mapping[str, Any]) -> PromptReuse:
+    """Describe the reuse of prompts for a bundle. ``manifest`` must be valid."""
+    loop = manifest["loop"]
+    visible_block, graph = loop.get("visible_block"), loop["graph"]
+    refusal = None
+    if visible_block is None:
+        refusal = FULL_ATTENTION
+    elif "segments" not in graph["ports"]:
+        refusal = "its graph cannot compute several requests in one pass"
+    page = page_tokens(visible_block)
+    row = network_of(manifest).cache_bytes(*CACHE_ROWS[graph["cache_dtype"]])
+    return PromptReuse(refusal, page, row, (1 << 30) // (row * page) * page)

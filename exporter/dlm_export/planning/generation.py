@@ -1,0 +1,135 @@
+"""Predicts the passes of a generation: the size and the order of all passes.
+
+``network.turns`` determines the passes of the loop. A scheduler changes the first of these passes
+in two ways: it leaves out the tokens that it reuses, and it splits long prompts into parts. The
+native functions ``skip_stored`` and ``split_prefill`` in ``decode/request.cc`` do the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dlm_export.network.spec import NetworkSpec
+from dlm_export.network.turns import Turn, start_canvas, turns
+from dlm_export.planning.bench import PassSize
+from dlm_runtime import DenoiserInfo, Policy, from_callback
+
+_GIVEN, _MASK = 1, 0  # token ids; a prediction does not depend on the ids
+
+
+@dataclass(frozen=True)
+class PlannedPass:
+    """A pass, and whether the pass commits tokens."""
+
+    size: PassSize
+    commits: bool
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Everything that determines the passes of a request, apart from the request's length.
+
+    - ``visible_block``, ``shift``: the fields of the network with these names.
+    - ``reused``: number of leading tokens whose keys and values are reused from other requests.
+    - ``max_tokens``: the largest number of tokens in a pass over a part of a prompt. ``None`` means
+      that the prompt is computed in one pass.
+    """
+
+    policy: Policy
+    visible_block: int | None
+    shift: int
+    reused: int = 0
+    max_tokens: int | None = None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def canvases(self) -> int:
+        """Number of canvases that a request has. With guidance, a request has two canvases."""
+        return 2 if self.policy.cfg_scale > 0 else 1
+
+
+def check_policy(network: NetworkSpec, policy: Policy) -> None:
+    """Raise RequestError if the network does not support the policy."""
+    info = DenoiserInfo(
+        vocab_size=network.vocab_size,
+        mask_token_id=network.mask_token_id,
+        max_canvas_length=1,
+        shift=network.shift,
+        has_cache=True,
+        visible_block=network.visible_block,
+    )
+    ended = threading.Event()
+    ended.set()  # the native loop checks the policy, and ends before the first pass
+    with from_callback(info, lambda _: None) as bundle:
+        bundle.generate(tokens=[], max_new_tokens=1, cancel=ended, **policy.as_dict())
+
+
+@functools.lru_cache(maxsize=1 << 8)
+def list_passes(
+    prompt_tokens: int, new_tokens: int, tokens_per_pass: float, loop: Loop
+) -> tuple[PlannedPass, ...]:
+    """List the passes of a generation, in order.
+
+    Each pass that scores positions commits ``tokens_per_pass`` tokens on average, which must be at
+    least 1. Passes that edit a finished block change no token. If the policy stops at end tokens,
+    the generation contains no end token.
+    """
+    canvas = start_canvas([_GIVEN] * prompt_tokens, new_tokens, _MASK)
+    policy, first_block = replace(loop.policy, stop="none"), None
+    found = []
+    for turn in turns(canvas, policy, loop):
+        first_block = turn.start if first_block is None else first_block
+        is_filling = (
+            turn.start == first_block
+            and turn.span.kept == "append"
+            and turn.span.first < turn.start
+        )
+        whole = turn.span.first, turn.span.last
+        for start, end in _parts(turn, loop) if is_filling else (whole,):
+            is_last = end == turn.span.last
+            rows = max(1, len(turn.positions)) if is_last else 1
+            cached = _cached(turn, start, len(canvas.tokens), loop)
+            commits = is_last and len(turn.positions) > 0 and turn.standing is None
+            found.append(PlannedPass(PassSize(end - start, cached, rows), commits))
+        if turn.standing is None:
+            count = math.floor((turn.step + 1) * tokens_per_pass) - math.floor(
+                turn.step * tokens_per_pass
+            )
+            decided = turn.positions[:count]
+            canvas.tokens[decided], canvas.undecided[decided] = _GIVEN, False
+    return tuple(found)
+
+
+def _parts(turn: Turn, loop: Loop) -> Iterator[tuple[int, int]]:
+    """Yield the start and the end of each pass that computes a part of the prompt.
+
+    If the keys and values of all positions are reused, there is no pass.
+    """
+    start, last = max(turn.span.first, loop.reused), turn.span.last
+    while loop.max_tokens is not None and loop.canvases * (last - start) > loop.max_tokens:
+        assert loop.visible_block is not None
+        blocks = max(1, loop.max_tokens // loop.canvases // loop.visible_block)
+        end = min(start + blocks * loop.visible_block, turn.start)
+        if end <= start or end >= last:  # the positions of a block are computed together
+            break
+        yield start, end
+        start = end
+    if start < last:
+        yield start, last
+
+
+def _cached(turn: Turn, start: int, length: int, loop: Loop) -> int:
+    """Return the number of cached tokens that a pass reads, if the pass starts at ``start``."""
+    tokens = turn.span.last - start
+    if loop.policy.cache == "none":
+        return 0
+    if loop.visible_block is None:
+        return length - tokens
+    return start if turn.span.kept == "append" else turn.end - tokens
