@@ -429,8 +429,8 @@ void add_past(const dlm::CachedAttention& a, const Part& part, const dlm::Segmen
   }
 }
 
-// Runs attention for all requests. All query heads that share a key/value head are processed
-// together. Their queries are sorted by token and then by head.
+// Runs attention for the requests that a.computes() selects. All query heads that share a key/value
+// head are processed together. Their queries are sorted by token and then by head.
 template <int kVectors>
 void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   constexpr int64_t kQueries = QueryTiles<kVectors>::kQueries;
@@ -439,8 +439,8 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   const int64_t all = a.batch * a.tokens * a.heads / kQueries,
                 most_tiles = most(1, least(QueryTiles<kVectors>::most(D), all / kEnoughTasks)),
                 most_queries = most_tiles * kQueries;
-  const auto tasks_of = [&](int64_t number) {
-    return (a.part(number).tokens * group + most_queries - 1) / most_queries;
+  const auto tasks_of = [&](int64_t number) -> int64_t {
+    return a.computes(number) ? (a.queries(number) + most_queries - 1) / most_queries : 0;
   };
   int64_t tasks = 0, most_tasks = 0;
   for (int64_t number = 0; number < parts; ++number) {
@@ -464,7 +464,7 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     for (; at >= tasks_of(number) * a.kv_heads; ++number) at -= tasks_of(number) * a.kv_heads;
     const int64_t own = tasks_of(number);
     const Part part(a, number, at / own);
-    const int64_t queries = part.segment.tokens * group;
+    const int64_t queries = a.queries(number);
     const int64_t first = at % own * most_queries, last = least(first + most_queries, queries);
     if (own == 1) keep_new_rows(a, part);
     const auto offset = [&](int64_t query) {  // offset of the query's row in q and in y
@@ -498,20 +498,13 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
   });
 }
 
-// Returns the largest number of queries of one request that share a key/value head.
-inline int64_t largest_tile(const dlm::CachedAttention& a) {
-  int64_t most = 0;
-  for (int64_t number = 0; number < a.parts(); ++number)
-    most = a.part(number).tokens > most ? a.part(number).tokens : most;
-  return most * (a.heads / a.kv_heads);
-}
-
+// If a request has few queries, all of them fit in one vector. The code that computes a request
+// depends only on this request. So its result does not depend on the requests that share its
+// passes.
 void attention(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
-  // If there are few queries, all queries fit in one vector.
-  if (largest_tile(a) <= kLanes)
-    attend<1>(a, parallel);
-  else
-    attend<simd::kQueryVectors>(a, parallel);
+  a.split(
+      kLanes, [&](const dlm::CachedAttention& few) { attend<1>(few, parallel); },
+      [&](const dlm::CachedAttention& many) { attend<simd::kQueryVectors>(many, parallel); });
 }
 
 }  // namespace

@@ -214,6 +214,8 @@ struct CachedAttention {
   void *present_keys, *present_values;
   const float *q_norm, *k_norm;  // [D], RMSNorm weights, the same for every head; nullptr: no norms
   float epsilon;                 // for both norms
+  // Attention is computed only for the parts with this number of queries per key/value head.
+  int64_t least_queries = 0, most_queries = INT64_MAX;
 
   int64_t row_bytes() const {
     return cache == CacheType::fp32   ? 4 * head_size
@@ -231,6 +233,25 @@ struct CachedAttention {
     return segment_count == 0 ? 1 : first_segments[i + 1] - first_segments[i];
   }
   int64_t batch_of(int64_t part) const { return segment_count == 0 ? part : 0; }
+  // Returns the number of queries of a part that share a key/value head.
+  int64_t queries(int64_t i) const { return part(i).tokens * (heads / kv_heads); }
+  bool computes(int64_t i) const {
+    return queries(i) >= least_queries && queries(i) <= most_queries;
+  }
+
+  // Calls `few` for the parts with at most `queries_of_few` queries per key/value head, if there
+  // are any. Then calls `many` for the other parts, if there are any.
+  template <class Few, class Many>
+  void split(int64_t queries_of_few, Few few, Many many) const {
+    CachedAttention small = *this, large = *this;
+    if (queries_of_few < most_queries) small.most_queries = queries_of_few;
+    if (queries_of_few >= least_queries) large.least_queries = queries_of_few + 1;
+    bool has_few = false, has_many = false;
+    for (int64_t i = 0; i < parts(); ++i)
+      if (computes(i)) (queries(i) <= queries_of_few ? has_few : has_many) = true;
+    if (has_few) few(small);
+    if (has_many) many(large);
+  }
 
   // Returns true if the segments cover all tokens, and the cached rows of all segments exist. The
   // kernel requires this condition.

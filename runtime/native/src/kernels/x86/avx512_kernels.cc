@@ -12,13 +12,13 @@ extern const Kernels kAvx2Kernels, kAvx512Kernels;
 
 namespace {
 
-// If the queries fill at most half a vector, vectors of half the width are used, because a
-// processor can multiply two vectors of half the width at once.
+// If the queries of a request fill at most half a vector, vectors of half the width are used,
+// because a processor can multiply two vectors of half the width at once.
 void attention_by_width(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
-  if (largest_tile(a) <= kLanes / 2)
-    dlm::kAvx2Kernels.attention(a, parallel);
-  else
-    attention(a, parallel);
+  a.split(
+      kLanes / 2,
+      [&](const dlm::CachedAttention& few) { dlm::kAvx2Kernels.attention(few, parallel); },
+      [&](const dlm::CachedAttention& many) { attention(many, parallel); });
 }
 
 }  // namespace
