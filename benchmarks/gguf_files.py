@@ -25,17 +25,18 @@ LAYER_TENSORS = {
 }
 
 
-def gguf_of(size: str, file_type: str) -> Path:
-    """The GGUF file for a size of ``shapes``, in a type of llama.cpp's ``FILE_TYPES``. All types
-    except F16 are made by llama.cpp's quantiser.
+def gguf_of(name: str, file_type: str, source: Path | None = None) -> Path:
+    """The GGUF file of a checkpoint, in a type of llama.cpp's ``FILE_TYPES``. All types except F16
+    are made by llama.cpp's quantiser. If ``source``, the folder of the checkpoint, is None, ``name``
+    is a size of ``shapes``.
     """
-    path = ROOT / "build" / "benchmarks" / f"{size}-{file_type}.gguf"
+    path = ROOT / "build" / "benchmarks" / f"{name}-{file_type}.gguf"
     if not path.is_file():
         partial = path.with_suffix(".partial")
         if file_type == "F16":
-            _write(size, partial)
+            _write(source or checkpoint(name), partial)
         else:
-            quantise(gguf_of(size, "F16"), partial, file_type)
+            quantise(gguf_of(name, "F16", source), partial, file_type)
         partial.rename(path)
     return path
 
@@ -51,14 +52,14 @@ def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     return ordered
 
 
-def _write(size: str, path: Path) -> None:
+def _write(source: Path, path: Path) -> None:
     import gguf
 
     from dlm_export import families
     from dlm_export.checkpoints.folder import Checkpoint
     from dlm_export.families.base import Overrides
 
-    opened = Checkpoint(checkpoint(size))
+    opened = Checkpoint(source)
     c = families.read_network(opened, Overrides())
     layer = c.layers[0]  # llama.cpp's LLaDA has layers that are all alike
     attention = layer.attention

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,33 @@ class Llama:
         for i in range(tokens):
             self.batch.pos[i], self.batch.n_seq_id[i], self.batch.logits[i] = i % L, 1, 1
             self.batch.seq_id[i][0] = i // L
+
+    def time_prompt(self, tokens: Sequence[int]) -> float:
+        """The seconds of a prompt with the default batches of llama.cpp, flash attention, and keys
+        and values in fp16. Only the last token of a batch has logits.
+        """
+        llama = self.llama
+        self._free_context()
+        options = llama.llama_context_default_params()
+        options.n_ctx, options.n_threads_batch = len(tokens), self.threads
+        options.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        context = llama.llama_init_from_model(self.model, options)
+        if not context:
+            raise SystemExit(f"llama.cpp made no context of {len(tokens)} tokens")
+        ids = (llama.llama_token * len(tokens))(*tokens)
+        began = time.perf_counter()
+        for first in range(0, len(ids), options.n_batch):
+            count = min(options.n_batch, len(ids) - first)
+            part = ctypes.cast(
+                ctypes.byref(ids, first * ctypes.sizeof(llama.llama_token)),
+                ctypes.POINTER(llama.llama_token),
+            )
+            if llama.llama_decode(context, llama.llama_batch_get_one(part, count)):
+                raise SystemExit(f"llama.cpp failed in a pass of {count} tokens")
+        llama.llama_get_logits_ith(context, -1)  # waits until the pass has ended
+        seconds = time.perf_counter() - began
+        llama.llama_free(context)
+        return seconds
 
     def logits(self, canvases: np.ndarray) -> np.ndarray:
         """Logits ``[B, L, V]`` of a pass over canvases ``[B, L]``. They are in the memory of the
