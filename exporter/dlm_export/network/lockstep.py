@@ -37,7 +37,7 @@ class _Course:
 
     def __init__(self, network: NetworkSpec, canvas: Canvas, policy: Policy) -> None:
         self.run = Run(network, canvas, policy)
-        self.canvases = [canvas]
+        self.canvases = [self.run.canvas]
         self.cache: list[Past | None] = [None] * len(network.layers)
         self.span = self.run.advance()
 
