@@ -20,7 +20,6 @@ from dlm_export.network.passes import (
     Looped,
     Span,
     Stage,
-    block_length_of,
     plan,
     transfer_counts,
 )
@@ -48,15 +47,15 @@ def start_canvas(tokens: Sequence[int], max_new_tokens: int, mask_token_id: int)
 
 
 def reserve_end(canvas: Canvas, policy: Policy, eos_token_ids: Sequence[int]) -> Canvas:
-    """Return a copy of a canvas. If the policy reserves the last position, the copy has an end
-    token there.
+    """Return a canvas with an end token at its last position, if the policy reserves this position.
 
     Nothing is reserved if the last position is decided or is the only undecided position.
     """
     tokens, undecided = canvas.tokens.copy(), canvas.undecided.copy()
-    if policy.reserve == "end" and eos_token_ids and undecided[-1] and undecided[:-1].any():
-        tokens[-1], undecided[-1] = eos_token_ids[0], False
-    return Canvas(tokens, undecided)
+    if policy.reserve == "none" or not eos_token_ids or not undecided[-1]:
+        return canvas
+    tokens[-1], undecided[-1] = eos_token_ids[0], False
+    return Canvas(tokens, undecided) if undecided.any() else canvas
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,16 +105,13 @@ def turns(
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     scaffold(0, len(tokens))
-    size = block_length_of(policy, looped.visible_block)
     passes, step, masked, counts = 0, 0, 0, [0]
     before: Stage | None = None
     for stage in plan(wanted, policy, looped, steps):
         if before is None or (before.first, before.last) != (stage.first, stage.last):
             step = 0
             masked = int(undecided[stage.first : stage.last].sum())
-            shared = masked
-            if policy.schedule == "block":
-                shared = policy.sub_block_length or size or stage.last - stage.first
+            shared = stage.last - stage.first if policy.schedule == "block" else masked
             counts = transfer_counts(shared, stage.steps)
         before, is_made = stage, False
         # The first pass of a block is skipped on two conditions: no position of the block is
@@ -220,7 +216,7 @@ def floor_count(masked: int, left: int, steps: int) -> int:
     fp32. Passes of the published code that commit nothing are skipped.
     """
     kept = (np.float32(masked) * (np.arange(steps) / steps).astype(np.float32)).astype(int)
-    return left - int(kept[kept < left].max())
+    return left - int(kept[kept < left].max(initial=0))
 
 
 Word = TypeVar("Word", int, Any)

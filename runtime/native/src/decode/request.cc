@@ -273,10 +273,7 @@ int32_t Request::planned() const {
     case Schedule::masked:
       return even_count(masked_, step_, steps);
     case Schedule::block:
-      return even_count(policy_.sub_block_length > 0 ? policy_.sub_block_length
-                        : policy_.block_length > 0   ? policy_.block_length
-                                                     : stage().decided.tokens(),
-                        step_, steps);
+      return even_count(stage().decided.tokens(), step_, steps);
     case Schedule::floor:
       break;
   }
