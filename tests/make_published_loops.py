@@ -4,11 +4,11 @@ The authors' code is not part of this repository. Check out these four files, an
 
     python tests/make_published_loops.py SDAR LLADA2 FAST_DLLM_V2 RND1
 
-    SDAR          generate.py of github.com/JetAstra/SDAR
-    LLADA2        modeling_llada2_moe.py, as released with LLaDA2.0-mini; github.com/ZHZisZZ/dllm has
-                  a copy in dllm/pipelines/llada2/models
-    FAST_DLLM_V2  v2/generation_functions.py of github.com/NVlabs/Fast-dLLM
-    RND1          rnd/sampling.py of github.com/RadicalNumerics/RND1
+    SDAR          generate.py of github.com/JetAstra/SDAR, commit c2041a8
+    LLADA2        modeling_llada2_moe.py of LLaDA2.0. The copy that was used is in
+                  dllm/pipelines/llada2/models of github.com/ZHZisZZ/dllm, commit 62ebe4f
+    FAST_DLLM_V2  v2/generation_functions.py of github.com/NVlabs/Fast-dLLM, commit 8292f3c
+    RND1          rnd/sampling.py of github.com/RadicalNumerics/RND1, commit 87d5f46
 
 LLADA2 needs transformers 4.57. The script calls the authors' loops without changes. It only
 replaces the network by a small random network, and SDAR's random draws by the most likely tokens.
