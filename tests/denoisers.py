@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,15 +23,18 @@ def load(checkpoint: Path) -> Denoiser:
     return families.load(families.open_weights(opened, network), network)
 
 
-def under_native_loop(denoiser: Denoiser) -> Bundle:
+def under_native_loop(
+    denoiser: Denoiser, note: Callable[[CallbackPass], None] = lambda p: None
+) -> Bundle:
     """A bundle whose passes torch computes, including the cache. The loop is the native one, and
-    the network is that of the reference.
+    the network is that of the reference. ``note`` is called with every pass.
     """
     c = denoiser.network
     (cache,) = set(c.cache_shapes())
 
     @torch.no_grad()
     def run(p: CallbackPass) -> None:
+        note(p)
         past = None
         if p.past:
             past = [(torch.from_numpy(k)[None], torch.from_numpy(v)[None]) for k, v in p.past]

@@ -79,6 +79,7 @@ LOOPS: dict[str, dict[str, Any]] = {
         "block_length": 8,
     },
     "dream": {"preset": "dream", "temperature": 0.0, "steps": 9},
+    "an end that is not reserved": {"preset": "rnd1", "steps_per_block": 9},
     "blocks go on": {"preset": "fast-dllm", "block_length": 6, "threshold": 0.05, "stop": "none"},
     "dream's draws": {"preset": "dream", "steps": 5},
     "draws": {"preset": "llada", "block_length": 8, "steps": 6, "temperature": 1.3, "seed": 5},

@@ -335,7 +335,7 @@ def test_the_command_line_runs_and_shows_levels(fitted: Path, llada_bundle: Path
     shown = invoke("inspect", fitted).stdout
     assert "Effort, loops of fast-dllm, by generations of 3 samples" in shown
     assert all(level in shown for level in LEVELS)
-    assert "default preset: fast-dllm: the adaptive loop published for this family" in shown
+    assert "default preset: fast-dllm: the loop published for this family" in shown
     none = invoke("run", llada_bundle, "--effort", "low", *run)
     assert none.exit_code == 2
     assert (

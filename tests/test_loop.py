@@ -43,6 +43,7 @@ policies = st.builds(
     factor=st.floats(0, 4),
     entropy_bound=st.floats(0, 4),
     seed=st.integers(0, 2**64 - 1),
+    schedule=st.sampled_from(("masked", "block", "floor")),
 ).map(lambda policy: replace(policy, refresh=0) if policy.cache == "none" else policy)
 
 
@@ -244,6 +245,38 @@ def test_transfer_counts_add_up_and_never_grow(masked: int, steps: int) -> None:
     assert len(counts) == steps
     assert counts == sorted(counts, reverse=True)
     assert counts[0] - counts[-1] <= 1
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_reserved_position_holds_an_end_token_and_counts_as_given(cache: str) -> None:
+    """The end token is not generated: it neither ends the text nor counts as a token of the text."""
+    fields: dict[str, Any] = {"tokens": [3, 4], "cache": cache, "block_length": 4}
+    out = ArithmeticDenoiser(eos=5).bundle.generate(
+        max_new_tokens=9, reserve="end", stop="none", **fields
+    )
+    given = [3, 4, *[39] * 8, 5]
+    infilled = ArithmeticDenoiser(eos=5).bundle.generate(
+        max_new_tokens=0, stop="none", **fields | {"tokens": given}
+    )
+    assert out.tokens == infilled.tokens
+    assert (out.nfe, out.finish, out.completion_tokens) == (8, "length", 8)
+    assert out.prompt_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "new", "eos"),
+    [([3], 1, 5), ([3, 39, 4], 0, 5), ([3], 4, None)],
+    ids=["only masked position", "last position is given", "no end token"],
+)
+def test_nothing_is_reserved_without_room_or_an_end_token(
+    tokens: list[int], new: int, eos: int | None
+) -> None:
+    bundle = ArithmeticDenoiser(eos=eos).bundle
+    out, plain = (
+        bundle.generate(tokens=tokens, max_new_tokens=new, stop="none", reserve=reserve)
+        for reserve in ("end", "none")
+    )
+    assert (out.tokens, out.nfe) == (plain.tokens, plain.nfe)
 
 
 def test_philox_gives_the_published_vectors() -> None:

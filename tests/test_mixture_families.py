@@ -24,8 +24,10 @@ from dlm_export import families
 from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.cli import main
+from dlm_export.families.base import Overrides
 from dlm_export.network.spec import ExpertsSpec, MlpSpec
 from dlm_export.quantising.samples import CalibrationOptions
+from dlm_export.sources import open_source
 
 LENGTH = 45
 IDS = torch.randint(0, 140, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -165,8 +167,10 @@ def test_what_is_told_of_them(tmp_path: Path) -> None:
     assert dense == MlpSpec(96)
     assert isinstance(experts, ExpertsSpec)
     assert (experts.shared_size, experts.router.bias, experts.router.scale) == (40, "choice", 2.5)
-    rnd1 = network_of(write_checkpoint(tmp_path / "rnd1", qwen3_moe_config("RND1LM")))
+    checkpoint = write_checkpoint(tmp_path / "rnd1", qwen3_moe_config("RND1LM"))
+    rnd1 = network_of(checkpoint)
     assert (rnd1.shift, rnd1.layers[0].attention.visible_block) == (1, None)
+    assert open_source(checkpoint, Overrides()).default_preset == "rnd1"
 
 
 def test_inspect_tells_experts_router_and_what_a_token_meets(tmp_path: Path) -> None:

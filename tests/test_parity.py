@@ -130,6 +130,7 @@ LOOPS: dict[str, dict[str, Any]] = {
         "temperature": 0.9,
         "top_k": 40,
     },
+    "rnd1": {"preset": "rnd1", "steps_per_block": 7},
     "dream-block": {"preset": "dream-block", "block_length": 8, "threshold": 0.3},
     "dream-block, prefix cache": {
         "preset": "dream-block",

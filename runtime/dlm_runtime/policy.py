@@ -71,6 +71,10 @@ class Policy:
         score_of: The distribution from which scores are computed: "prediction", "draw" or
             "marginal".
         cfg_scale: The scale of classifier-free guidance, 0..1000. 0 means no guidance.
+        schedule: For the rules "static", "dynamic" and "sequential": how many positions each
+            planned pass commits: "masked", "block" or "floor".
+        reserve: "end": the last position holds an end token from the start. "none": the last
+            position is generated.
     """
 
     select: str = "argmax"
@@ -97,6 +101,8 @@ class Policy:
     top_k: int = 0
     score_of: str = "prediction"
     cfg_scale: float = 0.0
+    schedule: str = "masked"
+    reserve: str = "none"
 
     def with_fields(self, changes: dict[str, Any], beside: Sequence[str] = ()) -> Policy:
         """Return this policy with some fields changed. Raises RequestError for an unknown field.

@@ -1,7 +1,7 @@
 """Presets: the loops of published papers and releases, as policies.
 
 Sources: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487), Fast-dLLM (arXiv:2505.22618), SDAR
-(arXiv:2510.06303), and the released code of LLaDA2 and Fast-dLLM v2. ``docs/reference/policies.md``
+(arXiv:2510.06303), and the released code of RND1, LLaDA2 and Fast-dLLM v2. ``docs/reference/policies.md``
 describes each preset.
 """
 
@@ -10,6 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dlm_runtime.policy import Policy
+
+_BLOCKS = Policy(
+    commit="dynamic",
+    schedule="block",
+    compare=">",
+    threshold=0.95,
+    cache="block",
+    block_length=0,
+)
 
 PRESETS = {
     # Each pass commits one token: the token with the highest score. Blocks have 32 positions.
@@ -31,16 +40,20 @@ PRESETS = {
     ),
     # The loop of Fast-dLLM, for denoisers whose rows predict the next position.
     "dream-block": Policy(commit="threshold", threshold=0.9, cache="dual"),
+    # The whole generation is one block. After pass k of N, the floor(masked * (N - k) / N)
+    # positions with the highest entropies stay masked. 256 passes are the default of the released
+    # code, and the released code generates one token less than it is asked for.
+    "rnd1": Policy(
+        score="entropy", schedule="floor", block_length=0, steps_per_block=256, reserve="end"
+    ),
     # For block-causal networks. The block length is the block length of the network, and the cache
     # is exact. Each pass commits all tokens above the threshold, but at least the planned number of
-    # tokens.
-    "sdar": Policy(commit="dynamic", compare=">", threshold=0.85, cache="block", block_length=0),
-    "llada2": Policy(commit="dynamic", compare=">", threshold=0.95, cache="block", block_length=0),
+    # tokens. The planned number is the same in every block.
+    "sdar": _BLOCKS.with_fields({"threshold": 0.85}),
+    "llada2": _BLOCKS,
     # The loop of LLaDA2, followed by more passes over each finished block. These passes replace a
     # token if another token is clearly more likely.
-    "llada2.1": Policy(
-        commit="dynamic", compare=">", threshold=0.95, remask="edit", cache="block", block_length=0
-    ),
+    "llada2.1": _BLOCKS.with_fields({"remask": "edit"}),
     # Fast-dLLM v2 fills eight positions of a block before it continues with the next eight.
     "fast-dllm-v2": Policy(
         commit="threshold", compare=">", cache="block", block_length=0, sub_block_length=8

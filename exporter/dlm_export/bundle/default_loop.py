@@ -1,7 +1,7 @@
 """Reads and writes the manifest's entry for the default loop.
 
 The default loop is the decoding loop that runs if a request names no preset. In a new bundle, the
-default loop is the adaptive loop that was published for the model family. ``dlm-export effort`` can
+default loop is the loop that was published for the model family. ``dlm-export effort`` can
 fit a different loop to the bundle. If the fitted loop is not one of the published presets, the loop
 is stored as a preset named ``fitted``.
 """
@@ -19,7 +19,7 @@ a tenth worse.
 """
 FITTED = "fitted"
 """Name of the preset that contains a fitted loop."""
-PUBLISHED = "the adaptive loop published for this family"
+PUBLISHED = "the loop published for this family"
 NOT_FITTED = f"{PUBLISHED}; `dlm-export effort` fits one to the bundle"
 
 

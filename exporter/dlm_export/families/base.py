@@ -121,7 +121,7 @@ class Family:
     architectures: tuple[str, ...]
     description: str
     default_preset: str
-    """The preset of the adaptive loop that was published for the family. A bundle uses
+    """The preset of the loop that was published for the family. A bundle uses
     ``default_preset`` until a different default loop is fitted.
     """
     read: Callable[[Checkpoint, Overrides], NetworkSpec]

@@ -15,4 +15,4 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
     return mixture_network(checkpoint, overrides, "rnd1", shift=1)
 
 
-FAMILY = Family("rnd1", ("RND1LM",), "RND1 30B-A3B", "dream-block", read_network, MIXTURE.origins)
+FAMILY = Family("rnd1", ("RND1LM",), "RND1 30B-A3B", "rnd1", read_network, MIXTURE.origins)

@@ -22,7 +22,7 @@ from dlm_export.network.denoiser import Block, Past
 from dlm_export.network.layered import BATCH_TOKENS, Head, Layered, MemoryLimitError
 from dlm_export.network.reference import Run, outside, store
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.turns import Canvas
+from dlm_export.network.turns import Canvas, reserve_end
 from dlm_runtime.policy import Policy
 
 HELD = 250_000_000
@@ -36,6 +36,7 @@ class _Course:
     """A running request, with the request's cache and the canvases before and after each pass."""
 
     def __init__(self, network: NetworkSpec, canvas: Canvas, policy: Policy) -> None:
+        canvas = reserve_end(canvas, policy, network.eos_token_ids)
         self.run = Run(network, canvas, policy)
         self.canvases = [canvas]
         self.cache: list[Past | None] = [None] * len(network.layers)

@@ -75,8 +75,9 @@ class Stage:
 
     - ``kind``: "prefill" fills a cache before a block is decided, "store" stores a finished block,
       and "denoise" decides positions.
-    - ``is_repeated``: True if passes repeat until ``[first, last)`` is decided. If False, there is
-      one pass.
+    - ``first``, ``last``: the positions to score and decide.
+    - ``awaited``: passes repeat until ``[first, awaited)`` is decided. If ``awaited`` equals
+      ``first``, there is one pass.
     - ``steps``: the number of passes planned for these positions.
     - ``start``, ``end``: the block to which the positions belong.
     - ``is_last``: True if this stage is the last stage of the block.
@@ -84,13 +85,17 @@ class Stage:
 
     span: Span
     kind: str
-    is_repeated: bool
     first: int
     last: int
+    awaited: int
     steps: int
     start: int
     end: int
     is_last: bool
+
+    @property
+    def is_repeated(self) -> bool:
+        return self.awaited > self.first
 
 
 def block_length_of(policy: Policy, visible_block: int | None) -> int:
@@ -147,14 +152,14 @@ def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[
             Stage, first=start, last=end, steps=steps, start=start, end=end
         )
         if policy.cache == "none":
-            yield of_block(Span(0, length, "drop"), "denoise", is_repeated=True, is_last=True)
+            yield of_block(Span(0, length, "drop"), "denoise", awaited=end, is_last=True)
             continue
         last = end if policy.cache == "dual" else length
         opening = Span(0, length, "keep")
         if policy.refresh and before is not None:
             opening = Span(max(0, min(start - policy.refresh, before)), last, "keep")
-        yield of_block(opening, "prefill", is_repeated=False, is_last=False)
-        yield of_block(Span(start, last, "drop"), "denoise", is_repeated=True, is_last=True)
+        yield of_block(opening, "prefill", awaited=start, is_last=False)
+        yield of_block(Span(start, last, "drop"), "denoise", awaited=end, is_last=True)
         before = start
 
 
@@ -171,8 +176,9 @@ def _block_causal_stages(
     predicts the first token of the block. The storing pass computes this row.
 
     With ``block-dual``, blocks are divided into sub-blocks. The first pass of each sub-block
-    computes the whole block, and stores the keys and values of the block. Further passes compute
-    only the sub-block, and read the stored keys and values of the other rows.
+    computes the whole block, and stores the keys and values of the block. With ``shift`` 1, such
+    passes repeat until the first position of the sub-block is decided. Further passes compute only
+    the sub-block, and read the stored keys and values of the other rows.
     """
     length = len(undecided)
     has_cache, stored = policy.cache != "none", 0
@@ -181,30 +187,31 @@ def _block_causal_stages(
         size = policy.sub_block_length or end - start
         firsts = range(start, end, size)
         shares = [max(1, share) for share in transfer_counts(steps, len(firsts))]
-        once = functools.partial(Stage, is_repeated=False, start=start, end=end, is_last=False)
+        early = functools.partial(Stage, start=start, end=end, is_last=False)
         if has_cache and stored < start:
             kind = "store" if number else "prefill"
             opened = min(start + size, end)
             if policy.store == "open" and undecided[start:opened].any():
                 opening = Span(stored, end, "append")
-                yield once(opening, kind, first=start, last=opened, steps=shares[0])
+                yield early(opening, kind, first=start, last=opened, awaited=start, steps=shares[0])
             else:
                 storing = Span(stored, start, "append")
-                yield once(storing, kind, first=start, last=start + shift, steps=1)
+                yield early(storing, kind, first=start, last=start + shift, awaited=start, steps=1)
         elif shift and start and not has_cache:
             whole = Span(0, length, "drop")
-            yield once(whole, "denoise", first=start, last=start + shift, steps=1)
+            yield early(whole, "denoise", first=start, last=start + shift, awaited=start, steps=1)
         kept = "append" if policy.store == "reuse" else "drop"
         span = Span(start, end, kept) if has_cache else Span(0, length, "drop")
         for first, share in zip(firsts, shares, strict=True):
             last = min(first + size, end)
             if has_parts and undecided[first:last].any():
                 opening = Span(start, end, "append")
-                yield once(opening, "prefill", first=first, last=last, steps=share)
-            # The row before a sub-block predicts the sub-block's first position, so the span
-            # includes that row.
-            now = Span(max(start, first - shift), last, "drop") if has_parts else span
-            yield Stage(now, "denoise", True, first, last, share, start, end, last == end)
+                # The row before the sub-block predicts the sub-block's first position.
+                yield early(
+                    opening, "prefill", first=first, last=last, awaited=first + shift, steps=share
+                )
+            now = Span(first, last, "drop") if has_parts else span
+            yield Stage(now, "denoise", first, last, last, share, start, end, last == end)
         stored = end if policy.store == "reuse" else start
 
 

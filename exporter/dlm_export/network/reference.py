@@ -28,7 +28,7 @@ from dlm_export.network.denoiser import Denoiser, Past
 from dlm_export.network.passes import Span
 from dlm_export.network.proposers import Proposer, make_proposer
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.turns import Canvas, choose_in, start_canvas, turns
+from dlm_export.network.turns import Canvas, choose_in, reserve_end, start_canvas, turns
 from dlm_runtime.policy import Policy
 
 
@@ -91,6 +91,8 @@ class Run:
         """
         self.network, self.policy = network, policy
         self.proposer = proposer or make_proposer(network.mask_token_id, policy)
+        if proposer is None:
+            canvas = reserve_end(canvas, policy, network.eos_token_ids)
         self.tokens, self.undecided = canvas.tokens.copy(), canvas.undecided.copy()
         self.nfe = 0
         # The tokens that the last pass proposed for undecided positions, and -1 for other
@@ -208,7 +210,7 @@ def fill(
     The loop stops after ``max_steps`` passes. If ``max_steps`` is 0, there is no limit.
     """
     run = Run(denoiser.network, canvas, policy, steps, proposer)
-    given = torch.from_numpy(~canvas.undecided)
+    given = torch.from_numpy(~run.undecided)
     conditional, unconditional = _Passes(denoiser, cache_dtype), _Passes(denoiser, cache_dtype)
     while (span := run.advance()) is not None:
         if max_steps and run.nfe == max_steps:

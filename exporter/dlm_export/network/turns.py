@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dlm_export.network.passes import FULL_CACHES, Looped, Span, Stage, plan, transfer_counts
+from dlm_export.network.passes import (
+    FULL_CACHES,
+    Looped,
+    Span,
+    Stage,
+    plan,
+    transfer_counts,
+)
 from dlm_runtime.policy import Policy
 
 
@@ -37,6 +44,18 @@ def start_canvas(tokens: Sequence[int], max_new_tokens: int, mask_token_id: int)
     """
     canvas = np.array([*tokens, *[mask_token_id] * max_new_tokens], np.int64)
     return Canvas(canvas, canvas == mask_token_id)
+
+
+def reserve_end(canvas: Canvas, policy: Policy, eos_token_ids: Sequence[int]) -> Canvas:
+    """Return a canvas with an end token at its last position, if the policy reserves this position.
+
+    Nothing is reserved if the last position is decided or is the only undecided position.
+    """
+    tokens, undecided = canvas.tokens.copy(), canvas.undecided.copy()
+    if policy.reserve == "none" or not eos_token_ids or not undecided[-1]:
+        return canvas
+    tokens[-1], undecided[-1] = eos_token_ids[0], False
+    return Canvas(tokens, undecided) if undecided.any() else canvas
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,12 +105,14 @@ def turns(
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     scaffold(0, len(tokens))
-    passes, step, counts = 0, 0, [0]
+    passes, step, masked, counts = 0, 0, 0, [0]
     before: Stage | None = None
     for stage in plan(wanted, policy, looped, steps):
         if before is None or (before.first, before.last) != (stage.first, stage.last):
             step = 0
-            counts = transfer_counts(int(undecided[stage.first : stage.last].sum()), stage.steps)
+            masked = int(undecided[stage.first : stage.last].sum())
+            shared = stage.last - stage.first if policy.schedule == "block" else masked
+            counts = transfer_counts(shared, stage.steps)
         before, is_made = stage, False
         # The first pass of a block is skipped on two conditions: no position of the block is
         # undecided, and no later block needs the rows that the pass stores. With ``refresh``, later
@@ -101,7 +122,8 @@ def turns(
         own = slice(stage.first, stage.last)
         while True:
             scaffold(stage.start, stage.end)
-            if not (undecided[own].any() if stage.is_repeated else not is_made):
+            is_first = not is_made and (undecided[own].any() or not stage.is_repeated)
+            if not (is_first or undecided[stage.first : stage.awaited].any()):
                 break
             positions = stage.first + np.flatnonzero(undecided[own])
             is_made = True
@@ -110,6 +132,8 @@ def turns(
             planned = counts[step] if step < stage.steps else 1
             if policy.commit == "timestep":
                 planned = timestep_count(len(positions), step, stage.steps, policy.timestep_eps)
+            elif policy.schedule == "floor":
+                planned = floor_count(masked, len(positions), stage.steps)
             # With ``shift`` 1, the row before the block predicts the block's first position. Only
             # the first pass of the block computes that row, so the position must commit in this
             # pass.
@@ -182,6 +206,17 @@ def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
     from_end = float(end) - increment * (steps - places)
     t = np.where(places < (steps + 1) // 2, 1.0 + increment * places, from_end).astype(np.float32)
     return max(1, int(np.float32(masked) * (np.float32(1) - t[step + 1] / t[step])))
+
+
+def floor_count(masked: int, left: int, steps: int) -> int:
+    """Return how many positions RND1's schedule commits in a pass that starts with ``left`` of
+    ``masked`` positions undecided.
+
+    After pass k of N, the schedule leaves floor(masked * (N - k) / N) positions masked, computed in
+    fp32. Passes of the published code that commit nothing are skipped.
+    """
+    kept = (np.float32(masked) * (np.arange(steps) / steps).astype(np.float32)).astype(int)
+    return left - int(kept[kept < left].max(initial=0))
 
 
 Word = TypeVar("Word", int, Any)

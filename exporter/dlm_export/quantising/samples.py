@@ -12,7 +12,7 @@ import numpy as np
 from dlm_calibration.samples import Sample, builtin_samples, read_samples, samples_sha256
 from dlm_calibration.states import State, Trajectories, make_states, random_tokens
 from dlm_export.network.spec import NetworkSpec
-from dlm_export.network.turns import Canvas, start_canvas
+from dlm_export.network.turns import Canvas, reserve_end, start_canvas
 from dlm_runtime.errors import RequestError
 from dlm_runtime.policy import Policy
 from dlm_runtime.text.tokenizer import Tokenizer
@@ -202,7 +202,8 @@ def trajectories(
         prompt_length = sample.prompt_length or max(1, len(sample.tokens) // 2)
         room = c.max_canvas_length - prompt_length
         length = min(room, -(-(len(sample.tokens) - prompt_length) // block_length) * block_length)
-        return start_canvas(sample.tokens[:prompt_length].tolist(), length, c.mask_token_id)
+        canvas = start_canvas(sample.tokens[:prompt_length].tolist(), length, c.mask_token_id)
+        return reserve_end(canvas, policy, c.eos_token_ids)
 
     def run(samples: Sequence[Sample]) -> Iterator[list[np.ndarray]]:
         starts = [start(sample) for sample in samples]

@@ -259,6 +259,8 @@ class RequestOptions(TypedDict, total=False):
     top_k: int
     score_of: str
     cfg_scale: float
+    schedule: str
+    reserve: str
 
 
 class InfillOptions(RequestOptions, total=False):

@@ -217,6 +217,18 @@ typedef struct dlm_policy {
                            + 1)(with - without). Here `with` means the logits of the first canvas,
                            and `without` means the logits of the second canvas. The request fails
                            with UNSUPPORTED if the engine runs only one canvas per pass */
+  const char* schedule; /* for commit "static", "dynamic" and "sequential": the number of positions
+                           that each of the planned passes commits. "masked" (default): the masked
+                           positions of the block are divided evenly among the passes | "block": all
+                           positions of the block are divided evenly, including given positions, so
+                           a block that starts with given tokens needs fewer passes | "floor": after
+                           pass k of n, floor(m * (n - k) / n) of the m masked positions are still
+                           masked */
+  const char* reserve;  /* "none" (default) | "end": the last position of the canvas is not
+                           generated. It holds an end token from the start, and counts as given.
+                           "end" has no effect if the last position is given or is the only masked
+                           position, if the denoiser has no end token, or if the request has a
+                           constraint */
 } dlm_policy;
 /* Sets *policy to the policy of LLaDA: commit "static", score "confidence", blocks of 32 tokens,
  * and no cache. */

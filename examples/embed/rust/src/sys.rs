@@ -49,6 +49,8 @@ pub struct dlm_policy {
     pub top_k: i32,
     pub score_of: *const c_char,
     pub cfg_scale: f64,
+    pub schedule: *const c_char,
+    pub reserve: *const c_char,
 }
 
 #[repr(C)]

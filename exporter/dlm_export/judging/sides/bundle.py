@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 
 from dlm_export.machine import this_machine
-from dlm_export.network.turns import Canvas, Turn, random_scores, scored_by, start_canvas
+from dlm_export.network.turns import (
+    Canvas,
+    Turn,
+    random_scores,
+    reserve_end,
+    scored_by,
+    start_canvas,
+)
 from dlm_runtime import Bundle, Generation, Policy
 
 
@@ -53,7 +60,8 @@ class BundlePredictor:
         after = [
             Canvas(np.array(event.canvas, np.int64), np.array(event.undecided)) for event in events
         ]
-        return [start_canvas(tokens, max_new_tokens, self.mask_token_id), *after]
+        start = start_canvas(tokens, max_new_tokens, self.mask_token_id)
+        return [reserve_end(start, policy, self.eos_token_ids), *after]
 
     def scores(self, turn: Turn, logits: np.ndarray, policy: Policy) -> np.ndarray:
         """See ``Predictor``."""

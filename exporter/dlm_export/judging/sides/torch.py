@@ -13,7 +13,7 @@ import torch
 from dlm_export.network import proposers
 from dlm_export.network import reference as loop
 from dlm_export.network.denoiser import Denoiser
-from dlm_export.network.turns import Canvas, Turn, start_canvas
+from dlm_export.network.turns import Canvas, Turn, reserve_end, start_canvas
 from dlm_runtime import Policy
 
 
@@ -54,7 +54,8 @@ class TorchPredictor:
 
     def states(self, tokens: Sequence[int], max_new_tokens: int, policy: Policy) -> list[Canvas]:
         """See ``Predictor``."""
-        seen = [start_canvas(tokens, max_new_tokens, self.mask_token_id)]
+        start = start_canvas(tokens, max_new_tokens, self.mask_token_id)
+        seen = [reserve_end(start, policy, self.eos_token_ids)]
         done = loop.fill(self.denoiser, seen[0], policy, on_step=seen.append)
         return [*seen[: done.nfe], Canvas(np.array(done.tokens), np.zeros(len(done.tokens), bool))]
 

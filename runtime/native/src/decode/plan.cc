@@ -56,8 +56,9 @@ std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& pol
       const CacheUse use = is_stored    ? (cached > 0 ? CacheUse::refresh : CacheUse::write)
                            : cached > 0 ? CacheUse::read
                                         : CacheUse::none;
+      const Range awaited = is_repeated ? block.range : Range{};
       plan.push_back({rows, cached, use, is_stored ? PassKind::prefill : PassKind::denoise,
-                      is_repeated, block.range, block.steps, block.range, is_repeated});
+                      block.range, awaited, block.steps, block.range, is_repeated});
     };
     const int32_t start = block.range.first,
                   last = policy.cache == Cache::prefix ? length : block.range.last;
@@ -106,10 +107,11 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
     };
     const Range opened{start, std::min(start + size, end)};
     const bool is_opened = policy.store == Store::open && has_undecided(undecided, opened);
-    const auto add = [&](Range rows, int32_t cached, CacheUse use, PassKind kind, bool is_repeated,
-                         Range decided, int32_t steps, bool is_last = false) {
-      plan.push_back({rows, cached, use, kind, is_repeated, decided, steps, block.range, is_last});
+    const auto add = [&](Range rows, int32_t cached, CacheUse use, PassKind kind, Range decided,
+                         Range awaited, int32_t steps, bool is_last = false) {
+      plan.push_back({rows, cached, use, kind, decided, awaited, steps, block.range, is_last});
     };
+    const Range once{};
     while (has_cache && stored < start) {
       const int32_t wanted = is_opened ? end : start;
       const int32_t at_once =
@@ -117,17 +119,17 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
       if (is_opened && at_once == end) {
         // This pass also stores the rows of the block itself. Later passes over the block overwrite
         // these rows.
-        add({stored, end}, stored, CacheUse::append, before, false, opened, steps_of(0));
+        add({stored, end}, stored, CacheUse::append, before, opened, once, steps_of(0));
         stored = start;
         break;
       }
       const int32_t last = std::min(at_once, start);
       const Range decided{start, last == start ? start + shift : start};
-      add({stored, last}, stored, CacheUse::append, before, false, decided, 1);
+      add({stored, last}, stored, CacheUse::append, before, decided, once, 1);
       stored = last;
     }
     if (!has_cache && shift > 0 && start > 0)
-      add(whole, 0, CacheUse::none, PassKind::denoise, false, {start, start + shift}, 1);
+      add(whole, 0, CacheUse::none, PassKind::denoise, {start, start + shift}, once, 1);
     const Range rows = has_cache ? block.range : whole;
     const int32_t cached = has_cache ? start : 0;
     const CacheUse use = policy.store == Store::reuse ? CacheUse::append
@@ -138,16 +140,16 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
       const int32_t steps = steps_of(number);
       const bool is_last = number == count - 1;
       if (!has_parts) {
-        add(rows, cached, use, PassKind::denoise, true, decided, steps, is_last);
+        add(rows, cached, use, PassKind::denoise, decided, decided, steps, is_last);
         continue;
       }
+      // A shifted denoiser predicts the first position of the sub-block in the row before the
+      // sub-block. So passes over the whole block repeat until this position is decided.
       if (has_undecided(undecided, decided))
-        add(rows, cached, CacheUse::append, PassKind::prefill, false, decided, steps);
-      // The pass reads the cached rows of the block's other positions. With a shifted denoiser, it
-      // also computes the row before the sub-block, which predicts the sub-block's first position.
-      const Range part{std::max(start, decided.first - shift), decided.last};
-      const int32_t around = end - part.tokens();
-      add(part, around, around > 0 ? CacheUse::read : CacheUse::none, PassKind::denoise, true,
+        add(rows, cached, CacheUse::append, PassKind::prefill, decided,
+            {decided.first, decided.first + shift}, steps);
+      const int32_t around = end - decided.tokens();
+      add(decided, around, around > 0 ? CacheUse::read : CacheUse::none, PassKind::denoise, decided,
           decided, steps, is_last);
     }
     if (policy.store == Store::reuse) stored = end;

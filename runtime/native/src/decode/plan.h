@@ -14,8 +14,9 @@
 //   - `block` (SDAR, arXiv:2510.06303): exact for block-causal attention. Each pass runs one block,
 //     and reads the cached rows of the finished blocks. One more pass stores each finished block.
 //   - `block-dual` (Fast-dLLM v2, arXiv:2509.26328): like `dual`, but each block is divided into
-//     sub-blocks. One pass over the whole block opens each sub-block. The other passes run only the
-//     sub-block.
+//     sub-blocks. Passes over the whole block open each sub-block: one pass, or with a shifted
+//     denoiser as many passes as it takes to decide the first position of the sub-block. The other
+//     passes run only the sub-block.
 // exporter/dlm_export/network/passes.py implements the same plan.
 //
 // A stage is one or more passes over the same range of positions. Requests and pass makers rely on
@@ -25,7 +26,8 @@
 //   - An earlier stage has stored every row that a stage reads. With `append`, a stage reads the
 //     positions before `rows`. With `read` and `refresh`, a stage reads all positions except
 //     `rows`. But with block-causal attention, a stage never reads positions after the block's end.
-//   - Each undecided position of a block is in `decided` of one of the block's repeated stages.
+//   - Each undecided position of a block is in `decided` of one of the block's repeated stages, and
+//     this stage waits for the position.
 #pragma once
 
 #include <cstdint>
@@ -52,12 +54,15 @@ struct Stage {
   int32_t cached;  // number of positions outside `rows` whose cached rows the passes read
   CacheUse use;    // whether and how the passes store their rows
   PassKind kind;
-  // true: repeat passes until all positions of `decided` are decided; false: one pass.
-  bool is_repeated;
   Range decided;  // positions to score and decide; empty if the stage only stores rows
+  // Passes repeat until all positions of `awaited` are decided. If `awaited` is empty, the stage
+  // makes one pass.
+  Range awaited;
   int32_t steps;  // number of passes planned to decide `decided`
   Range block;    // block that the stage belongs to; is_last marks the last stage of the block
   bool is_last;
+
+  bool is_repeated() const { return awaited.tokens() > 0; }
 };
 
 // Checks that the policy suits the denoiser. Returns the policy with the block length that the

@@ -100,6 +100,23 @@ int32_t even_count(int32_t masked, int32_t step, int32_t steps) {
   return step < steps ? masked / steps + (step < masked % steps ? 1 : 0) : 1;
 }
 
+int32_t floor_count(int32_t masked, int32_t left, int32_t steps) {
+  const auto kept = [&](int32_t k) {
+    return static_cast<int32_t>(static_cast<float>(masked) *
+                                static_cast<float>(static_cast<double>(k) / steps));
+  };
+  // Finds the largest k below `steps` for which fewer than `left` positions stay masked.
+  int32_t lowest = 0, highest = steps - 1;
+  while (lowest < highest) {
+    const int32_t k = highest - (highest - lowest) / 2;
+    if (kept(k) < left)
+      lowest = k;
+    else
+      highest = k - 1;
+  }
+  return left - kept(lowest);
+}
+
 int32_t timestep_count(int32_t masked, int32_t step, int32_t steps, double eps) {
   if (step >= steps - 1) return masked;
   // Computes torch.linspace(1, eps, steps + 1) in fp32. Like torch, this code computes each value

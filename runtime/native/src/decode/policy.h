@@ -44,6 +44,10 @@ enum class Stop { eos, none };
 inline constexpr const char* kStopNames[] = {"eos", "none", nullptr};
 enum class Store { pass, reuse, open };
 inline constexpr const char* kStoreNames[] = {"pass", "reuse", "open", nullptr};
+enum class Schedule { masked, block, floor };
+inline constexpr const char* kScheduleNames[] = {"masked", "block", "floor", nullptr};
+enum class Reserve { none, end };
+inline constexpr const char* kReserveNames[] = {"none", "end", nullptr};
 enum class ScoreOf { prediction, draw, marginal };
 inline constexpr const char* kScoreOfNames[] = {"prediction", "draw", "marginal", nullptr};
 
@@ -79,7 +83,9 @@ constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == 
   NUMBER(top_p, double, 1, 0, 1)                   \
   NUMBER(top_k, int32_t, 0, 0, 1 << 24)            \
   CHOICE(score_of, ScoreOf)                        \
-  NUMBER(cfg_scale, double, 0, 0, 1000)
+  NUMBER(cfg_scale, double, 0, 0, 1000)            \
+  CHOICE(schedule, Schedule)                       \
+  CHOICE(reserve, Reserve)
 
 // A policy that check_policy has checked. dlm_runtime.h documents the fields.
 struct Policy {
@@ -140,6 +146,12 @@ Policy check_policy(const dlm_policy& policy);
 // Splits `masked` positions evenly over `steps` steps. Returns the number of positions to commit at
 // step `step`. If the shares cannot be equal, earlier steps get the larger shares.
 int32_t even_count(int32_t masked, int32_t step, int32_t steps);
+
+// Returns the number of positions that the schedule "floor" (RND1) commits in a pass that starts
+// with `left` of `masked` positions undecided. If floor(masked * k / steps) positions stay masked
+// for some k, the published code runs passes that commit nothing until k is small enough. This
+// function skips these passes. The function computes in fp32, like the published code.
+int32_t floor_count(int32_t masked, int32_t left, int32_t steps);
 
 // Returns the number of positions that Dream's schedule commits at a step. This number is at least
 // 1. The function computes in fp32, like Dream's published code. The last step commits all

@@ -38,6 +38,7 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
       top_count_(static_cast<size_t>(top_log_probs)) {
   if (policy_.cache != Cache::none && !denoiser_.has_cache)
     fail(DLM_UNSUPPORTED, "policy: this denoiser has no key/value cache: use cache = \"none\"");
+  reserve();
   for (const uint8_t is_undecided : undecided_) is_given_.push_back(is_undecided == 0);
   if (guidance() > 0) {
     if (engine.max_batch() < 2)
@@ -62,6 +63,17 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
   settle();
 }
 
+void Request::reserve() {
+  const bool can_end = !denoiser_.eos_token_ids.empty() && !is_constrained_;
+  const auto length = static_cast<int32_t>(canvas_.size());
+  if (policy_.reserve == Reserve::none || !can_end || length == 0 || undecided_.back() == 0 ||
+      count_undecided({0, length}) == 1)
+    return;
+  canvas_.back() = denoiser_.eos_token_ids.front();
+  undecided_.back() = 0;
+  is_reserved_ = true;
+}
+
 int32_t Request::count_undecided(Range range) const {
   return static_cast<int32_t>(
       std::count(undecided_.begin() + range.first, undecided_.begin() + range.last, 1));
@@ -72,11 +84,11 @@ void Request::check_limits(const Engine& engine) const {
   const bool is_prefix = policy_.cache == Cache::prefix, is_full = dlm::is_full(policy_.cache);
   for (const Stage& stage : plan_) {
     const int32_t tokens = stage.rows.tokens();
-    const bool is_opening = is_full && !stage.is_repeated;
+    const bool is_opening = is_full && !stage.is_repeated();
     int32_t rows = count_undecided(stage.decided);
     // The block's opening pass decides at least one position. So each later pass scores at least
     // one position less than the opening pass.
-    if (is_full && stage.is_repeated) --rows;
+    if (is_full && stage.is_repeated()) --rows;
     if (is_full && rows == 0) continue;
     if (stage.is_last && policy_.remask == Remask::edit) rows = count_undecided(stage.block);
     if (std::max(1, rows) <= engine.max_rows(tokens, stage.cached)) continue;
@@ -184,7 +196,7 @@ PassLoad Request::load_of(const Stage& stage, size_t rows) const {
 PassLoad Request::usual_load(const PassCost& cost) const {
   PassLoad most;
   for (size_t number = stage_; number < plan_.size(); ++number) {
-    if (!plan_[number].is_repeated) continue;
+    if (!plan_[number].is_repeated()) continue;
     const PassLoad load = load_of(plan_[number], plan_[number].decided.tokens());
     if (cost.share(load) > cost.share(most)) most = load;
   }
@@ -243,7 +255,7 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
   // A shifted denoiser predicts the first position of a block in the row before the block. With a
   // cache for full attention, only the block's opening pass computes this row. So the first
   // position must commit in the opening pass.
-  const bool is_opening = !stage().is_repeated && is_full(policy_.cache);
+  const bool is_opening = !stage().is_repeated() && is_full(policy_.cache);
   if (is_opening && denoiser_.shift == 1 && positions_[0] == stage().block.first) {
     // The first position gets the highest score, so that this position commits. If this position
     // stayed undecided, the next pass would have to score row -1, which does not exist.
@@ -252,13 +264,24 @@ void Request::propose(const Predictions& predictions, Proposals& proposals) {
   }
 }
 
-void Request::commit(const Predictions& predictions, const Proposals& proposals) {
+int32_t Request::planned() const {
   const int32_t steps = stage().steps;
-  const int32_t planned = policy_.commit == Commit::timestep
-                              ? timestep_count(static_cast<int32_t>(positions_.size()), step_,
-                                               steps, policy_.timestep_eps)
-                              : even_count(masked_, step_, steps);
-  order_.resize(static_cast<size_t>(choose(policy_, proposals.scores, planned, order_)));
+  const auto left = static_cast<int32_t>(positions_.size());
+  if (policy_.commit == Commit::timestep)
+    return timestep_count(left, step_, steps, policy_.timestep_eps);
+  switch (policy_.schedule) {
+    case Schedule::masked:
+      return even_count(masked_, step_, steps);
+    case Schedule::block:
+      return even_count(stage().decided.tokens(), step_, steps);
+    case Schedule::floor:
+      break;
+  }
+  return floor_count(masked_, left, steps);
+}
+
+void Request::commit(const Predictions& predictions, const Proposals& proposals) {
+  order_.resize(static_cast<size_t>(choose(policy_, proposals.scores, planned(), order_)));
   limit(proposals, order_);
   for (size_t row = 0; row < positions_.size(); ++row) {
     guess_[positions_[row]] = proposals.tokens[row];
@@ -367,6 +390,7 @@ dlm_result Request::result() const {
     found.prompt_tokens += is_given_[at];
     found.completion_tokens += !is_given_[at] && !is_ended;
   }
+  found.prompt_tokens -= is_reserved_;
   found.finish = finish_;
   if (finish_ == DLM_FINISH_NONE)
     found.finish = is_ended                ? DLM_FINISH_STOP
@@ -408,8 +432,8 @@ void Request::settle(const Predictions* predictions) {
     // recompute the rows before this block.
     const bool is_idle =
         !is_undecided && (is_full(policy_.cache) ? policy_.refresh == 0 : now.rows == now.block);
-    if (now.is_repeated ? is_undecided : !is_made_ && !is_idle && (is_stored || is_undecided))
-      return;
+    const bool is_first = !is_made_ && !is_idle && (is_stored || is_undecided);
+    if (is_first || count_undecided(now.awaited) > 0) return;
     if (now.is_last) {
       is_editing_ = policy_.remask == Remask::edit && edits_ < policy_.edit_passes &&
                     (edits_ == 0 || committed_ > 0);

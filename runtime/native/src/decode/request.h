@@ -121,10 +121,14 @@ class Request {
   Turn turn() const {
     return {canvas_, undecided_, positions_, stage().block, planned_nfe(), is_editing_};
   }
+  // Puts an end token at the last position if the policy reserves this position. The position then
+  // counts as given.
+  void reserve();
   int32_t count_undecided(Range range) const;
   void check_limits(const Engine& engine) const;
   void check_prediction(size_t row, int32_t token, double prob, double score) const;
   void propose(const Predictions& predictions, Proposals& proposals);
+  int32_t planned() const;  // returns the number of positions that the schedule commits next
   void commit(const Predictions& predictions, const Proposals& proposals);
   void edit(const Predictions& predictions, const Proposals& proposals);
   void limit(const Proposals& proposals, std::vector<int32_t>& chosen) const;
@@ -142,6 +146,7 @@ class Request {
   std::vector<int32_t> canvas_, unconditional_;
   std::vector<uint8_t> undecided_;
   std::vector<bool> is_given_;
+  bool is_reserved_ = false;
   std::vector<Stage> plan_;
   size_t stage_ = 0;
   // is_made_: the stage has made a pass. is_editing_: all positions of the block are decided, but

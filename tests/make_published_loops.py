@@ -1,0 +1,349 @@
+"""Writes tests/golden/published_loops.json: the passes and canvases of the authors' decoding loops.
+
+The authors' code is not part of this repository. Check out these four files, and pass their paths:
+
+    python tests/make_published_loops.py SDAR LLADA2 FAST_DLLM_V2 RND1
+
+    SDAR          generate.py of github.com/JetAstra/SDAR, commit c2041a8
+    LLADA2        modeling_llada2_moe.py of LLaDA2.0. The copy that was used is in
+                  dllm/pipelines/llada2/models of github.com/ZHZisZZ/dllm, commit 62ebe4f
+    FAST_DLLM_V2  v2/generation_functions.py of github.com/NVlabs/Fast-dLLM, commit 8292f3c
+    RND1          rnd/sampling.py of github.com/RadicalNumerics/RND1, commit 87d5f46
+
+LLADA2 needs transformers 4.57. The script calls the authors' loops without changes. It only
+replaces the network by a small random network, and SDAR's random draws by the most likely tokens.
+Each request is repeated with new weights until no decision of the loop is close, so that rounding
+errors of another machine cannot change a decision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from published import END, MASK, prompt_of, random_network
+from torch import Tensor
+
+GOLDEN = Path(__file__).parent / "golden" / "published_loops.json"
+CLOSE = 1e-4
+"""Two logits or scores that differ by less than this are close."""
+
+
+class UnsuitableError(Exception):
+    """A decision of the loop is close, or the authors' code fails with these weights."""
+
+
+class KnownTokenError(Exception):
+    """SDAR's sampler would replace a known token."""
+
+
+class Network:
+    """The random network, behind the interfaces that the four loops call. It records its passes."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, block: int, shift: int, seed: int, threshold: float | None) -> None:
+        self.denoiser = random_network(block, shift, seed)
+        self.shift, self.threshold = shift, threshold
+        self.passes: list[tuple[int, list[int]]] = []
+        self.stored: list[tuple[Tensor, Tensor]] = []
+        self.block: list[tuple[Tensor, Tensor]] = []
+
+    def eval(self) -> Network:
+        return self
+
+    def parameters(self) -> Any:
+        return self.denoiser.parameters()
+
+    def run(self, ids: Tensor, first: int, past: list[Any]) -> tuple[Tensor, list[Any]]:
+        """Compute the rows from position ``first`` on. Returns logits, and keys and values."""
+        self.passes.append((first, ids[0].tolist()))
+        positions = torch.arange(first, first + ids.shape[1])[None]
+        features, present = self.denoiser.hidden(ids, positions, past or None)
+        logits = self.denoiser.project(features).float()
+        logits[..., MASK] = -1e4  # our loops never predict the mask token
+        self.check(ids[0], logits[0])
+        return logits, present
+
+    def check(self, ids: Tensor, logits: Tensor) -> None:
+        """Raises UnsuitableError if two tokens or two positions are nearly equally good."""
+        if self.shift:
+            ids, logits = ids[1:], logits[:-1]
+        probs = logits[ids == MASK].softmax(-1)
+        if not len(probs):
+            return
+        best = probs.topk(2).values
+        entropy = (probs * (probs + 1e-10).log()).sum(-1)
+        for scores in (best[:, 0], entropy):
+            ranked = scores.sort().values
+            if len(ranked) > 1 and float(ranked.diff().min()) < CLOSE:
+                raise UnsuitableError
+        gaps = [float((best[:, 0] - best[:, 1]).min())]
+        if self.threshold is not None:
+            gaps.append(float((best[:, 0] - self.threshold).abs().min()))
+        if min(gaps) < CLOSE:
+            raise UnsuitableError
+
+    def store(self, present: list[Any], kept: list[Any]) -> list[Any]:
+        if not kept:
+            return present
+        return [
+            (torch.cat((k, new_k), 2), torch.cat((v, new_v), 2))
+            for (k, v), (new_k, new_v) in zip(kept, present, strict=True)
+        ]
+
+    # ---- SDAR calls the model and LLaDA2's method calls self.forward with position_ids. ----
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        store_kv: bool = False,
+        **_: Any,
+    ) -> Any:
+        first = 0 if position_ids is None else int(position_ids[0, 0])
+        logits, present = self.run(input_ids, first, self.stored)
+        if store_kv:
+            self.stored = self.store(present, self.stored)
+        return SimpleNamespace(logits=logits)
+
+
+class KeysAndValues(list[Any]):
+    """The cache that Fast-dLLM v2's loop reads when a text ends."""
+
+    @property
+    def key_cache(self) -> list[Tensor]:
+        return [keys for keys, _ in self]
+
+    @property
+    def value_cache(self) -> list[Tensor]:
+        return [values for _, values in self]
+
+
+class BlockCached(Network):
+    """The interface that Fast-dLLM v2 calls. The loop passes the caches back to the model."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        past_key_values: KeysAndValues | None = None,
+        update_past_key_values: bool = False,
+        block_past_key_values: list[Any] | None = None,
+        replace_position: int = 0,
+        **_: Any,
+    ) -> Any:
+        past = past_key_values
+        start = past[0][0].shape[2] if past else 0
+        last = replace_position + input_ids.shape[1]
+        around: list[Any] = past or []
+        if block_past_key_values is not None:
+            others = [
+                (
+                    torch.cat((k[:, :, :replace_position], k[:, :, last:]), 2),
+                    torch.cat((v[:, :, :replace_position], v[:, :, last:]), 2),
+                )
+                for k, v in block_past_key_values
+            ]
+            around = self.store(others, around)
+        logits, present = self.run(input_ids, start + replace_position, around)
+        return SimpleNamespace(
+            logits=logits,
+            past_key_values=(
+                KeysAndValues(self.store(present, past or [])) if update_past_key_values else past
+            ),
+            block_past_key_values=present,
+        )
+
+    def sample_with_top_p(self, logits: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        """What the released model does at temperature 0."""
+        probs = logits.softmax(-1)
+        return probs.argmax(-1), probs
+
+
+Run = Callable[[ModuleType, Network, list[int], int, dict[str, Any]], list[int]]
+
+
+def run_sdar(
+    code: ModuleType, network: Network, prompt: list[int], new: int, options: dict[str, Any]
+) -> list[int]:
+    drawn, topk = torch.multinomial, torch.topk
+
+    def checked(values: Tensor, count: Any) -> Any:
+        found = topk(values, int(count))
+        if bool(found.values.isneginf().any()):
+            raise KnownTokenError
+        return found
+
+    torch.multinomial = lambda probs, num_samples: probs.argmax(-1, keepdim=True)
+    torch.topk = checked
+    try:
+        out = code.block_diffusion_generate(
+            network,
+            {"input_ids": torch.tensor([prompt])},
+            MASK,
+            gen_length=new,
+            block_length=options["block"],
+            denoising_steps=options["steps"],
+            remasking_strategy=options["strategy"],
+            confidence_threshold=options["threshold"],
+            stopping_criteria_idx=[END],
+        )
+    finally:
+        torch.multinomial, torch.topk = drawn, topk
+    found: list[int] = out[0].tolist()
+    return found
+
+
+def run_llada2(
+    code: ModuleType, network: Network, prompt: list[int], new: int, options: dict[str, Any]
+) -> list[int]:
+    released = code.LLaDA2MoeModelLM
+    for name in ("_top_k_logits", "_top_p_logits", "_get_num_transfer_tokens"):
+        setattr(network, name, getattr(released, name))
+    network._sample_with_temperature_topk_topp = (
+        released._sample_with_temperature_topk_topp.__get__(network)
+    )
+    network.forward = network.__call__
+    out = released.generate(
+        network,
+        torch.tensor([prompt]),
+        block_length=options["block"],
+        steps=options["steps"],
+        gen_length=new,
+        threshold=options["threshold"],
+        eos_id=END,
+        mask_id=MASK,
+    )
+    return [*prompt, *out[0].tolist()]
+
+
+def run_fast_dllm_v2(
+    code: ModuleType, network: Network, prompt: list[int], new: int, options: dict[str, Any]
+) -> list[int]:
+    try:
+        out = code.Fast_dLLM_QwenForCausalLM.batch_sample(
+            network,
+            torch.tensor([prompt]),
+            SimpleNamespace(pad_token_id=END),
+            options["block"],
+            new,
+            options["sub_block"],
+            len(prompt),
+            torch.tensor([len(prompt)]),
+            mask_id=MASK,
+            threshold=options["threshold"],
+            stop_token=END,
+            use_block_cache=options["block_cache"],
+        )
+    except TypeError as err:  # the loop fails if the text ends before a block is stored
+        raise UnsuitableError from err
+    found: list[int] = out[0].tolist()
+    return found
+
+
+def run_rnd1(
+    code: ModuleType, network: Network, prompt: list[int], new: int, options: dict[str, Any]
+) -> list[int]:
+    out = code.diffusion_sample(
+        network,
+        seq_len=len(prompt) + new,
+        num_steps=options["steps"],
+        mask_token_id=MASK,
+        prefix_ids=torch.tensor(prompt),
+        eos_token_id=END,
+        pad_token_id=options["pad"],
+        add_eos_at_end=options["end"],
+    )
+    found: list[int] = out[0].tolist()
+    return found
+
+
+def requests() -> list[tuple[str, int, int, dict[str, Any]]]:
+    """Family, length of the prompt, number of new tokens, options."""
+    found: list[tuple[str, int, int, dict[str, Any]]] = []
+    for block, steps in ((4, 4), (4, 2), (4, 3), (8, 3), (8, 5)):
+        for length in (1, block - 1, block, block + 2, 2 * block + 3):
+            new = -(-(length + block) // block) * block - length + block
+            for strategy in ("low_confidence_dynamic", "low_confidence_static", "sequential"):
+                options = {"block": block, "steps": steps, "strategy": strategy, "threshold": 0.6}
+                found.append(("sdar", length, new, options))
+            options = {"block": block, "steps": steps, "threshold": 0.6}
+            found.append(("llada2", length, new, options))
+    for length in (3, 6):  # the text ends before the last block
+        options = {"block": 4, "steps": 4, "strategy": "low_confidence_dynamic", "threshold": 0.6}
+        found.append(("sdar", length, 16 - length, options | {"ends": True}))
+        del options["strategy"]
+        found.append(("llada2", length, 16 - length, options | {"ends": True}))
+    for block, sub_block in ((8, 4), (8, 2), (16, 4)):
+        for length in (1, 3, block - 2, block + 4, block + 5, 2 * block, 2 * block + 7):
+            for block_cache in (False, True):
+                options = {"block": block, "sub_block": sub_block, "threshold": 0.6}
+                options["block_cache"] = block_cache
+                found.append(("fast-dllm-v2", length, 2 * block, options))
+    for length, new in ((1, 9), (5, 16)):
+        for steps in (1, 3, 7, 11, 15, 20):
+            for end in (True, False):
+                found.append(("rnd1", length, new, {"steps": steps, "end": end, "pad": 3}))
+    return found
+
+
+RUNS: dict[str, tuple[type[Network], Run]] = {
+    "sdar": (Network, run_sdar),
+    "llada2": (Network, run_llada2),
+    "fast-dllm-v2": (BlockCached, run_fast_dllm_v2),
+    "rnd1": (Network, run_rnd1),
+}
+
+
+def load(path: Path) -> ModuleType:
+    """Import a file as a module of the package in its folder, because it may import its neighbours."""
+    sys.path.insert(0, str(path.resolve().parent.parent))
+    return importlib.import_module(f"{path.resolve().parent.name}.{path.stem}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for family in RUNS:
+        parser.add_argument(family.replace("-", "_"), type=Path)
+    paths = vars(parser.parse_args())
+    traces: list[dict[str, Any]] = []
+    left_out = 0
+    for family, length, new, options in requests():
+        make, run = RUNS[family]
+        code = load(paths[family.replace("-", "_")])
+        for seed in range(200):
+            shift = int(family in ("fast-dllm-v2", "rnd1"))
+            network = make(options.get("block", 0), shift, seed, options.get("threshold"))
+            prompt = prompt_of(length, seed)
+            try:
+                with torch.no_grad():
+                    tokens = run(code, network, prompt, new, options)
+                if options.get("ends") and END not in tokens[length:12]:
+                    raise UnsuitableError
+            except UnsuitableError:
+                continue
+            except KnownTokenError:
+                left_out += 1
+                break
+            trace = {"family": family, "prompt": length, "new": new, "seed": seed} | options
+            traces.append(trace | {"tokens": tokens, "passes": network.passes})
+            break
+        else:
+            raise SystemExit(f"every seed is close: {family}, {length}, {new}, {options}")
+    lines = ",\n".join(json.dumps(trace, separators=(",", ":")) for trace in traces)
+    GOLDEN.write_text(f"[\n{lines}\n]\n")
+    print(f"{len(traces)} requests, {GOLDEN.stat().st_size} bytes")
+    print(f"left out {left_out} requests in which SDAR's sampler replaces a known token")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The small random networks and the requests on which published loops are compared with ours.
+
+``make_published_loops.py`` runs the authors' code on these networks, and ``test_published_loops.py``
+runs ours.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from networks import make_network
+from test_visibility import seeing
+
+from dlm_export.network.denoiser import Denoiser
+
+MASK, END, VOCABULARY = 99, 7, 100
+
+
+def random_network(block: int, shift: int, seed: int) -> Denoiser:
+    """A network with block-causal attention, or with full attention if ``block`` is 0.
+
+    The weights come from numpy's legacy generator, which gives the same numbers in every version.
+    """
+    network = make_network(
+        vocab_size=VOCABULARY,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_size=8,
+        shift=shift,
+        mask_token_id=MASK,
+        eos_token_ids=(END,),
+    )
+    if block:
+        network = seeing(network, [("block", block)] * 2)
+    denoiser = Denoiser(network).eval().requires_grad_(False)
+    numbers = np.random.RandomState(seed)
+    for name, parameter in sorted(denoiser.named_parameters()):
+        parameter.fill_(1.0)  # the scales of norms
+        if parameter.ndim == 2:
+            std = 1.0 if name == "embed.weight" else 2 / math.sqrt(parameter.shape[0])
+            values = numbers.standard_normal(tuple(parameter.shape)) * std
+            parameter.copy_(torch.from_numpy(values))
+    return denoiser
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    """A prompt of random tokens, without the mask token and the end token."""
+    found: list[int] = np.random.RandomState(1000 + seed).randint(8, MASK, length).tolist()
+    return found

@@ -1,0 +1,194 @@
+"""Our presets equal the authors' decoding loops: the same canvas before every pass, and the same
+number of passes.
+
+``golden/published_loops.json`` contains the passes of the authors' code on small random networks.
+``make_published_loops.py`` wrote this file; its docstring lists the four sources. Three things are
+left out of the comparison:
+
+- SDAR's code stores the last block, although no later pass reads it. Ours does not.
+- SDAR's sampler replaces a known token if fewer masked positions are left than a step commits. The
+  file contains no such request.
+- Fast-dLLM v2's code drops a prompt that is exactly one block long, because it does not store such
+  a prompt. The file contains no such prompt.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from denoisers import under_native_loop
+from published import END, MASK, prompt_of, random_network
+
+from dlm_export.network import reference
+from dlm_export.network.turns import floor_count, transfer_counts
+from dlm_runtime import CallbackPass, Policy
+from dlm_runtime.presets import PRESETS
+
+TRACES: list[dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "golden" / "published_loops.json").read_text()
+)
+COMMITS = {
+    "low_confidence_dynamic": "dynamic",
+    "low_confidence_static": "static",
+    "sequential": "sequential",
+}
+Passes = list[tuple[int, list[int]]]
+"""For each pass: the first position that the pass computes, and the tokens."""
+
+
+def traces_of(family: str) -> list[Any]:
+    found = [trace for trace in TRACES if trace["family"] == family]
+    return [
+        pytest.param(
+            trace,
+            id="-".join(
+                str(value) for name, value in trace.items() if name not in ("tokens", "passes")
+            ),
+        )
+        for trace in found
+    ]
+
+
+def until_end(tokens: list[int], prompt: int) -> list[int]:
+    """The tokens up to the first generated end token."""
+    ends = [at for at in range(prompt, len(tokens)) if tokens[at] == END]
+    return tokens[: ends[0] + 1] if ends else tokens
+
+
+def run(
+    trace: dict[str, Any], policy: Policy, tokens: list[int], new: int
+) -> tuple[list[int], Passes]:
+    """Run the native loop. Returns the canvas and the passes."""
+    shift = int(trace["family"] in ("fast-dllm-v2", "rnd1"))
+    denoiser = random_network(trace.get("block", 0), shift, trace["seed"])
+    passes: Passes = []
+
+    def note(p: CallbackPass) -> None:
+        passes.append((int(p.position_ids[0]), p.input_ids.tolist()))
+
+    with under_native_loop(denoiser, note) as bundle:
+        out = bundle.generate(tokens=tokens, max_new_tokens=new, **policy.as_dict())
+    assert out.nfe == len(passes)
+    wanted = reference.generate(denoiser, tokens, policy, new)
+    assert (wanted.tokens, wanted.nfe) == (out.tokens, out.nfe)
+    return out.tokens, passes
+
+
+def deciding(passes: Passes, trace: dict[str, Any]) -> Passes:
+    """For each pass over undecided positions: the end of the pass, and the tokens of its block."""
+    block = trace.get("block", 0)
+    return [(first + len(ids), ids[-block:]) for first, ids in passes if MASK in ids]
+
+
+def published(trace: dict[str, Any]) -> Passes:
+    return [(first, tokens) for first, tokens in trace["passes"]]
+
+
+@pytest.mark.parametrize("trace", traces_of("sdar"))
+def test_sdar_equals_the_authors_code(trace: dict[str, Any]) -> None:
+    policy = PRESETS["sdar"].with_fields(
+        {
+            "commit": COMMITS[trace["strategy"]],
+            "steps_per_block": trace["steps"],
+            "threshold": trace["threshold"],
+        }
+    )
+    prompt = prompt_of(trace["prompt"], trace["seed"])
+    tokens, passes = run(trace, policy, prompt, trace["new"])
+    assert passes == published(trace)[:-1]
+    assert until_end(tokens, len(prompt)) == until_end(trace["tokens"], len(prompt))
+
+
+@pytest.mark.parametrize("trace", traces_of("llada2"))
+def test_llada2_equals_the_authors_code(trace: dict[str, Any]) -> None:
+    """The authors' code has no cache, and computes the canvas up to the end of the block."""
+    policy = PRESETS["llada2"].with_fields(
+        {"steps_per_block": trace["steps"], "threshold": trace["threshold"]}
+    )
+    prompt, wanted = prompt_of(trace["prompt"], trace["seed"]), published(trace)
+    tokens, passes = run(trace, policy, prompt, trace["new"])
+    assert deciding(passes, trace) == deciding(wanted, trace)
+    assert until_end(tokens, len(prompt)) == trace["tokens"]
+    plain, passes = run(trace, policy.with_fields({"cache": "none"}), prompt, trace["new"])
+    assert plain == tokens
+    assert [ids[: len(seen)] for (_, ids), (_, seen) in zip(passes, wanted, strict=True)] == [
+        seen for _, seen in wanted
+    ]
+
+
+@pytest.mark.parametrize("trace", traces_of("fast-dllm-v2"))
+def test_fast_dllm_v2_equals_the_authors_code(trace: dict[str, Any]) -> None:
+    """The last pass of the authors' code stores the last block and predicts one token more."""
+    block, prompt = trace["block"], prompt_of(trace["prompt"], trace["seed"])
+    policy = PRESETS["fast-dllm-v2"].with_fields(
+        {"sub_block_length": trace["sub_block"], "threshold": trace["threshold"]}
+    )
+    new = (len(prompt) // block + trace["new"] // block) * block + 1 - len(prompt)
+    if trace["block_cache"]:
+        policy = policy.with_fields({"cache": "block-dual"})
+    tokens, passes = run(trace, policy, prompt, new)
+    assert passes == published(trace)
+    assert until_end(tokens, len(prompt)) == until_end(trace["tokens"], len(prompt))
+    if not trace["block_cache"]:
+        plain, passes = run(trace, policy.with_fields({"cache": "none"}), prompt, new)
+        only_stores = len(prompt) > block and len(prompt) % block > 0
+        assert (plain, len(passes)) == (tokens, len(published(trace)) - only_stores)
+
+
+@pytest.mark.parametrize("trace", traces_of("rnd1"))
+def test_rnd1_equals_the_authors_code(trace: dict[str, Any]) -> None:
+    """With more steps than tokens, some passes of the authors' code commit nothing and repeat the
+    pass before. Ours skips these passes.
+    """
+    policy = PRESETS["rnd1"].with_fields({"steps_per_block": trace["steps"]})
+    tokens, new = prompt_of(trace["prompt"], trace["seed"]), trace["new"]
+    if not trace["end"]:  # the authors' code then puts a padding token at the last position
+        policy = policy.with_fields({"reserve": "none"})
+        tokens, new = [*tokens, *[MASK] * (new - 1), trace["pad"]], 0
+    out, passes = run(trace, policy, tokens, new)
+    wanted = published(trace)
+    assert passes == [made for made, _ in itertools.groupby(wanted)]
+    assert len(passes) == min(len(wanted), trace["new"] - 1)
+    assert out == trace["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("sdar", {"schedule": "masked"}),
+        ("llada2", {"schedule": "masked"}),
+        ("rnd1", {"schedule": "masked"}),
+        ("rnd1", {"reserve": "none"}),
+    ],
+)
+def test_other_schedules_make_other_passes(family: str, changes: dict[str, Any]) -> None:
+    """Some traces differ from the passes that a preset makes with one field changed."""
+    differing = 0
+    for trace in TRACES:
+        if trace["family"] != family or not trace.get("end", True):
+            continue
+        fields = {"steps_per_block": trace["steps"]} | changes
+        fields |= {name: trace[name] for name in ("threshold",) if name in trace}
+        if "strategy" in trace:
+            fields["commit"] = COMMITS[trace["strategy"]]
+        policy = PRESETS[family].with_fields(fields)
+        _, passes = run(trace, policy, prompt_of(trace["prompt"], trace["seed"]), trace["new"])
+        wanted = [made for made, _ in itertools.groupby(published(trace))]
+        differing += deciding(passes, trace) != deciding(wanted, trace)
+    assert differing > 0
+
+
+def test_the_schedules_share_positions_as_published() -> None:
+    """With ``masked``, the first passes get the larger shares. With ``floor``, large and small
+    shares alternate.
+    """
+    assert transfer_counts(10, 4) == [3, 3, 2, 2]
+    left, shares = 10, []
+    while left:
+        shares.append(floor_count(10, left, 4))
+        left -= shares[-1]
+    assert shares == [3, 2, 3, 2]
