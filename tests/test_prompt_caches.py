@@ -92,6 +92,21 @@ def test_a_conversation_of_one_session_computes_only_what_is_new(several_bundle:
     assert before > 100
 
 
+def test_full_attention_reuses_a_prompt_only_if_asked(demo_bundle: Path) -> None:
+    asked: dict[str, Any] = {"cache": "dual", "refresh": 8, "block_length": 16, "max_new_tokens": 32}
+    first, second = prompt(60), [*prompt(60)[:-1], 3]
+    with dlm_runtime.open(demo_bundle, prefix_cache_bytes=1 << 28) as bundle:
+        made = [bundle.generate(tokens=first, **asked) for _ in range(2)]
+        made += [
+            bundle.generate(tokens=tokens, reuse_prompt=1, **asked)
+            for tokens in (first, first, second)
+        ]
+        with pytest.raises(RequestError, match="reuse_prompt = 1 needs cache"):
+            bundle.generate(tokens=first, reuse_prompt=1, cache="dual", refresh=0)
+    assert [each.cached_tokens for each in made] == [0, 0, 0, 48, 48]
+    assert made[0].tokens == made[2].tokens == made[3].tokens
+
+
 def test_without_a_limit_sessions_keep_nothing(plain: Bundle) -> None:
     made = [plain.generate(tokens=prompt(70), **CHANGES) for _ in range(2)]
     assert [each.cached_tokens for each in made] == [0, 0]

@@ -75,6 +75,9 @@ class Policy:
             planned pass commits: "masked", "block" or "floor".
         reserve: "end": the last position holds an end token from the start. "none": the last
             position is generated.
+        reuse_prompt: 1: with full attention, the cache "prefix" or "dual" and ``refresh``, use the
+            keys and values of an earlier request whose prompt starts with the same tokens. This is
+            an approximation. 0: compute the whole prompt.
     """
 
     select: str = "argmax"
@@ -103,6 +106,7 @@ class Policy:
     cfg_scale: float = 0.0
     schedule: str = "masked"
     reserve: str = "none"
+    reuse_prompt: int = 0
 
     def with_fields(self, changes: dict[str, Any], beside: Sequence[str] = ()) -> Policy:
         """Return this policy with some fields changed. Raises RequestError for an unknown field.

@@ -261,6 +261,7 @@ class RequestOptions(TypedDict, total=False):
     cfg_scale: float
     schedule: str
     reserve: str
+    reuse_prompt: int
 
 
 class InfillOptions(RequestOptions, total=False):

@@ -96,7 +96,7 @@ class World {
     dlm_policy made;
     dlm_policy_init(&made, sizeof made);
     for (size_t changes = input_.byte() % 6; changes-- > 0;) {
-      const dlm_policy_field* const field = dlm_policy_field_at(input_.byte() % 27);
+      const dlm_policy_field* const field = dlm_policy_field_at(input_.byte() % 28);
       if (field == nullptr) continue;
       void* const at = reinterpret_cast<char*>(&made) + field->offset;
       const int32_t choices = field->choices == nullptr ? 0 : [&] {

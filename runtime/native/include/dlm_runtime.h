@@ -229,6 +229,12 @@ typedef struct dlm_policy {
                            "end" has no effect if the last position is given or is the only masked
                            position, if the denoiser has no end token, or if the request has a
                            constraint */
+  int32_t reuse_prompt; /* for full attention with cache "prefix" or "dual" and refresh above 0. 1:
+                           the request uses the keys and values of an earlier request whose prompt
+                           starts with the same tokens, except for the last `refresh` tokens before
+                           the first block. This is an approximation, because these keys and values
+                           also depend on the tokens that followed in the earlier request. 0
+                           (default): the request computes its whole prompt */
 } dlm_policy;
 /* Sets *policy to the policy of LLaDA: commit "static", score "confidence", blocks of 32 tokens,
  * and no cache. */

@@ -417,6 +417,33 @@ void test_a_second_request_reuses_its_prompt(int32_t shift) {
   CHECK(run(64, 6).cached_tokens == 0);  // the first token differs
 }
 
+// With full attention and reuse_prompt, a request uses the prompt of an earlier request. If both
+// requests are equal, so are their answers.
+void test_full_attention_reuses_prompts_if_asked(bool reuses, const char* cache) {
+  const dlm::Denoiser of = denoiser(0, 0);
+  Summing engine(shape(), 0, true);
+  Scheduler scheduler(of, engine, {4, 100, 1 << 20}, 960, 960);
+  dlm_policy policy = dlm::default_policy();
+  policy.cache = cache;
+  policy.refresh = 8, policy.block_length = 8, policy.reuse_prompt = reuses ? 1 : 0;
+  const auto run = [&](int32_t last) {
+    Wish wish{dlm::check_policy(policy), std::vector<int32_t>(60, 2), {}};
+    wish.canvas.back() = last;
+    wish.canvas.resize(84, kMask);
+    const auto job = scheduler.submit(wish.make(of, engine), {});
+    scheduler.run(true, kNothing);
+    CHECK(job->result().status == DLM_OK);
+    return job;
+  };
+  const auto first = run(5), again = run(5), other = run(6);
+  CHECK(canvas_of(*first) == canvas_of(*again));
+  CHECK(first->result().stats->nfe == again->result().stats->nfe);
+  const int32_t expected = reuses ? 48 : 0;  // whole pages before the last 8 tokens of the prompt
+  CHECK(first->result().stats->cached_tokens == 0);
+  CHECK(again->result().stats->cached_tokens == expected);
+  CHECK(other->result().stats->cached_tokens == expected);
+}
+
 // Requests that start together compute their common prompt once.
 void test_requests_at_once_share_their_prompt(int32_t shift) {
   const dlm::Denoiser of = denoiser(4, shift);
@@ -1037,6 +1064,9 @@ int main(int argc, char** argv) {
   for (uint32_t seed = 0; seed < 20; ++seed) test_random_requests(seed, false);
   for (uint32_t seed = 0; seed < 40; ++seed) test_costs(seed);
   for (uint32_t seed = 0; seed < 120; ++seed) test_prefixes(seed);
+  for (const bool reuses : {true, false})
+    for (const char* const cache : {"prefix", "dual"})
+      test_full_attention_reuses_prompts_if_asked(reuses, cache);
   test_damaged_prompt_caches();
   CHECK(all_hits > 100);
   for (const int32_t shift : {0, 1}) test_a_second_request_reuses_its_prompt(shift);

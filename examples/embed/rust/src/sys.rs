@@ -51,6 +51,7 @@ pub struct dlm_policy {
     pub cfg_scale: f64,
     pub schedule: *const c_char,
     pub reserve: *const c_char,
+    pub reuse_prompt: i32,
 }
 
 #[repr(C)]

@@ -68,6 +68,10 @@ Policy check_policy(const dlm_policy& given) {
 #define DLM_CHECK_NUMBER(field, type, initial, lowest, highest) \
   check(#field, policy.field, out.field, lowest, static_cast<double>(highest));
   DLM_POLICY_FIELDS(DLM_CHECK_CHOICE, DLM_CHECK_NUMBER)
+  if (out.reuse_prompt != 0 && (!is_full(out.cache) || out.refresh == 0))
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: reuse_prompt = 1 needs cache = \"prefix\" or \"dual\" and refresh above 0: with "
+         "refresh = 0, every block computes the whole prompt again");
   if (out.refresh > 0 && !is_full(out.cache))
     fail(DLM_INVALID_ARGUMENT,
          "policy: refresh = %d, but cache = \"%s\" keeps no rows to refresh: use cache = "

@@ -85,7 +85,8 @@ constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == 
   CHOICE(score_of, ScoreOf)                        \
   NUMBER(cfg_scale, double, 0, 0, 1000)            \
   CHOICE(schedule, Schedule)                       \
-  CHOICE(reserve, Reserve)
+  CHOICE(reserve, Reserve)                         \
+  NUMBER(reuse_prompt, int32_t, 0, 0, 1)
 
 // A policy that check_policy has checked. dlm_runtime.h documents the fields.
 struct Policy {

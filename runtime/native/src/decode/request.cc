@@ -122,7 +122,10 @@ bool Request::fits(const Request& other) const {
 }
 
 int32_t Request::reusable() const {
-  if (denoiser_.visible_block == 0 || !has_cache() || done()) return 0;
+  if (!has_cache() || done()) return 0;
+  if (denoiser_.visible_block == 0)
+    // Only the first pass computes the rows before this position.
+    return policy_.reuse_prompt != 0 ? std::max(0, plan_.front().block.first - policy_.refresh) : 0;
   // A shifted denoiser predicts a block's first position in the last row before the block. So a
   // pass must compute this row.
   return std::max(0, plan_.front().block.first - denoiser_.shift);
@@ -130,8 +133,10 @@ int32_t Request::reusable() const {
 
 void Request::skip_stored(int32_t rows) {
   const auto next = plan_.begin() + static_cast<std::ptrdiff_t>(stage_);
-  for (auto it = next; it != plan_.end() && it->rows.first < rows; ++it)
+  for (auto it = next; it != plan_.end() && it->rows.first < rows; ++it) {
     it->rows.first = it->cached = std::min(rows, it->rows.last);
+    if (it->use == CacheUse::write) it->use = CacheUse::refresh;
+  }
   const auto first =
       std::find_if(next, plan_.end(), [](const Stage& stage) { return stage.rows.tokens() > 0; });
   skipped_ += static_cast<int32_t>(first - next);
@@ -174,6 +179,7 @@ void Request::split_prefill(int32_t most_tokens, double most_ms, const PassCost&
 
 int32_t Request::exact_after(int32_t exact) const {
   const Stage& now = stage();
+  if (denoiser_.visible_block == 0) return keeps_rows(now.use) ? reusable() : exact;
   if (now.use != CacheUse::append || now.rows.first > exact) return exact;
   return std::max(exact, std::min(now.rows.last, now.block.first));
 }

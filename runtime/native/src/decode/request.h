@@ -45,7 +45,8 @@ class Request {
   }  // returns the number of canvases that this request needs in a pass
 
   // Returns the number of leading positions whose rows (of keys and values) may come from another
-  // request that has the same tokens there.
+  // request that has the same tokens there. With full attention, this is 0 unless the policy allows
+  // approximate rows.
   int32_t reusable() const;
   // Returns true if the next pass fills the cache with the rows of positions before the first
   // block.
@@ -54,17 +55,17 @@ class Request {
            stage().rows.first < stage().block.first;
   }
   // Removes the first `rows` positions from the next passes, which fill the cache, because their
-  // rows are already stored. Call this function only if is_filling(). `rows` is a multiple of the
-  // length of a block, and at most reusable().
+  // rows are already stored. Call this function only before the first pass, or if is_filling().
+  // `rows` is a multiple of the length of a block, and at most reusable().
   void skip_stored(int32_t rows);
   // Splits the passes that fill the cache before the first block, so that each part has at most
   // `most_tokens` tokens, and takes at most `most_ms` predicted milliseconds if `most_ms` is above
   // 0. Each part has at least one block. Call this function before the first pass. Does nothing
   // with full attention, where such a pass cannot be split.
   void split_prefill(int32_t most_tokens, double most_ms, const PassCost& cost);
-  // Returns the number of leading positions whose rows are exact once the next pass is made: the
-  // rows are computed from tokens that do not change any more. `exact` is this number before the
-  // pass.
+  // Returns the number of leading positions whose rows are final once the next pass is made: no
+  // later pass of this request computes them again, and other requests may use them. `exact` is
+  // this number before the pass. With block-causal attention, final rows are exact.
   int32_t exact_after(int32_t exact) const;
 
   bool done() const { return stage_ == plan_.size(); }
