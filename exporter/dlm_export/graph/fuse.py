@@ -216,29 +216,19 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
     if len(attention.inputs) > 4:
         raise _Unlike("Attention has more inputs than a mask")
     hidden = attention.inputs[3] if len(attention.inputs) == 4 else None
-    turned = _expect(attention.inputs[0], "RotaryEmbedding", "queries are not rotated by position")
     keys, values = (
         _expect(value, "Concat", "no cached rows before the pass's own")
         for value in attention.inputs[1:3]
     )
     past_key, present_key = _both(keys)
     past_value, present_value = _both(values)
-    rotated = _expect(present_key, "RotaryEmbedding", "keys are not rotated by position")
-    rotary_sizes = {
-        node.attributes.get_int("rotary_embedding_dim", 0) for node in (turned, rotated)
-    }
-    for node in (turned, rotated):
-        # the kernel pairs feature i of a head with feature i + size / 2, and rotates each pair
-        _refuse_settings(node, ("interleaved",))
-    tables = _all(turned.inputs[1:], 3)
-    if tables != _all(rotated.inputs[1:], 3) or len(rotary_sizes) > 1:
-        raise _Unlike("queries and keys are rotated by different positions or tables")
+    query, key, rotation = _rotation_of(traced, attention.inputs[0], present_key)
     merged = _only_user(attention.outputs[0], "Transpose")
     y = None if merged is None else _only_user(merged.outputs[0], "Reshape")
     if y is None:
         raise _Unlike("heads are not merged, or something else reads them")
-    parts = [_heads_of(part) for part in (turned.inputs[0], rotated.inputs[0], present_value)]
-    cos, sin, positions = tables
+    parts = [_heads_of(part) for part in (query, key, present_value)]
+    cos, sin, positions = rotation.tables
     seen = {} if hidden is None else {"visible_block": _visible_block(hidden, positions)}
     norms = _norms_of(*parts)
     given = [past_key, past_value, positions, cos, sin, _segments(traced.model)]
@@ -246,9 +236,50 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
     name = (functions.BLOCK if seen else "") + (functions.NORMED if norms else "")
     old = [y.outputs[0], present_key, present_value]
     settings = {"heads": parts[0].count, "kv_heads": parts[1].count}
-    settings |= {"rotary_size": rotary_sizes.pop()} | seen
+    settings |= {"rotary_size": rotation.size} | seen
     epsilon = {"epsilon": norms[0].epsilon} if norms else {}
     _call(traced.model, attention, f"{name}CachedAttention", given, old, **settings, **epsilon)
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """The tables of cosines and sines and the position ids of a rotation, and the number of rotated
+    features, or 0 if all features are rotated.
+    """
+
+    tables: tuple[ir.Value, ir.Value, ir.Value]
+    size: int
+
+
+def _rotation_of(
+    traced: Graph, queries: ir.Value | None, keys: ir.Value
+) -> tuple[ir.Value | None, ir.Value | None, _Rotation]:
+    """Return the queries and the keys before rotation, and the rotation. Raises _Unlike if queries
+    and keys are rotated differently.
+    """
+    turned, rotated = (_producer(value, "RotaryEmbedding") for value in (queries, keys))
+    if turned is None and rotated is None:
+        return queries, keys, _no_rotation(traced)
+    if turned is None or rotated is None:
+        raise _Unlike("only queries or only keys are rotated by position")
+    sizes = {node.attributes.get_int("rotary_embedding_dim", 0) for node in (turned, rotated)}
+    for node in (turned, rotated):
+        # the kernel pairs feature i of a head with feature i + size / 2, and rotates each pair
+        _refuse_settings(node, ("interleaved",))
+    cos, sin, positions = _all(turned.inputs[1:], 3)
+    if [cos, sin, positions] != _all(rotated.inputs[1:], 3) or len(sizes) > 1:
+        raise _Unlike("queries and keys are rotated by different positions or tables")
+    rotation = _Rotation((cos, sin, positions), sizes.pop())
+    return turned.inputs[0], rotated.inputs[0], rotation
+
+
+def _no_rotation(traced: Graph) -> _Rotation:
+    """Return a rotation of two features by the angle 0, because the kernel always rotates."""
+    graph, rows = traced.model.graph, traced.network.max_canvas_length
+    (positions,) = (value for value in graph.inputs if value.name == "position_ids")
+    cos = constant(graph, "no_rotation.cos", np.ones((rows, 1), np.float32))
+    sin = constant(graph, "no_rotation.sin", np.zeros((rows, 1), np.float32))
+    return _Rotation((cos, sin, positions), 2)
 
 
 def _segments(model: ir.Model) -> ir.Value:
