@@ -237,6 +237,37 @@ def roberta_config(**changes: Any) -> dict[str, Any]:
     return bert_config(**other | {"pad_token_id": 1, "eos_token_id": 2} | changes)
 
 
+def modern_bert_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny ModernBERT, with the keys of the release. Every third layer is
+    global, and the others see three tokens on each side.
+    """
+    return {
+        "architectures": ["ModernBertForMaskedLM"],
+        "model_type": "modernbert",
+        "hidden_size": 64,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 160,
+        "max_position_embeddings": 128,
+        "global_attn_every_n_layers": 3,
+        "global_rope_theta": 160000.0,
+        "local_rope_theta": 10000.0,
+        "local_attention": 6,
+        "hidden_activation": "gelu",
+        "norm_eps": 1e-5,
+        "norm_bias": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "decoder_bias": True,
+        "classifier_bias": False,
+        "classifier_activation": "gelu",
+        "pad_token_id": 0,
+        "eos_token_id": 3,
+        "mask_token_id": 150,
+    } | changes
+
+
 def llada_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Released tensor names and shapes, ``[out, in]``."""
     hidden, mlp, vocab = config["d_model"], config["mlp_hidden_size"], config["embedding_size"]
@@ -357,6 +388,29 @@ def roberta_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes | {"lm_head.bias": (config["vocab_size"],)}
 
 
+def modern_bert_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    d, inner, vocab = (config[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
+    shapes: dict[str, tuple[int, ...]] = {"model.embeddings.tok_embeddings.weight": (vocab, d)}
+    matrices, norms = (
+        {"head.dense": (d, d)},
+        ["model.embeddings.norm", "model.final_norm", "head.norm"],
+    )
+    biased = ["head.dense"] * config["classifier_bias"]
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        attention = {f"{layer}.attn.Wqkv": (3 * d, d), f"{layer}.attn.Wo": (d, d)}
+        mlp = {f"{layer}.mlp.Wi": (2 * inner, d), f"{layer}.mlp.Wo": (d, inner)}
+        matrices |= attention | mlp
+        biased += [*attention] * config["attention_bias"] + [*mlp] * config["mlp_bias"]
+        norms += [f"{layer}.mlp_norm", *([f"{layer}.attn_norm"] if i else [])]
+    shapes |= {f"{name}.weight": shape for name, shape in matrices.items()}
+    shapes |= {f"{name}.bias": matrices[name][:1] for name in biased}
+    shapes |= {f"{norm}.weight": (d,) for norm in norms}
+    if config["norm_bias"]:
+        shapes |= {f"{norm}.bias": (d,) for norm in norms}
+    return shapes | ({"decoder.bias": (vocab,)} if config["decoder_bias"] else {})
+
+
 def _encoder_shapes(config: dict[str, Any], encoder: str) -> dict[str, tuple[int, ...]]:
     d, inner, embeddings = (
         config["hidden_size"],
@@ -436,6 +490,7 @@ def _qwen_shapes(
 SHAPES = {
     "BertForMaskedLM": bert_shapes,
     "RobertaForMaskedLM": roberta_shapes,
+    "ModernBertForMaskedLM": modern_bert_shapes,
     "LLaDAModelLM": llada_shapes,
     "DreamModel": dream_shapes,
     "Fast_dLLM_QwenForCausalLM": dream_shapes,
@@ -457,13 +512,15 @@ def random_tensor(
     predictions are not all tied.
     """
     noise = torch.randn(shape, generator=generator)
-    if name.endswith(("Norm.bias", "layer_norm.bias")):
+    if name.endswith("orm.bias"):
         return (0.1 * noise).to(dtype)
     if "norm" in name.lower() or "ln_f" in name:
         return (1 + 0.1 * noise).to(dtype)
     if name.endswith("bias"):
         return (0.1 * noise).to(dtype)
-    is_table = name.endswith(("wte.weight", "embed_tokens.weight", "word_embeddings.weight"))
+    is_table = name.endswith(
+        ("wte.weight", "embed_tokens.weight", "word_embeddings.weight", "tok_embeddings.weight")
+    )
     is_head = name in ("model.transformer.ff_out.weight", "lm_head.weight")
     return (noise * (1.0 if is_table else (3.0 if is_head else 1.0) / math.sqrt(shape[-1]))).to(
         dtype

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tokenizer_files
 import torch
-from checkpoints import bert_config, roberta_config, write_checkpoint
+from checkpoints import bert_config, modern_bert_config, roberta_config, write_checkpoint
 from click.testing import CliRunner
 from denoisers import load
 from safetensors.torch import load_file, save_file
@@ -26,7 +26,7 @@ from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.text import samples
-from dlm_runtime import RequestError
+from dlm_runtime import DlmError, RequestError
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed here")
 
@@ -35,6 +35,22 @@ CONFIGS = {
     "BERT, one head": bert_config(num_attention_heads=1, hidden_size=24, type_vocab_size=1),
     "BERT, deep": bert_config(num_hidden_layers=5, num_attention_heads=8, intermediate_size=200),
     "RoBERTa": roberta_config(),
+    "ModernBERT": modern_bert_config(),
+    "ModernBERT with biases": modern_bert_config(
+        **dict.fromkeys(("attention_bias", "mlp_bias", "norm_bias", "classifier_bias"), True)
+    ),
+    "ModernBERT of other thetas": modern_bert_config(
+        local_rope_theta=50.0, global_rope_theta=2000.0, num_hidden_layers=3, local_attention=20
+    ),
+    "ModernBERT with kinds of layers": modern_bert_config(
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+        },
+        decoder_bias=False,
+    ),
     "RoBERTa, later padding": roberta_config(pad_token_id=7, layer_norm_eps=1e-5),
 }
 
@@ -161,6 +177,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     configs = {
         "bert": (bert_config(mask_token_id=4, vocab_size=900), word_pieces),
         "roberta": (roberta_config(mask_token_id=mask["id"], vocab_size=908), byte_level),
+        "modern": (modern_bert_config(mask_token_id=mask["id"], vocab_size=908), byte_level),
     }
     for name, (config, text) in configs.items():
         folder = tmp_path_factory.mktemp(name)
@@ -169,14 +186,17 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         report = build(checkpoint, folder / "bundle", BuildOptions())
         assert report.parity is not None
         assert report.kernels is not None
-        calls = {"CachedAttention": 2, "Fp32TiedHead": 1, "Candidates": 1}
+        attention = {"CachedAttention": 2}
+        if name == "modern":
+            attention["WindowCachedAttention"] = 3
+        calls = attention | {"Fp32TiedHead": 1, "Candidates": 1}
         assert report.kernels == {"calls": calls, "plain": {}}
         made[name] = folder
     return made
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["bert", "roberta"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "modern"])
 def test_a_bundle_has_the_logits_of_transformers(bundles: dict[str, Path], name: str) -> None:
     ids = torch.randint(10, 900, (1, 50), generator=torch.Generator().manual_seed(1))
     wanted = expected(bundles[name] / "checkpoint", ids)[0]
@@ -241,3 +261,37 @@ def test_the_files_of_a_roberta_are_not_read_as_those_of_another_family(tmp_path
     (checkpoint / "merges.txt").write_text("")
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json\. Write it with transformers"):
         tokenizer.read(Checkpoint(checkpoint), read(checkpoint))
+
+
+def test_a_window_has_no_cache_and_its_presets_use_none(bundles: dict[str, Path]) -> None:
+    request: dict[str, Any] = {"max_new_tokens": 0, "block_length": 4}
+    with dlm_runtime.open(bundles["modern"] / "bundle") as bundle:
+        assert {bundle.policy(name).cache for name in bundle.manifest["loop"]["presets"]} == {
+            "none"
+        }
+        request["tokens"] = [7] * 40 + [bundle.mask_token_id] * 8
+        assert len(bundle.generate(preset="fast-dllm", **request).tokens) == 48
+        with pytest.raises(DlmError, match="attention in a window, which cannot use a cache"):
+            bundle.generate(cache="dual", **request)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types must be a list of 5 entries"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling = .* is not supported"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "rope_parameters of full_attention must have the rope_type default",
+        ),
+        ({"hidden_activation": "silu"}, 'hidden_activation = "silu" is not supported'),
+        ({"local_attention": 1}, "local_attention must be an integer in 2"),
+    ],
+)
+def test_what_the_config_of_a_modern_bert_must_not_say(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, modern_bert_config())
+    (checkpoint / "config.json").write_text(json.dumps(modern_bert_config(**changes)))
+    with pytest.raises(CheckpointError, match=sentence):
+        read(checkpoint)

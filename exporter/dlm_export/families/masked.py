@@ -84,7 +84,7 @@ def family(
     def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         """Read the network from a released config.json. Raises CheckpointError."""
         first = first_position(checkpoint)
-        return _read_network(checkpoint, overrides, name, layout.head, first, mask_text)
+        return _read_network(checkpoint, overrides, name, layout, first, mask_text)
 
     def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
         """Return the origin of each parameter."""
@@ -108,7 +108,7 @@ def _read_network(
     checkpoint: Checkpoint,
     overrides: Overrides,
     family: str,
-    decoder: str,
+    layout: Layout,
     first_position: int,
     mask_text: str,
 ) -> NetworkSpec:
@@ -145,6 +145,7 @@ def _read_network(
         )
     vocab_size = config.integer("vocab_size")
     tokens = special_tokens(checkpoint, vocab_size, overrides, mask_text)
+    decoder, table = layout.head, layout.embed
     return NetworkSpec(
         family=family,
         architecture=config.get("architectures")[0],
@@ -152,7 +153,7 @@ def _read_network(
         hidden_size=hidden_size,
         layers=(layer,) * config.integer("num_hidden_layers", high=1024),
         norm_eps=norm_eps,
-        tied_head=config.flag("tie_word_embeddings", True) and _is_tied(checkpoint, decoder),
+        tied_head=is_tied(checkpoint, f"{decoder}.weight", f"{table}.weight"),
         max_canvas_length=overrides.max_canvas_length or longest,
         shift=0,
         mask_token_id=tokens.mask,
@@ -164,15 +165,15 @@ def _read_network(
     )
 
 
-def _is_tied(checkpoint: Checkpoint, decoder: str) -> bool:
-    """Return True if the checkpoint stores no matrix for the head, or a copy of the embedding table.
+def is_tied(checkpoint: Checkpoint, head: str, table: str) -> bool:
+    """Return True if the head uses the embedding table, in a checkpoint with these tensor names.
 
-    Like transformers, use a matrix that differs from the embedding table, whatever config.json says.
+    Like transformers, use a stored matrix that differs from the embedding table, whatever config.json
+    says.
     """
-    weight = f"{decoder}.weight"
-    tables = [name for name in checkpoint.tensors if name.endswith(".word_embeddings.weight")]
-    return weight not in checkpoint.tensors or any(
-        checkpoint.is_equal(weight, table) for table in tables
+    tensors = checkpoint.tensors
+    return checkpoint.config.flag("tie_word_embeddings", True) and (
+        head not in tensors or (table in tensors and checkpoint.is_equal(head, table))
     )
 
 

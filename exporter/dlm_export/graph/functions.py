@@ -31,7 +31,9 @@ result as the definition. ``KERNELS`` lists the functions with a kernel.
 ``Int8CachedAttention``     like ``CachedAttention``. Each cached row consists of INT8 codes, followed by a scale
 ``BlockCachedAttention``,   like the three functions above, with block-causal attention. A query sees all cached
 ``Fp16``, ``Int8Block...``  rows, and new keys with ``pos_key // visible_block <= pos_query // visible_block``
-``NormedCachedAttention``,  like the six functions above, with two more inputs: ``q_norm`` and ``k_norm`` ``[D]``, the
+``WindowCachedAttention``,  like the first three functions, with attention in a window. A query sees new keys with
+``Fp16``, ``Int8Window...`` ``|pos_key - pos_query| <= window``. There must be no cached rows
+``NormedCachedAttention``,  like the first six functions, with two more inputs: ``q_norm`` and ``k_norm`` ``[D]``, the
 ``BlockNormed...``,         weights of an RMSNorm that is applied to every query and key before rotation
 ``Fp16``, ``Int8...``
 ``AddNorm``                 ``(x, y, weight [K]) -> (x + y, RMSNorm of x + y)``
@@ -91,12 +93,13 @@ LINEAR = ("Int8Linear", "Int4Linear")
 """Linear functions that quantise each row of their input. Calls with the same input can be merged
 into one call.
 """
-BLOCK, NORMED = "Block", "Normed"
-"""Parts of the names of attention functions. ``Block`` means block-causal attention. ``Normed``
-means that an RMSNorm is applied to queries and keys.
+BLOCK, WINDOW, NORMED = "Block", "Window", "Normed"
+"""Parts of the names of attention functions. ``Block`` means block-causal attention. ``Window``
+means attention in a window. ``Normed`` means that an RMSNorm is applied to queries and keys.
 """
-ATTENTION = tuple(
-    f"{block}{normed}CachedAttention" for normed in ("", NORMED) for block in ("", BLOCK)
+ATTENTION = (
+    *(f"{block}{normed}CachedAttention" for normed in ("", NORMED) for block in ("", BLOCK)),
+    f"{WINDOW}CachedAttention",
 )
 """Attention functions whose cache contains fp32 rows."""
 STORED = {"float32": "", "float16": "Fp16", "int8": "Int8"}
@@ -405,6 +408,18 @@ def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         keys_first = op("Unsqueeze", of_keys, ints(1, 2))
         is_before = op("LessOrEqual", keys_first, op("Unsqueeze", blocks, ints(1, 3)))
         seen = op("And", seen, is_before)
+    if WINDOW in name:
+        attributes["window"] = ir.AttributeType.INT
+        distances = op(
+            "Abs",
+            op("Sub", op("Unsqueeze", positions, ints(1)), op("Unsqueeze", positions, ints(2))),
+        )
+        window = body.attribute("window", ir.AttributeType.INT)
+        is_near = op("Unsqueeze", op("LessOrEqual", distances, window), ints(1))
+        past = op("Unsqueeze", op("Unsqueeze", own[0], ints(0)), ints(1))
+        batch = op("Concat", body.size(positions, 0), ints(1, 1, 1), axis=0)
+        near = op("And", op("Unsqueeze", own[1], ints(0, 1)), is_near)
+        seen = op("Concat", op("Expand", past, batch), near, axis=3)
     y = op("Transpose", op("Attention", turned, keys, values, seen), perm=[0, 2, 1, 3])
     merged = op("Reshape", y, ints(0, 0, -1))
     outputs = {"y": merged, "present_key": store(body, key), "present_value": store(body, value)}

@@ -229,11 +229,13 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
         raise _Unlike("heads are not merged, or something else reads them")
     parts = [_heads_of(part) for part in (query, key, present_value)]
     cos, sin, positions = rotation.tables
-    seen = {} if hidden is None else {"visible_block": _visible_block(hidden, positions)}
+    seen = {} if hidden is None else _seen(hidden, positions)
     norms = _norms_of(*parts)
     given = [past_key, past_value, positions, cos, sin, _segments(traced.model)]
     given = [*(part.whole for part in parts), *given, *(norm.weight for norm in norms)]
-    name = (functions.BLOCK if seen else "") + (functions.NORMED if norms else "")
+    name = "".join(_SEEN[attribute] for attribute in seen) + (functions.NORMED if norms else "")
+    if f"{name}CachedAttention" not in functions.ATTENTION:
+        raise _Unlike("no kernel has both a window and norms of queries and keys")
     old = [y.outputs[0], present_key, present_value]
     settings = {"heads": parts[0].count, "kv_heads": parts[1].count}
     settings |= {"rotary_size": rotation.size} | seen
@@ -301,22 +303,32 @@ _HIDDEN = (
     ("Unsqueeze", _STARTS, 2),
 )
 _HIDING = ("Unsqueeze", ("Mul", ("Cast", _HIDDEN), float(np.finfo(np.float32).min)), 1)
-"""The pattern of nodes into which the function ``hiding`` of ``network.denoiser`` is traced.
+_DISTANCES = ("Abs", ("Sub", ("Unsqueeze", "positions", 1), ("Unsqueeze", "positions", 2)))
+_FAR = ("Greater", ("Concat", ("Expand", 0, "rows"), _DISTANCES), "length")
+_WINDOW = ("Unsqueeze", ("Mul", ("Cast", _FAR), float(np.finfo(np.float32).min)), 1)
+"""The patterns of nodes into which the function ``hiding`` of ``network.denoiser`` is traced, for
+block-causal attention and for attention in a window.
 
 A tuple is an operator with its inputs. A number stands for a constant with this value. A name
 matches any value.
 """
 
 
-def _visible_block(hidden: ir.Value, positions: ir.Value) -> int:
-    """Return the block length of a block-causal attention mask. Raises _Unlike for any other
-    attention mask.
+_PATTERNS = {"visible_block": _HIDING, "window": _WINDOW}
+_SEEN = {"visible_block": functions.BLOCK, "window": functions.WINDOW}
+"""Attribute of an attention function -> the pattern of its mask, and the part of its name."""
+
+
+def _seen(hidden: ir.Value, positions: ir.Value) -> dict[str, int]:
+    """Return the attribute of the function with this attention mask: the block length or the window.
+    Raises _Unlike for any other attention mask.
     """
-    found = {"positions": positions}
-    length = _number(found["length"]) if _looks_like(hidden, _HIDING, found) else None
-    if length is None:
-        raise _Unlike("the mask is not block-causal")
-    return int(length)
+    for attribute, pattern in _PATTERNS.items():
+        found = {"positions": positions}
+        length = _number(found["length"]) if _looks_like(hidden, pattern, found) else None
+        if length is not None:
+            return {attribute: int(length)}
+    raise _Unlike("the mask is neither block-causal nor a window")
 
 
 def _looks_like(value: ir.Value | None, wanted: _Pattern, found: dict[str, ir.Value]) -> bool:
