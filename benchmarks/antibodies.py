@@ -1,10 +1,9 @@
 """Judge each precision of three antibody language models on real sequences.
 
-    pip download --no-deps antiberty==0.1.3 sapiens==1.0.5 anarci==2026.2.13.2  # unpack into FOLDER
-    python benchmarks/antibodies.py FOLDER [--precisions fp32,int8,...] [--json FILE] [--time]
+    pip install --no-deps antiberty==0.1.3 sapiens==1.0.5 anarci==2026.2.13.2
+    python benchmarks/antibodies.py [--precisions fp32,int8,...] [--json FILE] [--time]
 
-FOLDER contains the packages ``antiberty``, ``sapiens`` and ``anarci``, as in site-packages. The
-sequences are the germline V genes of human antibodies in ``anarci``: the first allele of each gene.
+The sequences are the germline V genes of human antibodies in ``anarci``: the first allele of each gene.
 Every second gene is for judging, the others are for calibration. Both models were trained on
 antibodies that descend from these genes, so the recovery is that of familiar sequences.
 
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from residues import antiberty_checkpoint, sapiens_checkpoint
+from residues import MODELS, package_folder, write_model
 from shapes import ROOT, machine
 
 import dlm_runtime
@@ -31,6 +30,7 @@ from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.quantising.samples import CalibrationOptions
 
 OUTPUT = ROOT / "build" / "benchmarks" / "antibodies"
+SAMPLES = 24  # sequences for calibration
 RATIOS = (0.15, 0.5, 0.85)
 PRECISIONS = "fp32,int8,int8-static,int4,fp8"
 CHAINS = {"antiberty": "HKL", "sapiens-heavy": "H", "sapiens-light": "KL"}
@@ -103,7 +103,7 @@ def judge_model(
     reference: dict[float, list[Any]] = {}
     for precision in precisions:
         folder = OUTPUT / f"{name}-{precision}"
-        calibration = CalibrationOptions(data, samples=len(sequences))
+        calibration = CalibrationOptions(data, samples=SAMPLES)
         options = QuantiseOptions(calibration=calibration)
         report = build(
             checkpoint,
@@ -142,22 +142,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="Folder of the installed packages.")
     parser.add_argument("--precisions", default=PRECISIONS, help="The first is the reference.")
-    parser.add_argument("--models", default=",".join(CHAINS))
+    parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--time", action="store_true", help="Print the time of a pass.")
     arguments = parser.parse_args()
-    folder = arguments.folder
     OUTPUT.mkdir(parents=True, exist_ok=True)
     rows = []
     for name in arguments.models.split(","):
-        checkpoint = OUTPUT / name
-        if name == "antiberty":
-            antiberty_checkpoint(folder / "antiberty", checkpoint)
-        else:
-            sapiens_checkpoint(folder / "sapiens", checkpoint, name.removeprefix("sapiens-"))
-        sequences = germlines(folder / "anarci", CHAINS[name])
+        checkpoint = write_model(name, OUTPUT / name)
+        sequences = germlines(package_folder("anarci"), CHAINS[name])
         for row in judge_model(name, checkpoint, sequences, arguments.precisions.split(",")):
             rows.append(row)
             show(row, arguments.time)

@@ -1,12 +1,15 @@
-"""Writes checkpoints of masked language models of proteins, whose tokens are residues.
+"""Writes checkpoints of antibody language models, whose tokens are residues.
 
-``antiberty_checkpoint`` and ``sapiens_checkpoint`` convert the weights of two PyPI packages. Each
-function takes the folder of the installed package. Nothing of the packages is stored here.
+    pip install --no-deps antiberty==0.1.3 sapiens==1.0.5
+    python benchmarks/residues.py antiberty|sapiens-heavy|sapiens-light CHECKPOINT
+
+The weights are those of the two PyPI packages. Nothing of the packages is stored here.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,3 +122,36 @@ _FAIRSEQ = {
     "fc2": "output.dense",
     "final_layer_norm": "output.LayerNorm",
 }
+
+
+def package_folder(name: str) -> Path:
+    """The folder of an installed package, which is not imported."""
+    found = importlib.util.find_spec(name)
+    if found is None or not found.submodule_search_locations:
+        raise SystemExit(f"{name} is not installed: see the first lines of this script")
+    return Path(found.submodule_search_locations[0])
+
+
+def write_model(name: str, folder: Path) -> Path:
+    """Write the checkpoint of an entry of ``MODELS``."""
+    if name == "antiberty":
+        return antiberty_checkpoint(package_folder(name), folder)
+    package, _, chain = name.partition("-")
+    return sapiens_checkpoint(package_folder(package), folder, chain)
+
+
+MODELS = ("antiberty", *(f"sapiens-{chain}" for chain in SAPIENS_CHAINS))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("checkpoint", type=Path)
+    arguments = parser.parse_args()
+    write_model(arguments.model, arguments.checkpoint)
+
+
+if __name__ == "__main__":
+    main()

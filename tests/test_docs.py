@@ -339,7 +339,7 @@ def test_the_python_programs_of_a_page_run(
     if "import BaseModel" in text:
         pytest.importorskip("pydantic")
     (tmp_path / "build").mkdir()
-    for name in ("demo", "several"):
+    for name in ("demo", "several", "sapiens-heavy"):
         shutil.copytree(tour.readme / PLACEHOLDERS["BUNDLE"], tmp_path / "build" / name)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setattr(sys, "path", [*sys.path])
