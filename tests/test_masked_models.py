@@ -15,6 +15,7 @@ from checkpoints import bert_config, modern_bert_config, roberta_config, write_c
 from click.testing import CliRunner
 from denoisers import load
 from safetensors.torch import load_file, save_file
+from test_caches import UNJUDGED
 from test_parity import RELATIVE
 from tokenizers import Tokenizer
 
@@ -261,6 +262,20 @@ def test_the_files_of_a_roberta_are_not_read_as_those_of_another_family(tmp_path
     (checkpoint / "merges.txt").write_text("")
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json\. Write it with transformers"):
         tokenizer.read(Checkpoint(checkpoint), read(checkpoint))
+
+
+@pytest.mark.parametrize("name", ["bert", "modern"])
+def test_quantised_layers_without_a_silu_gate_are_computed_by_kernels(
+    bundles: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    options = BuildOptions(precision="int8", quantise=UNJUDGED)
+    report = build(bundles[name] / "checkpoint", tmp_path / "bundle", options)
+    assert report.parity is not None
+    kernels = report.kernels or {}
+    merged = {"bert": {"Int8Linear": 7, "Int8Linear3": 2}, "modern": {"Int8Linear2": 5}}[name]
+    assert kernels["calls"] == kernels["calls"] | merged
+    gates = {f"blocks.{i}.mlp" for i in range(5 if name == "modern" else 0)}
+    assert kernels["plain"].keys() == gates
 
 
 def test_a_window_has_no_cache_and_its_presets_use_none(bundles: dict[str, Path]) -> None:

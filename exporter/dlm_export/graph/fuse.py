@@ -168,7 +168,9 @@ def _group_size(node: ir.Node) -> int:
 
 
 def _is_shared(value: ir.Value | None) -> bool:
-    return value is not None and len({id(node) for node, _ in value.uses()}) > 1
+    """Return True if several products use a value. A residual sum may use the value too."""
+    users = () if value is None else value.uses()
+    return len({id(node) for node, _ in users if node.op_type != "Add"}) > 1
 
 
 def _merge(model: ir.Model, nodes: Sequence[ir.Node], name: str, old: Sequence[ir.Value]) -> None:
