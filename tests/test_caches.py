@@ -34,6 +34,7 @@ from dlm_export import graph
 from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.cli import main
 from dlm_export.graph import caches, functions, fuse, trace
+from dlm_export.graph.attention import BLOCK, NORMED, WINDOW
 from dlm_export.graph.body import DOMAIN, Body
 from dlm_export.judging.accuracy.rounds import Effort
 from dlm_export.network import reference
@@ -238,13 +239,13 @@ def _call(
     name, settings = CALLS[cache_dtype], dict[str, Any]()
     settings |= {"heads": heads, "kv_heads": kv_heads, "rotary_size": rotary_size}
     if visible_block is not None:
-        name = name.replace("Cached", f"{functions.BLOCK}Cached")
+        name = name.replace("Cached", f"{BLOCK}Cached")
         settings["visible_block"] = visible_block
     if window is not None:
-        name = name.replace("Cached", f"{functions.WINDOW}Cached")
+        name = name.replace("Cached", f"{WINDOW}Cached")
         settings["window"] = window
     if epsilon is not None:
-        name = name.replace("Cached", f"{functions.NORMED}Cached")
+        name = name.replace("Cached", f"{NORMED}Cached")
         settings["epsilon"] = epsilon
         kinds += [F, F]
     return _model(name, kinds, [F, kind, kind], **settings)

@@ -18,6 +18,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from dlm_export.graph import LAYER_KEY, SEGMENTS, caches, functions
+from dlm_export.graph.attention import ATTENTION, BLOCK, NORMED, WINDOW
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, take_place
 from dlm_export.graph.trace import Graph
@@ -235,8 +236,8 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
     norms = _norms_of(*parts)
     given = [past_key, past_value, positions, cos, sin, _segments(traced.model)]
     given = [*(part.whole for part in parts), *given, *(norm.weight for norm in norms)]
-    name = "".join(_SEEN[attribute] for attribute in seen) + (functions.NORMED if norms else "")
-    if f"{name}CachedAttention" not in functions.ATTENTION:
+    name = "".join(_SEEN[attribute] for attribute in seen) + (NORMED if norms else "")
+    if f"{name}CachedAttention" not in ATTENTION:
         raise _Unlike("no kernel has both a window and norms of queries and keys")
     old = [y.outputs[0], present_key, present_value]
     settings = {"heads": parts[0].count, "kv_heads": parts[1].count}
@@ -317,7 +318,7 @@ matches any value.
 
 
 _PATTERNS = {"visible_block": _HIDING, "window": _WINDOW}
-_SEEN = {"visible_block": functions.BLOCK, "window": functions.WINDOW}
+_SEEN = {"visible_block": BLOCK, "window": WINDOW}
 """Attribute of an attention function -> the pattern of its mask, and the part of its name."""
 
 
