@@ -212,6 +212,62 @@ def qwen3_moe_config(architecture: str, **changes: Any) -> dict[str, Any]:
     return a2d_qwen3_config(**mixture | further | changes)
 
 
+def bert_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny BERT, with the keys that transformers writes."""
+    return {
+        "architectures": ["BertForMaskedLM"],
+        "model_type": "bert",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 160,
+        "max_position_embeddings": 66,
+        "type_vocab_size": 2,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "pad_token_id": 0,
+        "mask_token_id": 150,
+    } | changes
+
+
+def roberta_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny RoBERTa. Positions start after the padding token's."""
+    other = {"architectures": ["RobertaForMaskedLM"], "model_type": "roberta", "type_vocab_size": 1}
+    return bert_config(**other | {"pad_token_id": 1, "eos_token_id": 2} | changes)
+
+
+def modern_bert_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny ModernBERT, with the keys of the release. Every third layer is
+    global, and the others see three tokens on each side.
+    """
+    return {
+        "architectures": ["ModernBertForMaskedLM"],
+        "model_type": "modernbert",
+        "hidden_size": 64,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 160,
+        "max_position_embeddings": 128,
+        "global_attn_every_n_layers": 3,
+        "global_rope_theta": 160000.0,
+        "local_rope_theta": 10000.0,
+        "local_attention": 6,
+        "hidden_activation": "gelu",
+        "norm_eps": 1e-5,
+        "norm_bias": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "decoder_bias": True,
+        "classifier_bias": False,
+        "classifier_activation": "gelu",
+        "pad_token_id": 0,
+        "eos_token_id": 3,
+        "mask_token_id": 150,
+    } | changes
+
+
 def llada_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Released tensor names and shapes, ``[out, in]``."""
     hidden, mlp, vocab = config["d_model"], config["mlp_hidden_size"], config["embedding_size"]
@@ -314,6 +370,70 @@ def qwen3_moe_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def bert_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a BERT, with those that it does not need: a pooler and the next-sentence head."""
+    shapes = _encoder_shapes(config, "bert")
+    d, head = config["hidden_size"], "cls.predictions"
+    shapes |= {"bert.pooler.dense.weight": (d, d), "bert.pooler.dense.bias": (d,)}
+    shapes |= {"cls.seq_relationship.weight": (2, d), "cls.seq_relationship.bias": (2,)}
+    shapes |= {f"{head}.bias": (config["vocab_size"],)}
+    shapes |= {f"{head}.transform.dense.weight": (d, d), f"{head}.transform.dense.bias": (d,)}
+    return shapes | {f"{head}.transform.LayerNorm.{name}": (d,) for name in ("weight", "bias")}
+
+
+def roberta_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    shapes, d = _encoder_shapes(config, "roberta"), config["hidden_size"]
+    shapes |= {"lm_head.dense.weight": (d, d), "lm_head.dense.bias": (d,)}
+    shapes |= {f"lm_head.layer_norm.{name}": (d,) for name in ("weight", "bias")}
+    return shapes | {"lm_head.bias": (config["vocab_size"],)}
+
+
+def modern_bert_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    d, inner, vocab = (config[name] for name in ("hidden_size", "intermediate_size", "vocab_size"))
+    shapes: dict[str, tuple[int, ...]] = {"model.embeddings.tok_embeddings.weight": (vocab, d)}
+    matrices, norms = (
+        {"head.dense": (d, d)},
+        ["model.embeddings.norm", "model.final_norm", "head.norm"],
+    )
+    biased = ["head.dense"] * config["classifier_bias"]
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        attention = {f"{layer}.attn.Wqkv": (3 * d, d), f"{layer}.attn.Wo": (d, d)}
+        mlp = {f"{layer}.mlp.Wi": (2 * inner, d), f"{layer}.mlp.Wo": (d, inner)}
+        matrices |= attention | mlp
+        biased += [*attention] * config["attention_bias"] + [*mlp] * config["mlp_bias"]
+        norms += [f"{layer}.mlp_norm", *([f"{layer}.attn_norm"] if i else [])]
+    shapes |= {f"{name}.weight": shape for name, shape in matrices.items()}
+    shapes |= {f"{name}.bias": matrices[name][:1] for name in biased}
+    shapes |= {f"{norm}.weight": (d,) for norm in norms}
+    if config["norm_bias"]:
+        shapes |= {f"{norm}.bias": (d,) for norm in norms}
+    return shapes | ({"decoder.bias": (vocab,)} if config["decoder_bias"] else {})
+
+
+def _encoder_shapes(config: dict[str, Any], encoder: str) -> dict[str, tuple[int, ...]]:
+    d, inner, embeddings = (
+        config["hidden_size"],
+        config["intermediate_size"],
+        f"{encoder}.embeddings",
+    )
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{embeddings}.word_embeddings.weight": (config["vocab_size"], d),
+        f"{embeddings}.position_embeddings.weight": (config["max_position_embeddings"], d),
+        f"{embeddings}.token_type_embeddings.weight": (config["type_vocab_size"], d),
+    }
+    norms = [f"{embeddings}.LayerNorm"]
+    for i in range(config["num_hidden_layers"]):
+        layer = f"{encoder}.encoder.layer.{i}"
+        matrices = {f"attention.self.{name}": (d, d) for name in ("query", "key", "value")}
+        matrices |= {"attention.output.dense": (d, d)}
+        matrices |= {"intermediate.dense": (inner, d), "output.dense": (d, inner)}
+        for name, shape in matrices.items():
+            shapes |= {f"{layer}.{name}.weight": shape, f"{layer}.{name}.bias": shape[:1]}
+        norms += [f"{layer}.attention.output.LayerNorm", f"{layer}.output.LayerNorm"]
+    return shapes | {f"{norm}.{name}": (d,) for norm in norms for name in ("weight", "bias")}
+
+
 def _with_experts(
     shapes: dict[str, tuple[int, ...]], layer: str, hidden: int, experts: int, size: int
 ) -> dict[str, tuple[int, ...]]:
@@ -368,6 +488,9 @@ def _qwen_shapes(
 
 
 SHAPES = {
+    "BertForMaskedLM": bert_shapes,
+    "RobertaForMaskedLM": roberta_shapes,
+    "ModernBertForMaskedLM": modern_bert_shapes,
     "LLaDAModelLM": llada_shapes,
     "DreamModel": dream_shapes,
     "Fast_dLLM_QwenForCausalLM": dream_shapes,
@@ -389,11 +512,15 @@ def random_tensor(
     predictions are not all tied.
     """
     noise = torch.randn(shape, generator=generator)
-    if "norm" in name or "ln_f" in name:
+    if name.endswith("orm.bias"):
+        return (0.1 * noise).to(dtype)
+    if "norm" in name.lower() or "ln_f" in name:
         return (1 + 0.1 * noise).to(dtype)
     if name.endswith("bias"):
         return (0.1 * noise).to(dtype)
-    is_table = name.endswith(("wte.weight", "embed_tokens.weight", "word_embeddings.weight"))
+    is_table = name.endswith(
+        ("wte.weight", "embed_tokens.weight", "word_embeddings.weight", "tok_embeddings.weight")
+    )
     is_head = name in ("model.transformer.ff_out.weight", "lm_head.weight")
     return (noise * (1.0 if is_table else (3.0 if is_head else 1.0) / math.sqrt(shape[-1]))).to(
         dtype

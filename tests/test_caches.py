@@ -34,6 +34,7 @@ from dlm_export import graph
 from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.cli import main
 from dlm_export.graph import caches, functions, fuse, trace
+from dlm_export.graph.attention import BLOCK, NORMED, WINDOW
 from dlm_export.graph.body import DOMAIN, Body
 from dlm_export.judging.accuracy.rounds import Effort
 from dlm_export.network import reference
@@ -231,16 +232,20 @@ def _call(
     rotary_size: int = 0,
     visible_block: int | None = None,
     epsilon: float | None = None,
+    window: int | None = None,
 ) -> onnx.ModelProto:
     kind, F = helper.np_dtype_to_tensor_dtype(np.dtype(NUMPY[cache_dtype])), onnx.TensorProto.FLOAT
     kinds = [F, F, F, kind, kind, onnx.TensorProto.INT64, F, F, onnx.TensorProto.INT64]
     name, settings = CALLS[cache_dtype], dict[str, Any]()
     settings |= {"heads": heads, "kv_heads": kv_heads, "rotary_size": rotary_size}
     if visible_block is not None:
-        name = name.replace("Cached", f"{functions.BLOCK}Cached")
+        name = name.replace("Cached", f"{BLOCK}Cached")
         settings["visible_block"] = visible_block
+    if window is not None:
+        name = name.replace("Cached", f"{WINDOW}Cached")
+        settings["window"] = window
     if epsilon is not None:
-        name = name.replace("Cached", f"{functions.NORMED}Cached")
+        name = name.replace("Cached", f"{NORMED}Cached")
         settings["epsilon"] = epsilon
         kinds += [F, F]
     return _model(name, kinds, [F, kind, kind], **settings)
@@ -315,6 +320,39 @@ def test_kernels_norm_queries_and_keys_as_the_functions_say(
     step = TOLERANCE if cache_dtype == "float32" else np.abs(expected).max(-1, keepdims=True) / 100
     assert (np.abs(keys - expected) <= step + TOLERANCE).all()
     np.testing.assert_array_equal(by_kernel[2], by_function[2])
+
+
+@pytest.mark.parametrize("cache_dtype", CALLS)
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(shape=SHAPES, seed=st.integers(0, 99), window=st.integers(1, 60))
+def test_kernels_attend_in_a_window_as_the_functions_say(
+    kernels: str,  # noqa: F811
+    cache_dtype: str,
+    shape: tuple[int, ...],
+    seed: int,
+    window: int,
+) -> None:
+    B, T, _, G, group, D = shape
+    rng = np.random.default_rng(seed)
+    feeds = _pass(rng, cache_dtype, B, T, 0, G * group, G, D)
+    if B == 1:
+        feeds[-1] = _segments(rng, T, 0)
+    model = _call(cache_dtype, G * group, G, window=window)
+    by_function, by_kernel = (_run(model, feeds, by_kernels=choice) for choice in (False, True))
+    np.testing.assert_allclose(by_kernel[0], by_function[0], atol=TOLERANCE)
+    for ours, theirs in zip(by_kernel[1:], by_function[1:], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_window_over_cached_rows_is_refused(kernels: str) -> None:  # noqa: F811
+    feeds = _pass(np.random.default_rng(0), "float32", 1, 3, 5, 2, 2, 16)
+    with pytest.raises(
+        onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument,
+        match="attention in a window, which cannot use a cache: choose a policy with cache = none",
+    ):
+        _run(_call("float32", 2, 2, window=4), feeds, by_kernels=True)
 
 
 @pytest.mark.parametrize("cache_dtype", CALLS)

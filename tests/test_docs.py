@@ -343,7 +343,8 @@ def test_the_python_programs_of_a_page_run(
     if "import BaseModel" in text:
         pytest.importorskip("pydantic")
     (tmp_path / "build").mkdir()
-    shutil.copytree(tour.readme / PLACEHOLDERS["BUNDLE"], tmp_path / "build" / "demo")
+    for name in ("demo", "sapiens-heavy"):
+        shutil.copytree(tour.readme / PLACEHOLDERS["BUNDLE"], tmp_path / "build" / name)
     shutil.copytree(several_bundle, tmp_path / "build" / "several")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setattr(sys, "path", [*sys.path])

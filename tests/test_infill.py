@@ -34,6 +34,9 @@ class Letters:
     def encode_plain(self, text: str, special_tokens: bool = False) -> list[int]:
         return list(text.encode())
 
+    def added_token(self, token: int) -> None:
+        return None
+
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token > 1).decode()
 
@@ -118,7 +121,7 @@ def test_the_length_whose_tokens_are_surest_is_taken() -> None:
         ("<mask> <mask> <mask>", [1, 2], "2 lengths for 3 holes"),
         ("<mask>" * 3, [[1, 2, 3, 4, 5]], "trying all lengths takes 125 requests; the limit is 64"),
         ("<mask>", [600], "longer than the denoiser's 512"),
-        ("<mask>", None, "lengths = None: give tokens, 1 or more, or a list"),
+        ("<mask>", 1.5, "lengths = 1.5: give tokens, 1 or more, or a list"),
         ("<mask>", [None], r"lengths = \[None\]: give tokens"),
     ],
 )

@@ -403,6 +403,11 @@ def _by_blocks(length: object) -> Edit:
     return _attend_by("BlockCachedAttention", "visible_block", length)
 
 
+def _by_window(window: object) -> Edit:
+    """Replace attention by the function for attention in a window."""
+    return _attend_by(WINDOWED, "window", window)
+
+
 def _by_norms(epsilon: object, *shapes: tuple[int, ...]) -> Edit:
     """Replace attention by the function with norms of queries and keys. The weights of the norms
     are ones.
@@ -412,7 +417,7 @@ def _by_norms(epsilon: object, *shapes: tuple[int, ...]) -> Edit:
 
 
 GATE, MERGED, INT4, NVFP4 = "Int8GatedLinear", "Int8Linear3", "Int4Linear", "NVFP4Linear"
-NORMED = "NormedCachedAttention"
+NORMED, WINDOWED = "NormedCachedAttention", "WindowCachedAttention"
 LIES: dict[str, tuple[str, Edit]] = {
     "more columns than panels": ("Int8Linear", _attribute("Int8Linear", "columns", [65])),
     "fewer columns than panels": ("Int8Linear", _attribute("Int8Linear", "columns", [32])),
@@ -538,6 +543,11 @@ LIES: dict[str, tuple[str, Edit]] = {
     "blocks beyond all positions": ("BlockCachedAttention", _by_blocks(1 << 40)),
     "blocks of a text": ("BlockCachedAttention", _by_blocks("4")),
     "blocks missing": ("BlockCachedAttention", _by_blocks(None)),
+    "a window of no tokens": (WINDOWED, _by_window(0)),
+    "a window of a negative number": (WINDOWED, _by_window(-4)),
+    "a window beyond all positions": (WINDOWED, _by_window(1 << 40)),
+    "a window of a text": (WINDOWED, _by_window("4")),
+    "a window missing": (WINDOWED, _by_window(None)),
     "norms of another head size": (NORMED, _by_norms(1e-5, (16,), (8,))),
     "norms of each head": (NORMED, _by_norms(1e-5, (4, 16), (4, 16))),
     "norms of a negative epsilon": (NORMED, _by_norms(-1.0, (16,), (16,))),

@@ -93,7 +93,12 @@ def test_a_conversation_of_one_session_computes_only_what_is_new(several_bundle:
 
 
 def test_full_attention_reuses_a_prompt_only_if_asked(demo_bundle: Path) -> None:
-    asked: dict[str, Any] = {"cache": "dual", "refresh": 8, "block_length": 16, "max_new_tokens": 32}
+    asked: dict[str, Any] = {
+        "cache": "dual",
+        "refresh": 8,
+        "block_length": 16,
+        "max_new_tokens": 32,
+    }
     first, second = prompt(60), [*prompt(60)[:-1], 3]
     with dlm_runtime.open(demo_bundle, prefix_cache_bytes=1 << 28) as bundle:
         made = [bundle.generate(tokens=first, **asked) for _ in range(2)]

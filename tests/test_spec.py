@@ -19,12 +19,16 @@ from dlm_export.network.denoiser import Denoiser, UnbuiltNetworkError, rotate
 from dlm_export.network.experts import Router
 from dlm_export.network.scaling import Dynamic, Linear, Llama3, Yarn
 from dlm_export.network.spec import (
+    ACTIVATIONS,
     BIASES,
     NEVER_QUANTISED,
+    NORM_KINDS,
     NORMS,
     SCORES,
     AttentionSpec,
+    EmbeddingSpec,
     ExpertsSpec,
+    HeadSpec,
     LayerSpec,
     MlpSpec,
     NetworkSpec,
@@ -63,7 +67,9 @@ attentions = st.builds(
     st.booleans(),
     visibilities,
 )
-mlps = st.builds(MlpSpec, st.integers(1, 40))
+mlps = st.builds(
+    MlpSpec, st.integers(1, 40), st.sampled_from(ACTIVATIONS), st.booleans(), st.booleans()
+)
 routers = st.builds(
     lambda score, bias, renormalise, scale, groups: RouterSpec(
         score, bias, renormalise, scale, *groups
@@ -88,19 +94,45 @@ experts = st.builds(
     st.integers(0, 8),
     routers,
 )
+embeddings = st.builds(
+    EmbeddingSpec,
+    st.sampled_from([0, 22]),
+    st.sampled_from([0, 2]),
+    st.sampled_from([0, 1, 2]),
+    st.booleans(),
+)
+heads = st.builds(
+    HeadSpec,
+    st.booleans(),
+    st.sampled_from([None, *ACTIVATIONS]),
+    st.booleans(),
+    st.booleans(),
+)
 norms = st.lists(st.sampled_from(NORMS), unique=True).map(tuple)
 
 
 def networks(mlp: st.SearchStrategy[MlpSpec | ExpertsSpec]) -> st.SearchStrategy[NetworkSpec]:
+    kinds = st.sampled_from(NORM_KINDS)
     layers = st.lists(
-        st.builds(LayerSpec, attentions, mlp, st.floats(1e-6, 1e-3), norms), min_size=1, max_size=3
+        st.builds(LayerSpec, attentions, mlp, st.floats(1e-6, 1e-3), norms, kinds),
+        min_size=1,
+        max_size=3,
     ).map(tuple)
     return st.builds(
-        lambda layers, tied: make_network(
-            hidden_size=HIDDEN, layers=layers, tied_head=tied, max_canvas_length=20
+        lambda layers, tied, kind, embedding, head: make_network(
+            hidden_size=HIDDEN,
+            layers=layers,
+            tied_head=tied,
+            max_canvas_length=20,
+            norm_kind=kind,
+            embedding=embedding,
+            head=head,
         ),
         layers,
         st.booleans(),
+        kinds,
+        embeddings,
+        heads,
     )
 
 
@@ -162,6 +194,8 @@ def test_every_described_network_runs_and_its_cache_is_exact(
     plain = Denoiser(network, is_plain=True).eval()
     plain.load_state_dict(denoiser.state_dict())
     torch.testing.assert_close(plain.hidden(ids, positions)[0], whole, rtol=1e-4, atol=1e-4)
+    logits = denoiser.project(whole)
+    torch.testing.assert_close(plain.project(whole), logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_part_of_a_head_turns_and_the_rest_stays() -> None:
@@ -193,10 +227,10 @@ def test_position_scaling_divides_positions() -> None:
     torch.testing.assert_close(slow.rotary[0].cos[::4], plain.rotary[0].cos[:64])
 
 
-def test_attention_that_is_not_built_is_refused_by_its_layer() -> None:
+def test_a_feature_that_is_not_built_is_refused_by_its_layer() -> None:
     layer = make_network().layers[0]
-    other = replace(layer, attention=replace(layer.attention, window=8))
-    with pytest.raises(UnbuiltNetworkError, match="layer 1 has attention in a window of 8"):
+    other = replace(layer, mlp=MlpSpec(8, "relu"))
+    with pytest.raises(UnbuiltNetworkError, match="layer 1 has activation relu"):
         Denoiser(make_network(layers=(layer, other)))
 
 

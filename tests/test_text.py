@@ -81,14 +81,14 @@ def test_text_is_encoded_as_the_library_encodes_it(pairs: Callable[[str], Pair],
     texts = [
         *samples.lines(
             600,
-            ["the", "ing", " a", LETTER],
-            ["<|end|>", "<pad>", "<sep>", "e\u0301a", "éa", "<tool>s"],
+            ["the", "ing", " a", LETTER, "EVQL", "VESGG"],
+            ["[MASK]", "[UNK]", "<|end|>", "<pad>", "<sep>", "e\u0301a", "éa", "<tool>s"],
             seed=11,
         )
     ]
     expected = pair.oracle.encode_each(texts)
     assert [pair.native.encode(text) for text in texts] == expected
-    assert len({*map(tuple, expected)}) > 500
+    assert len({*map(tuple, expected)}) > 400
     assert [pair.native.encode(text, is_prompt=True) for text in texts[:9]] == [
         pair.oracle.encode(text) for text in texts[:9]
     ]
@@ -108,6 +108,11 @@ PIECES = st.sampled_from(
         "\u0323\u0307",
         "\u1100\u1161\u11a8",
         "\r\n",
+        "[MASK]",
+        "\u302e\U0001d165",  # marks that NFD sorts, and that stripping accents keeps
+        "\u0301",
+        "\u0488",  # a mark that NFD does not move, and that stripping accents keeps
+        "##",
     ]
 )
 
@@ -115,11 +120,46 @@ PIECES = st.sampled_from(
 @given(st.lists(st.one_of(st.text(max_size=12), PIECES), max_size=8).map("".join))
 @settings(max_examples=60, deadline=None)
 def test_any_text_is_encoded_and_decoded_alike(pairs: Callable[[str], Pair], text: str) -> None:
-    for name in ("Qwen", "Llama 2", "demo-denoiser"):
+    for name in ("Qwen", "Llama 2", "demo-denoiser", "BERT", "cased BERT", "residues"):
         pair = pairs(name)
         ids = pair.oracle.encode_plain(text)
         assert pair.native.encode(text) == ids
         assert pair.native.decode(ids) == pair.oracle.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["BERT", "cased BERT"])
+def test_every_character_is_normalised_and_split_alike(
+    pairs: Callable[[str], Pair], name: str
+) -> None:
+    pair = pairs(name)
+    letters = [chr(point) for point in range(0x30000) if not 0xD800 <= point < 0xE000]
+    texts = [
+        "".join(f"{letter}a\u302e{letter}\U0001d165 " for letter in letters[first : first + 64])
+        for first in range(0, len(letters), 64)
+    ]
+    for first in range(0, len(texts), 500):
+        some = texts[first : first + 500]
+        assert [pair.native.encode(text) for text in some] == pair.oracle.encode_each(some)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"continuing_subword_prefix": "@@"}, "continues words with '@@'"),
+        ({"max_input_chars_per_word": 50}, "words have at most 50 characters"),
+        ({"unk_token": "[NO]"}, r"lacks the unknown token '[NO]'"),
+    ],
+)
+def test_a_word_piece_model_that_is_not_compiled_is_named(
+    change: dict[str, Any], reason: str
+) -> None:
+    found = json.loads(tokenizer_files.made("BERT"))
+    found["model"] |= change
+    oracle = Oracle(json.dumps(found).encode(), None, {})
+    made = compile_text(oracle, None)
+    oracle.close()
+    assert made.data is None
+    assert reason in made.entry["refused"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -267,10 +307,13 @@ REFUSED = {
     "splits text by .*Metaspace": lambda: changed(
         "Gemma", "pre_tokenizer", value=json.loads(pre_tokenizers.Metaspace().__getstate__())
     ),
-    "tokens around text by Bert": lambda: changed(
+    "tokens around text by BertProcessing": lambda: changed(
         "GPT-2",
         "post_processor",
-        value={"type": "BertProcessing", "sep": ["a", 1], "cls": ["b", 2]},
+        value={
+            "type": "Sequence",
+            "processors": [{"type": "BertProcessing", "sep": ["a", 1], "cls": ["b", 2]}] * 2,
+        },
     ),
 }
 

@@ -95,6 +95,34 @@ def of_characters(*, starts_with_space: bool = False) -> Tokenizer:
     return _specials(tokenizer)
 
 
+def word_pieces(*, is_lowercased: bool) -> Tokenizer:
+    """WordPiece with the parts of BERT's tokenizers."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=is_lowercased)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=900, special_tokens=special, limit_alphabet=300, show_progress=False
+    )
+    tokenizer.train_from_iterator(samples.lines(200, seed=3), trainer)
+    around = [(name, tokenizer.token_to_id(name)) for name in ("[SEP]", "[CLS]")]
+    tokenizer.post_processor = processors.BertProcessing(*around)
+    return tokenizer
+
+
+def residues() -> Tokenizer:
+    """One token for each letter of a protein, as in masked language models of proteins."""
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"ACDEFGHIKLMNPQRSTVWY"]
+    vocab = {name: number for number, name in enumerate(names)}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = _split(r".|\n")[0]
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(names[:5])
+    tokenizer.post_processor = processors.RobertaProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return tokenizer
+
+
 def _split(pattern: str) -> list[Any]:
     return [pre_tokenizers.Split(Regex(pattern), "isolated")]
 
@@ -107,6 +135,9 @@ MADE = {
         _split(QWEN2_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|")), ignores_merges=True
     ),
     "unsplit": lambda: byte_level([]),
+    "BERT": lambda: word_pieces(is_lowercased=True),
+    "cased BERT": lambda: word_pieces(is_lowercased=False),
+    "residues": residues,
     "Gemma": of_characters,
     "Llama 2": lambda: of_characters(starts_with_space=True),
 }

@@ -92,7 +92,7 @@ def open_source(path: Path, overrides: Overrides | None = None) -> Source:
         network,
         weights,
         text,
-        presets_for(network.visible_block, network.shift),
+        _presets(network),
         family.preset_for(network),
         _stored_precision(checkpoint),
         tuple(weights.notes),
@@ -150,6 +150,14 @@ def _check_config(
             f"{bundle}: built from another checkpoint than {path}: {found}. Its config.json has SHA-256 {theirs}, that of "
             f"{path} has {ours}."
         )
+
+
+def _presets(network: NetworkSpec) -> dict[str, Policy]:
+    """Return the presets for a network. A network with a window runs them without a cache."""
+    presets = presets_for(network.visible_block, network.shift)
+    if not network.has_window:
+        return presets
+    return {name: policy.with_fields({"cache": "none"}) for name, policy in presets.items()}
 
 
 def _stored_precision(checkpoint: Checkpoint) -> str:

@@ -439,22 +439,26 @@ class Bundle(Decides, UsesPromptCaches):
         self,
         text: str,
         *,
-        lengths: int | Sequence[int | Sequence[int]] = (16,),
+        lengths: int | Sequence[int | Sequence[int]] | None = None,
         constrain_from: int | None = None,
         **request: Unpack[InfillOptions],
     ) -> Infill:
         """Fill the holes of a text. A hole is written as ``<mask>``: ``"def f(x): <mask> return y"``.
 
-        The text of a hole ends before the first end token in the hole, so the text may be shorter than the hole. If the
-        tokenizer adds tokens at the start of a prompt, these tokens are also added to ``text``, unless ``text`` already
-        starts with these tokens. Tokens that the tokenizer adds at the end of a prompt are left out.
+        The name of the denoiser's mask token marks a hole too: ``"the capital of [MASK] is [MASK]"``.
+
+        The text of a hole ends before the first end token in the hole, so the text may be shorter than the hole. If
+        ``text`` is the whole canvas, the tokens that the tokenizer adds at the start of a prompt are added, unless
+        ``text`` already starts with these tokens. If the denoiser has no end token, the tokens that the tokenizer adds
+        at the end of a prompt are added too.
 
         Args:
-            text: Text with at least one ``<mask>``. If ``prompt`` or ``chat`` is passed, the text is the answer.
+            text: Text with at least one hole. If ``prompt`` or ``chat`` is passed, the text is the answer.
             lengths: Tokens per hole, 1 or more. An integer applies to all holes. A list contains one entry for each
                 hole, or a single entry for all holes. An entry is an integer, or a list of lengths to try. Each
                 combination of lengths is a separate request. At most 64 combinations are allowed. The result with the
-                highest mean ln p of the tokens in the holes is returned.
+                highest mean ln p of the tokens in the holes is returned. If None, 16 tokens if the denoiser has an end
+                token, and otherwise 1 token.
             constrain_from: An index into the characters of ``text``. If set, the constraint covers the text from this
                 character to the end, and the text must have only one hole. If None, the constraint covers the text of
                 each hole.

@@ -36,6 +36,10 @@ INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # The names of types in safetensors files, with their bytes per element.
 WEIGHT_DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
 QUANTISED_DTYPES = {"F8_E4M3": 1, "U8": 1}  # accepted only in quantised checkpoints
+POSITION_IDS = ".embeddings.position_ids"
+"""The end of the name of an integer tensor in old checkpoints of transformers. The tensor contains
+the numbers 0, 1, 2 and so on, so it is not read.
+"""
 QUANTISATION_FILE = "hf_quant_config.json"
 NAME_LIMIT_BYTES = 255  # limit of a file name on all Linux file systems
 
@@ -452,6 +456,20 @@ class Checkpoint:
             stored = np.array(stored)
         return torch.from_numpy(stored).view(kind).view(info.shape)
 
+    def is_equal(self, first: str, second: str) -> bool:
+        """Return True if two tensors have the same type, shape and bytes."""
+        a, b = self.tensors[first], self.tensors[second]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        size = math.prod(a.shape) * self.dtypes[a.dtype]
+        try:
+            mine, other = (
+                np.memmap(info.file, np.uint8, "r", info.offset, (size,)) for info in (a, b)
+            )
+        except (OSError, ValueError) as err:
+            raise CheckpointError(f"{self.path}: cannot read {first} ({err})") from err
+        return np.array_equal(mine, other)
+
     def _index(self) -> dict[str, str] | None:
         path = self.path / INDEX_FILE
         if not path.exists():
@@ -497,6 +515,8 @@ class Checkpoint:
                 header, first = _header(path)
             for name, entry in header.items():
                 dtype = entry["dtype"]
+                if name.endswith(POSITION_IDS):
+                    continue
                 if name in self.tensors:
                     raise CheckpointError(
                         f"{path}: {name} is in {self.tensors[name].file.name} as well"
@@ -525,6 +545,8 @@ class Checkpoint:
     def _check_index(self, index: dict[str, str]) -> None:
         files = {path: path.name for path in {info.file for info in self.tensors.values()}}
         for name, file in index.items():
+            if name.endswith(POSITION_IDS):
+                continue
             if name not in self.tensors or files[self.tensors[name].file] != file:
                 raise CheckpointError(
                     f"{self.path / file}: {name} is not in this shard, although {INDEX_FILE} says so"

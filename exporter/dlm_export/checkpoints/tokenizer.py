@@ -3,7 +3,8 @@ tokenizer.json, and the chat template as a Jinja file.
 
 Some releases, such as Dream, contain vocab.json, merges.txt and a Python class instead of
 tokenizer.json. The Python class is never run. Instead, dlm-export builds the same tokenizer, the
-byte-level BPE of Qwen2, from vocab.json and merges.txt.
+byte-level BPE of Qwen2, from vocab.json and merges.txt. Old releases of BERT contain vocab.txt, from
+which dlm-export builds BERT's tokenizer.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from dlm_runtime.text.tokenizer import TEMPLATE_LIMIT_BYTES, TOKENIZER_LIMIT_BYT
 # The pattern with which Qwen2 splits text before BPE, from its published tokenizer (Apache-2.0).
 # The pattern matches contractions, words, single digits, punctuation, line breaks and spaces.
 QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+"""The special tokens of BERT's vocab.txt."""
 # Largest share of a vocabulary that may be unused ids. Released vocabularies are padded to sizes
 # that are efficient for matrices: in LLaDA, 115 of 126,464 ids are padding, and in Dream, 397 of
 # 152,064.
@@ -47,8 +50,16 @@ def read(checkpoint: Checkpoint, network: NetworkSpec) -> TokenizerFiles:
     added: dict[int, str] = {}
     if path.exists():
         data = read_bytes(path, TOKENIZER_LIMIT_BYTES, CheckpointError)
+    elif (checkpoint.path / "vocab.txt").exists():
+        path = checkpoint.path / "vocab.txt"
+        data = _word_pieces(checkpoint)
     elif (checkpoint.path / "vocab.json").exists() and (checkpoint.path / "merges.txt").exists():
         path = checkpoint.path / "vocab.json"
+        if network.family == "roberta":
+            raise CheckpointError(
+                f"{checkpoint.path}: has vocab.json and merges.txt, but no tokenizer.json. Write it with transformers: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
         data, added = _byte_level_bpe(checkpoint)
     else:
         return TokenizerFiles(None, None, {})
@@ -141,6 +152,49 @@ def _byte_level_bpe(checkpoint: Checkpoint) -> tuple[bytes, dict[int, str]]:
     return json.dumps(made, ensure_ascii=False).encode("utf-8"), {
         token["id"]: token["content"] for token in added
     }
+
+
+def _word_pieces(checkpoint: Checkpoint) -> bytes:
+    """Build tokenizer.json from the vocab.txt of a BERT. Each line of vocab.txt is a token.
+
+    tokenizer_config.json may change the settings of the normaliser. The defaults are those of
+    transformers' BertTokenizer.
+    """
+    lines = read_text(checkpoint.path / "vocab.txt", TOKENIZER_LIMIT_BYTES, CheckpointError)
+    vocab = {name: number for number, name in enumerate(lines.removesuffix("\n").split("\n"))}
+    config = checkpoint.optional_json("tokenizer_config.json")
+    lacking = [name for name in BERT_TOKENS if name not in vocab]
+    if lacking:
+        raise CheckpointError(f"{checkpoint.path / 'vocab.txt'}: lacks {', '.join(lacking)}")
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [
+        {"id": number, "content": name, **flags, "special": True}
+        for name, number in vocab.items()
+        if name in BERT_TOKENS
+    ]
+    sep, cls = (["[SEP]", vocab["[SEP]"]], ["[CLS]", vocab["[CLS]"]])
+    made = {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": config.get("tokenize_chinese_chars", True),
+            "strip_accents": config.get("strip_accents"),
+            "lowercase": config.get("do_lower_case", True),
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": {"type": "BertProcessing", "sep": sep, "cls": cls},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": vocab,
+        },
+    }
+    return json.dumps(made, ensure_ascii=False).encode("utf-8")
 
 
 def _check_added(checkpoint: Checkpoint, tokenizer: Tokenizer, added: dict[int, str]) -> None:

@@ -191,11 +191,23 @@ def print_network(network: NetworkSpec) -> None:
         "padding": network.pad_token_id,
     }
     rows = [[name.replace("_", " "), str(getattr(network, name))] for name in fields]
-    print_table(
-        "Network",
-        ["", ""],
-        [*rows, ["token ids", ", ".join(f"{name} {value}" for name, value in ids.items())]],
-    )
+    rows.append(["token ids", ", ".join(f"{name} {value}" for name, value in ids.items())])
+    e, h = network.embedding, network.head
+    embedding = {
+        f"{e.positions} learned positions": e.positions,
+        f"from row {e.first_position}": e.first_position,
+        f"{e.token_types} token types": e.token_types,
+        f"{network.norm_kind} norm": e.norm,
+    }
+    head = {
+        f"{network.norm_kind} norm": h.final_norm,
+        f"transform with {h.transform}{' and a bias' * h.transform_bias}": h.transform,
+        "bias": h.bias,
+    }
+    for name, extras in (("embedding", embedding), ("head", head)):
+        words = ", ".join(words for words, there in extras.items() if there)
+        rows.append([name, words or "no additions"])
+    print_table("Network", ["", ""], rows)
     runs: list[list[Any]] = []
     for i, layer in enumerate(network.layers):
         if runs and runs[-1][2] == layer:
@@ -228,7 +240,8 @@ def _layer_words(layer: LayerSpec) -> tuple[str, str, str, str]:
         if rope.scaling is not None:
             positions += f", {rope.scaling.kind} scaling, factor {rope.scaling.factor:g}"
     if isinstance(mlp, MlpSpec):
-        inside = f"{mlp.size}, {mlp.activation}"
+        inside = f"{mlp.size}, {mlp.activation}" + ", no gate" * (not mlp.is_gated)
+        inside += ", bias" * mlp.bias
     else:
         r = mlp.router
         inside = f"{mlp.active} of {mlp.count} experts of {mlp.size}, {mlp.activation}"
@@ -236,7 +249,8 @@ def _layer_words(layer: LayerSpec) -> tuple[str, str, str, str]:
         inside += f"; by {r.score}" + f" in {r.active_groups} of {r.groups} groups" * (r.groups > 1)
         inside += "" if r.bias is None else f" and a bias of the {r.bias}"
         inside += ", renormalised" * r.renormalise + f", times {r.scale:g}" * (r.scale != 1)
-    return attention, positions, inside, f"{', '.join(layer.norms)}; eps {layer.norm_eps:g}"
+    norms = f"{layer.norm_kind}: {', '.join(layer.norms)}; eps {layer.norm_eps:g}"
+    return attention, positions, inside, norms
 
 
 def print_bundle(folder: Path, manifest: Mapping[str, Any]) -> None:

@@ -63,10 +63,10 @@ from dlm_export.signals import cancelling
         "Other input",
         *conversation_options,
         text("--tokens", "Token IDs, separated by commas; the mask tokens are filled.", "LIST"),
-        text("--infill", "Answer to a prompt, with holes that are written <mask>.", "TEXT"),
+        text("--infill", "Text with holes, written <mask> or as the mask token.", "TEXT"),
         text(
             "--hole-tokens",
-            "Tokens per hole; several numbers are all tried.  [default: 16]",
+            "Tokens per hole; several numbers are all tried.  [default: 16; 1 without an end token]",
             "LIST",
         ),
         text(
@@ -193,7 +193,7 @@ def run(
 
             result = show(opened, request, delay)
         elif infill is not None:
-            lengths = [integers("--hole-tokens", hole_tokens or "16")]
+            lengths = None if hole_tokens is None else [integers("--hole-tokens", hole_tokens)]
             result = opened.infill(infill, lengths=lengths, **request).generation
         else:
             result = opened.generate(**request)

@@ -16,7 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.checkpoints.prequantised import StoredQuantised
-from dlm_export.families import a2d, dream, fast_dllm_v2, llada, llada2, llada_moe, rnd1, sdar
+from dlm_export.families import (
+    a2d,
+    bert,
+    dream,
+    fast_dllm_v2,
+    llada,
+    llada2,
+    llada_moe,
+    modern_bert,
+    rnd1,
+    roberta,
+    sdar,
+)
 from dlm_export.families.base import Family, Overrides
 from dlm_export.families.tensors import Tensors
 from dlm_export.network.scaling import RotaryTable
@@ -30,6 +42,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(llada.FAMILY, llada_moe.FAMILY, llada2.FAMILY, dream.FAMILY, *a2d.FAMILIES),
         *(sdar.FAMILY, sdar.MIXTURE_FAMILY, fast_dllm_v2.FAMILY, rnd1.FAMILY),
+        *(bert.FAMILY, roberta.FAMILY, modern_bert.FAMILY),
     )
 }
 
@@ -90,7 +103,8 @@ def check_tensors(checkpoint: Checkpoint, network: NetworkSpec) -> Tensors:
 
     Raises CheckpointError.
     """
-    return Tensors(checkpoint, network, FAMILIES[network.family].origins(network, checkpoint))
+    family = FAMILIES[network.family]
+    return Tensors(checkpoint, network, family.origins(network, checkpoint), family.left_out)
 
 
 def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
@@ -99,7 +113,8 @@ def open_weights(checkpoint: Checkpoint, network: NetworkSpec) -> Weights:
     """
     from dlm_export.families.weights import Weights
 
-    return Weights(checkpoint, network, FAMILIES[network.family].origins(network, checkpoint))
+    family = FAMILIES[network.family]
+    return Weights(checkpoint, network, family.origins(network, checkpoint), family.left_out)
 
 
 def __getattr__(name: str) -> Any:

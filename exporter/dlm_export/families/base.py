@@ -4,8 +4,8 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -134,6 +134,10 @@ class Family:
     """The default preset for checkpoints with block-causal attention. If ``None``, checkpoints with
     block-causal attention use ``default_preset``.
     """
+    left_out: tuple[str, ...] = ()
+    """The start of the names of tensors that a checkpoint may contain and that the denoiser does not
+    need, such as those of other heads. A message lists the tensors that are left out.
+    """
 
     def preset_for(self, network: NetworkSpec) -> str:
         """Return the default preset for a network of this family."""
@@ -154,6 +158,10 @@ class Layout:
     maps the parameter's path to the whole released name. Released matrices are ``[out, in]``, and
     the denoiser's matrices are ``[in, out]``.
 
+    ``embed``, ``final_norm`` and ``head`` are the released names of the modules outside layers.
+    ``outside`` maps further modules and parameters outside layers to their released names, like
+    ``names``.
+
     A name that contains ``{e}`` names the matrix of expert e. Some releases store one tensor ``[E,
     out, in]`` for all experts instead. The name of a tensor for all experts contains neither
     ``.{e}`` nor ``.weight``.
@@ -164,6 +172,7 @@ class Layout:
     names: dict[str, str]
     final_norm: str
     head: str
+    outside: Mapping[str, str] = field(default_factory=dict)
 
     def origins(self, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
         """Return the origin of each parameter.
@@ -213,6 +222,9 @@ class Layout:
         """
         module, _, kind = parameter.rpartition(".")
         outside = {"embed": self.embed, "final_norm": self.final_norm, "head": self.head}
+        outside |= self.outside
+        if parameter in outside:
+            return outside[parameter]
         if module in outside:
             return f"{outside[module]}.{kind}"
         _, i, inner = module.split(".", 2)  # blocks.I.INNER

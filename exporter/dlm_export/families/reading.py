@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Overrides
+from dlm_runtime.files import read_object, read_text
+from dlm_runtime.text.tokenizer import TOKENIZER_LIMIT_BYTES
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,8 @@ def _named_id(checkpoint: Checkpoint, name: str) -> int | None:
 
 
 def _id_of(checkpoint: Checkpoint, text: object) -> int | None:
-    """Return the ID of the added token whose text is ``text``, from tokenizer_config.json or
-    added_tokens.json.
+    """Return the ID of the added token whose text is ``text``, from tokenizer_config.json,
+    added_tokens.json, tokenizer.json or vocab.txt.
     """
     if not isinstance(text, str):
         return None
@@ -146,4 +148,21 @@ def _id_of(checkpoint: Checkpoint, text: object) -> int | None:
             # raises an error for thousands of digits.
             return int(number) if number.isdecimal() and len(number) < 10 else None
     found = checkpoint.optional_json("added_tokens.json").get(text)
-    return found if isinstance(found, int) else None
+    return found if isinstance(found, int) else _id_in_tokenizer(checkpoint, text)
+
+
+def _id_in_tokenizer(checkpoint: Checkpoint, text: str) -> int | None:
+    """Return the ID of an added token in tokenizer.json, or else of a line in vocab.txt."""
+    path = checkpoint.path / "tokenizer.json"
+    if path.exists():
+        added = read_object(path, TOKENIZER_LIMIT_BYTES, CheckpointError).get("added_tokens")
+        for entry in added if isinstance(added, list) else []:
+            if isinstance(entry, dict) and entry.get("content") == text:
+                number = entry.get("id")
+                return number if isinstance(number, int) else None
+        return None
+    path = checkpoint.path / "vocab.txt"
+    if not path.exists():
+        return None
+    names = read_text(path, TOKENIZER_LIMIT_BYTES, CheckpointError).split("\n")
+    return names.index(text) if text in names else None

@@ -29,14 +29,19 @@ class Tensors:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]
+        self,
+        checkpoint: Checkpoint,
+        network: NetworkSpec,
+        origins: Mapping[str, Origin],
+        left_out: tuple[str, ...] = (),
     ) -> None:
-        """``origins`` contains the origin of each of the network's parameters.
+        """``origins`` contains the origin of each of the network's parameters. ``left_out`` contains
+        the start of the names of tensors that the network does not need.
 
         Raises CheckpointError, which names all tensors that are missing or unknown, or whose type
         or shape is wrong.
         """
-        self.checkpoint = checkpoint
+        self.checkpoint, self.left_out = checkpoint, left_out
         self.shapes = network.parameters()
         self.origins = dict(origins)
         assert self.origins.keys() == self.shapes.keys(), self.origins.keys() ^ self.shapes.keys()
@@ -120,6 +125,7 @@ class Tensors:
             if name not in expected
             and name not in cache
             and not name.endswith("rotary_emb.inv_freq")
+            and not name.startswith(self.left_out)
         ]
         present = {
             name: (tensors[name], wanted) for name, wanted in expected.items() if name in tensors
@@ -158,7 +164,16 @@ class Tensors:
         ]
 
     def _note(self, cache: list[str]) -> None:
-        said = self.checkpoint.quantisation
+        said, used = self.checkpoint.quantisation, self._expected()
+        unused = [
+            name
+            for name in self.checkpoint.tensors
+            if name.startswith(self.left_out) and name not in used
+        ]
+        if unused:
+            self.notes.append(
+                f"{len(unused)} tensors are left out, because the denoiser does not need them: {_some(unused)}"
+            )
         if cache:
             kind = f"{said.kv_cache} " if said is not None and said.kv_cache else ""
             self.notes.append(

@@ -34,10 +34,14 @@ class Weights(Tensors):
     """Reads a checkpoint's tensors by parameter name, one at a time. Each tensor is checked once."""
 
     def __init__(
-        self, checkpoint: Checkpoint, network: NetworkSpec, origins: Mapping[str, Origin]
+        self,
+        checkpoint: Checkpoint,
+        network: NetworkSpec,
+        origins: Mapping[str, Origin],
+        left_out: tuple[str, ...] = (),
     ) -> None:
         """See ``Tensors``."""
-        super().__init__(checkpoint, network, origins)
+        super().__init__(checkpoint, network, origins, left_out)
         self._opened: tuple[str, torch.Tensor] | None = None
         self._viewed: set[str] = set()  # the parameters that have been checked for NaN and infinity
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from dlm_export.graph import LAYER_KEY, functions
+from dlm_export.graph.attention import ATTENTION, STORED
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.trace import Graph
 from dlm_export.network.spec import CACHE_ROWS
@@ -47,8 +48,8 @@ def store_as(traced: Graph, plain: Mapping[str, str], cache_dtype: str) -> None:
                 f"--cache-dtype: the attention of {path} was not fused ({plain[path]}), so its cache cannot be stored "
                 f"in another type. Omit --cache-dtype."
             )
-        if node.op_type in functions.ATTENTION and node.domain == DOMAIN:
-            node.op_type = f"{functions.STORED[cache_dtype]}{node.op_type}"
+        if node.op_type in ATTENTION and node.domain == DOMAIN:
+            node.op_type = f"{STORED[cache_dtype]}{node.op_type}"
             functions.declare(model, node.op_type)
             for value in (*node.inputs[3:5], *node.outputs[1:]):
                 assert value is not None
@@ -57,5 +58,5 @@ def store_as(traced: Graph, plain: Mapping[str, str], cache_dtype: str) -> None:
                 assert isinstance(head_size, int)
                 dtype, width = row_of(cache_dtype, head_size)
                 value.type, value.shape = ir.TensorType(dtype), ir.Shape([*value.shape[:3], width])
-    for name in functions.ATTENTION:
+    for name in ATTENTION:
         model.functions.pop((DOMAIN, name, ""), None)

@@ -22,6 +22,7 @@ OPERATORS = frozenset(
         *(
             "_to_copy",
             "_unsafe_view",
+            "abs",
             "add.Tensor",
             "amax",
             "any.dim",
@@ -33,10 +34,14 @@ OPERATORS = frozenset(
         ),
         *(
             "eq.Tensor",
+            "erf",
             "expand",
             "full",
             "gather",
+            "gelu",
+            "gt.Scalar",
             "gt.Tensor",
+            "layer_norm",
             "log",
             "matmul",
             "mean.dim",

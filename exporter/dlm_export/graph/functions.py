@@ -31,7 +31,9 @@ result as the definition. ``KERNELS`` lists the functions with a kernel.
 ``Int8CachedAttention``     like ``CachedAttention``. Each cached row consists of INT8 codes, followed by a scale
 ``BlockCachedAttention``,   like the three functions above, with block-causal attention. A query sees all cached
 ``Fp16``, ``Int8Block...``  rows, and new keys with ``pos_key // visible_block <= pos_query // visible_block``
-``NormedCachedAttention``,  like the six functions above, with two more inputs: ``q_norm`` and ``k_norm`` ``[D]``, the
+``WindowCachedAttention``,  like the first three functions, with attention in a window. A query sees new keys with
+``Fp16``, ``Int8Window...`` ``|pos_key - pos_query| <= window``. There must be no cached rows
+``NormedCachedAttention``,  like the first six functions, with two more inputs: ``q_norm`` and ``k_norm`` ``[D]``, the
 ``BlockNormed...``,         weights of an RMSNorm that is applied to every query and key before rotation
 ``Fp16``, ``Int8...``
 ``AddNorm``                 ``(x, y, weight [K]) -> (x + y, RMSNorm of x + y)``
@@ -83,6 +85,13 @@ import onnx_ir as ir
 
 from dlm_calibration.formats import E2M1_VALUES, NVFP4_GROUP_SIZE, SMALLEST_ROW
 from dlm_calibration.pieces import Index, Lazy
+from dlm_export.graph.attention import (
+    ATTENTION,
+    CACHES,
+    STORED,
+    cached_attention,
+    rms_norm,
+)
 from dlm_export.graph.body import DOMAIN, Body
 from dlm_export.graph.routed import FUNCTIONS, experts
 from dlm_export.graph.tied import FP8_TIED_HEAD, TIED_HEADS, tied_head
@@ -91,16 +100,6 @@ LINEAR = ("Int8Linear", "Int4Linear")
 """Linear functions that quantise each row of their input. Calls with the same input can be merged
 into one call.
 """
-BLOCK, NORMED = "Block", "Normed"
-"""Parts of the names of attention functions. ``Block`` means block-causal attention. ``Normed``
-means that an RMSNorm is applied to queries and keys.
-"""
-ATTENTION = tuple(
-    f"{block}{normed}CachedAttention" for normed in ("", NORMED) for block in ("", BLOCK)
-)
-"""Attention functions whose cache contains fp32 rows."""
-STORED = {"float32": "", "float16": "Fp16", "int8": "Int8"}
-"""Type of the cache -> prefix of the attention function's name."""
 KERNELS = (
     *(f"{stored}{name}" for name in ATTENTION for stored in STORED.values()),
     "AddNorm",
@@ -114,11 +113,6 @@ KERNELS = (
     "Candidates",
 )
 """Names of the functions that have a kernel in the native runtime."""
-POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)
-"""The fp32 number for each value of the exponent bits: ``2 ** (field - 127)``.
-
-The first entry is 0, and the last entry is infinity.
-"""
 PANEL, DOT = 32, 4  # columns per panel, and number of products that one instruction adds up
 PAIRS = 2 * DOT  # inputs whose INT4 codes are packed together
 BITS = {"int4": 4, "int8": 8}  # bits per code in MatMulNBits
@@ -352,155 +346,13 @@ def _embedding(name: str, *, is_int4: bool) -> ir.Function:
     return body.function({"y": op("Mul", row, by_input)}, {"group_size": ir.AttributeType.INT})
 
 
-_Code = Callable[["Body", ir.Value], ir.Value]
-"""The type of a function that converts rows ``[B, Hkv, rows, D]`` to the cache's form, or that
-converts stored rows back.
-"""
-
-
-def _cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
-    """Define an attention function. The name of the function says whether the attention is
-    block-causal, and whether norms are applied to queries and keys.
-    """
-    is_normed = NORMED in name
-    norms = " q_norm k_norm" if is_normed else ""
-    body = Body(name, f"q k v past_key past_value position_ids cos sin segments{norms}")
-    op, ints = body.op, body.ints
-    q, k, v, past_key, past_value, positions, cos, sin, segments, *weights = body.inputs
-    q_norm, k_norm = weights or (None, None)
-
-    def by_head(value: ir.Value, heads: str, norm: ir.Value | None = None) -> ir.Value:
-        count = op("Unsqueeze", body.attribute(heads, ir.AttributeType.INT), ints(0))
-        shape = op("Concat", ints(0, 0), count, ints(-1), axis=0)
-        split = op("Reshape", value, shape)
-        ready = split if norm is None else _norm(body, split, norm)
-        return op("Transpose", ready, perm=[0, 2, 1, 3])
-
-    def turn(heads: ir.Value) -> ir.Value:
-        size = ir.Attr(
-            "rotary_embedding_dim", ir.AttributeType.INT, None, ref_attr_name="rotary_size"
-        )
-        return op("RotaryEmbedding", heads, cos, sin, positions, rotary_embedding_dim=size)
-
-    turned, key = turn(by_head(q, "heads", q_norm)), turn(by_head(k, "kv_heads", k_norm))
-    value = by_head(v, "kv_heads")
-    own = _own(body, segments, positions, past_key)
-    # Set rows that no request reads to 0. Such rows may contain NaN, and an additive attention mask
-    # does not hide a NaN.
-    is_read = op("ReduceMax", body.cast(own[0], ir.DataType.UINT8), ints(0), keepdims=0)
-    is_read = op("Unsqueeze", body.cast(is_read, ir.DataType.BOOL), ints(1))
-    nothing = body.number(0)
-    keys = op("Concat", op("Where", is_read, read(body, past_key), nothing), key, axis=2)
-    values = op("Concat", op("Where", is_read, read(body, past_value), nothing), value, axis=2)
-    attributes = dict.fromkeys(("heads", "kv_heads", "rotary_size"), ir.AttributeType.INT)
-    if is_normed:
-        attributes["epsilon"] = ir.AttributeType.FLOAT
-    seen = op("Unsqueeze", op("Concat", *own, axis=1), ints(0, 1))
-    if BLOCK in name:
-        attributes["visible_block"] = ir.AttributeType.INT
-        blocks = op("Div", positions, body.attribute("visible_block", ir.AttributeType.INT))
-        rows = op("Concat", body.size(positions, 0), body.size(past_key, 2), axis=0)
-        # Cached rows are treated like rows of the first block, so that every query sees these rows.
-        of_keys = op("Concat", op("Expand", ints(0), rows), blocks, axis=1)
-        keys_first = op("Unsqueeze", of_keys, ints(1, 2))
-        is_before = op("LessOrEqual", keys_first, op("Unsqueeze", blocks, ints(1, 3)))
-        seen = op("And", seen, is_before)
-    y = op("Transpose", op("Attention", turned, keys, values, seen), perm=[0, 2, 1, 3])
-    merged = op("Reshape", y, ints(0, 0, -1))
-    outputs = {"y": merged, "present_key": store(body, key), "present_value": store(body, value)}
-    return body.function(outputs, attributes)
-
-
-def _norm(body: Body, x: ir.Value, weight: ir.Value) -> ir.Value:
-    """Add the operators of an RMSNorm over the last axis, with the function's attribute
-    ``epsilon``.
-    """
-    epsilon = ir.Attr("epsilon", ir.AttributeType.FLOAT, None, ref_attr_name="epsilon")
-    return body.op("RMSNormalization", x, weight, axis=-1, epsilon=epsilon)
-
-
 def _add_norm() -> ir.Function:
     """Define the function that adds a residual, and computes the RMSNorm of the sum."""
     body = Body("AddNorm", "x y weight")
     x, y, weight = body.inputs
     total = body.op("Add", x, y)
-    outputs = {"sum": total, "normed": _norm(body, total, weight)}
+    outputs = {"sum": total, "normed": rms_norm(body, total, weight)}
     return body.function(outputs, {"epsilon": ir.AttributeType.FLOAT})
-
-
-def _own(
-    body: Body, segments: ir.Value, positions: ir.Value, past_key: ir.Value
-) -> tuple[ir.Value, ir.Value]:
-    """Find the rows that belong to the same request as each token.
-
-    Returns two bool arrays: ``[T, S]`` for the S cached rows, and ``[T, T]`` for the rows of the T
-    tokens.
-    """
-    op, ints = body.op, body.ints
-    tokens, cached = body.size(positions, 1), body.size(past_key, 2)
-    # Prepend a segment that covers all tokens. In calls without segments, this segment is the only
-    # segment, and also covers all cached rows.
-    zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
-    is_alone = body.cast(op("Equal", body.size(segments, 0), ints(0)), ir.DataType.INT64)
-    rows = op("Mul", cached, is_alone)
-    everything = op("Unsqueeze", op("Concat", ints(0), rows, ints(0), tokens, axis=0), ints(0))
-    all_segments = op("Concat", everything, segments, axis=0)
-    start, count, first, _ = body.several(4, "Split", all_segments, axis=1, num_outputs=4)
-    token, row = (op("Range", zero, op("Squeeze", size), one) for size in (tokens, cached))
-    # For each token, the first token of its request. Shape [T].
-    is_begun = op("LessOrEqual", first, token)
-    begin = op("ReduceMax", op("Where", is_begun, first, zero), ints(0), keepdims=0)
-    of_token = op("Equal", op("Unsqueeze", begin, ints(1)), op("Transpose", first))  # [T, N]
-    in_segment = op("And", op("LessOrEqual", start, row), op("Less", row, op("Add", start, count)))
-    numbers = (body.cast(each, ir.DataType.FLOAT) for each in (of_token, in_segment))
-    of_past = body.cast(op("MatMul", *numbers), ir.DataType.BOOL)
-    return of_past, op("Equal", op("Unsqueeze", begin, ints(1)), begin)
-
-
-def _as_it_is(body: Body, rows: ir.Value) -> ir.Value:
-    return rows
-
-
-def _as(dtype: ir.DataType) -> _Code:
-    return lambda body, rows: body.cast(rows, dtype)
-
-
-def _store_int8(body: Body, rows: ir.Value) -> ir.Value:
-    op, ints = body.op, body.ints
-    half, powers = body.number(128), body.constant(POWERS)
-    is_bad = op("IsNaN", op("ReduceSum", op("Mul", rows, body.number(0)), ints(-1)))
-    finite = op("Where", is_bad, body.number(0), rows)
-    amax = op("Max", op("ReduceMax", op("Abs", finite), ints(-1)), body.constant(SMALLEST_ROW))
-    wanted = op("Div", amax, body.number(127))
-    # Find the first power of two p with 255 * p >= wanted, by counting the powers that are too
-    # small. The last eight powers are left out, because for these powers 255 * p is infinite.
-    is_short = op("Greater", wanted, body.constant(np.float32(255) * POWERS[:-8]))
-    field = op("ReduceSum", body.cast(is_short, ir.DataType.INT64), ints(-1))
-    mantissa = op("Ceil", op("Mul", wanted, op("Gather", powers, op("Sub", ints(254), field))))
-    codes = op("Round", op("Div", finite, op("Mul", mantissa, op("Gather", powers, field))))
-    m = op("Where", is_bad, body.number(0), op("Sub", mantissa, half))
-    e = op("Where", is_bad, ints(127), op("Sub", field, ints(128)))
-    parts = (body.cast(part, ir.DataType.INT8) for part in (codes, m, e))
-    return op("Concat", *parts, axis=-1)
-
-
-def _read_int8(body: Body, rows: ir.Value) -> ir.Value:
-    op, ints = body.op, body.ints
-    codes = op("Slice", rows, ints(0), ints(-2), ints(-1))
-    m = body.cast(op("Slice", rows, ints(-2), ints(-1), ints(-1)), ir.DataType.FLOAT)
-    last = op("Slice", rows, ints(-1), ints(np.iinfo(np.int64).max), ints(-1))
-    e = body.cast(last, ir.DataType.INT64)
-    power = op("Gather", body.constant(POWERS), op("Add", e, ints(128)))
-    scale = op("Mul", op("Add", m, body.number(128)), power)
-    return op("Mul", body.cast(codes, ir.DataType.FLOAT), scale)
-
-
-_CACHES: dict[str, tuple[_Code, _Code]] = {
-    "float32": (_as_it_is, _as_it_is),
-    "float16": (_as(ir.DataType.FLOAT16), _as(ir.DataType.FLOAT)),
-    "int8": (_store_int8, _read_int8),
-}
-"""Type of the cache -> functions that convert rows to their stored form, and back."""
 
 
 def _candidates() -> ir.Function:
@@ -586,10 +438,10 @@ _DEFINITIONS: dict[str, Callable[[], ir.Function]] = {
     **{name: functools.partial(experts, name) for name in FUNCTIONS},
     **{
         f"{STORED[dtype]}{name}": functools.partial(
-            _cached_attention, f"{STORED[dtype]}{name}", *codes
+            cached_attention, f"{STORED[dtype]}{name}", *codes
         )
         for name in ATTENTION
-        for dtype, codes in _CACHES.items()
+        for dtype, codes in CACHES.items()
     },
     "AddNorm": _add_norm,
     "Candidates": _candidates,

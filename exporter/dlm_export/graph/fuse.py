@@ -18,6 +18,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from dlm_export.graph import LAYER_KEY, SEGMENTS, caches, functions
+from dlm_export.graph.attention import ATTENTION, BLOCK, NORMED, WINDOW
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, take_place
 from dlm_export.graph.trace import Graph
@@ -168,7 +169,9 @@ def _group_size(node: ir.Node) -> int:
 
 
 def _is_shared(value: ir.Value | None) -> bool:
-    return value is not None and len({id(node) for node, _ in value.uses()}) > 1
+    """Return True if several products use a value. A residual sum may use the value too."""
+    users = () if value is None else value.uses()
+    return len({id(node) for node, _ in users if node.op_type != "Add"}) > 1
 
 
 def _merge(model: ir.Model, nodes: Sequence[ir.Node], name: str, old: Sequence[ir.Value]) -> None:
@@ -216,39 +219,72 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
     if len(attention.inputs) > 4:
         raise _Unlike("Attention has more inputs than a mask")
     hidden = attention.inputs[3] if len(attention.inputs) == 4 else None
-    turned = _expect(attention.inputs[0], "RotaryEmbedding", "queries are not rotated by position")
     keys, values = (
         _expect(value, "Concat", "no cached rows before the pass's own")
         for value in attention.inputs[1:3]
     )
     past_key, present_key = _both(keys)
     past_value, present_value = _both(values)
-    rotated = _expect(present_key, "RotaryEmbedding", "keys are not rotated by position")
-    rotary_sizes = {
-        node.attributes.get_int("rotary_embedding_dim", 0) for node in (turned, rotated)
-    }
-    for node in (turned, rotated):
-        # the kernel pairs feature i of a head with feature i + size / 2, and rotates each pair
-        _refuse_settings(node, ("interleaved",))
-    tables = _all(turned.inputs[1:], 3)
-    if tables != _all(rotated.inputs[1:], 3) or len(rotary_sizes) > 1:
-        raise _Unlike("queries and keys are rotated by different positions or tables")
+    query, key, rotation = _rotation_of(traced, attention.inputs[0], present_key)
     merged = _only_user(attention.outputs[0], "Transpose")
     y = None if merged is None else _only_user(merged.outputs[0], "Reshape")
     if y is None:
         raise _Unlike("heads are not merged, or something else reads them")
-    parts = [_heads_of(part) for part in (turned.inputs[0], rotated.inputs[0], present_value)]
-    cos, sin, positions = tables
-    seen = {} if hidden is None else {"visible_block": _visible_block(hidden, positions)}
+    parts = [_heads_of(part) for part in (query, key, present_value)]
+    cos, sin, positions = rotation.tables
+    seen = {} if hidden is None else _seen(hidden, positions)
     norms = _norms_of(*parts)
     given = [past_key, past_value, positions, cos, sin, _segments(traced.model)]
     given = [*(part.whole for part in parts), *given, *(norm.weight for norm in norms)]
-    name = (functions.BLOCK if seen else "") + (functions.NORMED if norms else "")
+    name = "".join(_SEEN[attribute] for attribute in seen) + (NORMED if norms else "")
+    if f"{name}CachedAttention" not in ATTENTION:
+        raise _Unlike("no kernel has both a window and norms of queries and keys")
     old = [y.outputs[0], present_key, present_value]
     settings = {"heads": parts[0].count, "kv_heads": parts[1].count}
-    settings |= {"rotary_size": rotary_sizes.pop()} | seen
+    settings |= {"rotary_size": rotation.size} | seen
     epsilon = {"epsilon": norms[0].epsilon} if norms else {}
     _call(traced.model, attention, f"{name}CachedAttention", given, old, **settings, **epsilon)
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """The tables of cosines and sines and the position ids of a rotation, and the number of rotated
+    features, or 0 if all features are rotated.
+    """
+
+    tables: tuple[ir.Value, ir.Value, ir.Value]
+    size: int
+
+
+def _rotation_of(
+    traced: Graph, queries: ir.Value | None, keys: ir.Value
+) -> tuple[ir.Value | None, ir.Value | None, _Rotation]:
+    """Return the queries and the keys before rotation, and the rotation. Raises _Unlike if queries
+    and keys are rotated differently.
+    """
+    turned, rotated = (_producer(value, "RotaryEmbedding") for value in (queries, keys))
+    if turned is None and rotated is None:
+        return queries, keys, _no_rotation(traced)
+    if turned is None or rotated is None:
+        raise _Unlike("only queries or only keys are rotated by position")
+    sizes = {node.attributes.get_int("rotary_embedding_dim", 0) for node in (turned, rotated)}
+    for node in (turned, rotated):
+        # the kernel pairs feature i of a head with feature i + size / 2, and rotates each pair
+        _refuse_settings(node, ("interleaved",))
+    cos, sin, positions = _all(turned.inputs[1:], 3)
+    if [cos, sin, positions] != _all(rotated.inputs[1:], 3) or len(sizes) > 1:
+        raise _Unlike("queries and keys are rotated by different positions or tables")
+    rotation = _Rotation((cos, sin, positions), sizes.pop())
+    return turned.inputs[0], rotated.inputs[0], rotation
+
+
+def _no_rotation(traced: Graph) -> _Rotation:
+    """Return a rotation of two features by the angle 0, because the kernel always rotates."""
+    graph, rows = traced.model.graph, traced.network.max_canvas_length
+    (positions,) = (value for value in graph.inputs if value.name == "position_ids")
+    cos = constant(graph, "no_rotation.cos", np.ones((rows, 1), np.float32))
+    sin = constant(graph, "no_rotation.sin", np.zeros((rows, 1), np.float32))
+    return _Rotation((cos, sin, positions), 2)
 
 
 def _segments(model: ir.Model) -> ir.Value:
@@ -270,22 +306,32 @@ _HIDDEN = (
     ("Unsqueeze", _STARTS, 2),
 )
 _HIDING = ("Unsqueeze", ("Mul", ("Cast", _HIDDEN), float(np.finfo(np.float32).min)), 1)
-"""The pattern of nodes into which the function ``hiding`` of ``network.denoiser`` is traced.
+_DISTANCES = ("Abs", ("Sub", ("Unsqueeze", "positions", 1), ("Unsqueeze", "positions", 2)))
+_FAR = ("Greater", ("Concat", ("Expand", 0, "rows"), _DISTANCES), "length")
+_WINDOW = ("Unsqueeze", ("Mul", ("Cast", _FAR), float(np.finfo(np.float32).min)), 1)
+"""The patterns of nodes into which the function ``hiding`` of ``network.denoiser`` is traced, for
+block-causal attention and for attention in a window.
 
 A tuple is an operator with its inputs. A number stands for a constant with this value. A name
 matches any value.
 """
 
 
-def _visible_block(hidden: ir.Value, positions: ir.Value) -> int:
-    """Return the block length of a block-causal attention mask. Raises _Unlike for any other
-    attention mask.
+_PATTERNS = {"visible_block": _HIDING, "window": _WINDOW}
+_SEEN = {"visible_block": BLOCK, "window": WINDOW}
+"""Attribute of an attention function -> the pattern of its mask, and the part of its name."""
+
+
+def _seen(hidden: ir.Value, positions: ir.Value) -> dict[str, int]:
+    """Return the attribute of the function with this attention mask: the block length or the window.
+    Raises _Unlike for any other attention mask.
     """
-    found = {"positions": positions}
-    length = _number(found["length"]) if _looks_like(hidden, _HIDING, found) else None
-    if length is None:
-        raise _Unlike("the mask is not block-causal")
-    return int(length)
+    for attribute, pattern in _PATTERNS.items():
+        found = {"positions": positions}
+        length = _number(found["length"]) if _looks_like(hidden, pattern, found) else None
+        if length is not None:
+            return {attribute: int(length)}
+    raise _Unlike("the mask is neither block-causal nor a window")
 
 
 def _looks_like(value: ir.Value | None, wanted: _Pattern, found: dict[str, ir.Value]) -> bool:

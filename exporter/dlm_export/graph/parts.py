@@ -20,7 +20,7 @@ from dlm_export.graph import LAYER_KEY
 from dlm_runtime.errors import DlmError
 
 EMBED, BLOCKS, END = "embed", "blocks.", "end"
-_BEHIND_BLOCKS = ("final_norm", "head")
+_BEHIND_BLOCKS = ("final_norm", "transform", "head")
 
 
 class PartError(DlmError):

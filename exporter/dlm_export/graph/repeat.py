@@ -36,9 +36,7 @@ def repeat(traced: ir.Graph, layers: Sequence[int]) -> ir.Graph:
     wrong, and AssertionError is raised.
     """
     front, blocks, behind = _cut(traced)
-    streams = [
-        _handed([node for node in front if node.metadata_props[LAYER_KEY] == EMBED], blocks[0])
-    ]
+    streams = [_handed([node for node in front if _is_embedding(node)], blocks[0])]
     streams += [
         _handed(block, reader) for block, reader in zip(blocks, [*blocks[1:], behind], strict=True)
     ]
@@ -123,6 +121,11 @@ class _Copies:
             name=_named(node.name, layer),
             metadata_props={LAYER_KEY: _named(node.metadata_props[LAYER_KEY], layer)},
         )
+
+
+def _is_embedding(node: ir.Node) -> bool:
+    """Return True if a node belongs to the embedding or to one of its modules."""
+    return node.metadata_props[LAYER_KEY].partition(".")[0] == EMBED
 
 
 def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.Node]]:

@@ -1,8 +1,10 @@
 """Torch modules for the denoiser that a ``NetworkSpec`` describes.
 
-The code in this module does not depend on a family's name. Layers use RMSNorm, rotate-half RoPE,
-grouped-query attention and gated MLPs, as in LLaDA (arXiv:2502.09992) and Dream (arXiv:2508.15487).
-Instead of an MLP, a layer may contain a mixture of experts (``experts``).
+The code in this module does not depend on a family's name. Most layers use RMSNorm, rotate-half
+RoPE, grouped-query attention and gated MLPs, as in LLaDA (arXiv:2502.09992) and Dream
+(arXiv:2508.15487). Masked language models use LayerNorm, learned positions and MLPs without a gate,
+as in BERT (arXiv:1810.04805). Instead of an MLP, a layer may contain a mixture of experts
+(``experts``).
 
 Shapes: ``B`` canvases, ``T`` tokens of one pass, ``S`` cached tokens, ``H`` heads, ``D`` head size,
 ``V`` vocabulary size.
@@ -18,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlm_export.network.experts import Experts
-from dlm_export.network.linear import MLP, Linear, TiedHead
+from dlm_export.network.linear import MLP, Linear, TiedHead, activate
 from dlm_export.network.scaling import RotaryTable
 from dlm_export.network.spec import (
+    ACTIVATIONS,
     AttentionSpec,
     LayerSpec,
     MlpSpec,
@@ -64,16 +67,11 @@ def check_built(network: NetworkSpec) -> None:
     The error names the layer and the feature.
     """
     for i, layer in enumerate(network.layers):
-        a, mlp = layer.attention, layer.mlp
-        lacking = {
-            f"attention in a window of {a.window}": a.window is not None,
-            f"activation {mlp.activation}": mlp.activation != "silu",
-        }
-        for what, is_lacking in lacking.items():
-            if is_lacking:
-                raise UnbuiltNetworkError(
-                    f"{network.architecture}: layer {i} has {what}, which this version does not support"
-                )
+        known = ACTIVATIONS if isinstance(layer.mlp, MlpSpec) else ("silu",)
+        if layer.mlp.activation not in known:
+            raise UnbuiltNetworkError(
+                f"{network.architecture}: layer {i} has activation {layer.mlp.activation}, which this version does not support"
+            )
     if network.noise != "absorbing":
         raise UnbuiltNetworkError(
             f"{network.architecture}: this version does not support {network.noise} noise"
@@ -101,6 +99,26 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class LayerNorm(nn.Module):
+    """LayerNorm over the last axis, with or without a bias."""
+
+    def __init__(self, size: int, eps: float, bias: bool) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def make_norm(kind: str, size: int, eps: float, is_plain: bool) -> nn.Module:
+    """Return a norm of a kind in ``NORM_KINDS``."""
+    if kind == "rms":
+        return RMSNorm(size, eps, is_plain)
+    return LayerNorm(size, eps, bias=kind == "layer-bias")
+
+
 def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
     """Apply rotate-half RoPE to the first features of ``x`` ``[B, ..., T, D]``.
 
@@ -124,23 +142,36 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
 
 
 def hiding(
-    block_length: int | None, position_ids: Tensor, cached: int, dtype: torch.dtype
+    attention: AttentionSpec, position_ids: Tensor, cached: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return an additive attention mask that hides the keys of later blocks, or ``None`` if every
-    key is visible.
+    """Return an additive attention mask that hides the keys that a query does not see, or ``None``
+    if every key is visible.
 
     The mask is ``[B, 1, T, S + T]`` of type ``dtype``. The mask is 0 for visible keys, and the
-    lowest finite number for hidden keys. All ``cached`` (S) keys are visible. Minus infinity is not
-    used, because some kernels compute the softmax in tiles. If a tile contained only hidden keys,
-    minus infinity would make the result of the tile NaN.
+    lowest finite number for hidden keys. All ``cached`` (S) keys are visible, and a network with a
+    window has no cached keys. Minus infinity is not used, because some kernels compute the softmax
+    in tiles. If a tile contained only hidden keys, minus infinity would make the result of the tile
+    NaN.
     """
-    if block_length is None:
+    block_length, window = attention.visible_block, attention.window
+    if window is not None:
+        distances = position_ids.unsqueeze(1) - position_ids.unsqueeze(2)
+        front = torch.full((*position_ids.shape, cached), 0, device=position_ids.device)
+        is_hidden = torch.cat((front, distances.abs()), 2) > window
+    elif block_length is not None:
+        # first position of each position's block
+        starts = position_ids - position_ids % block_length
+        front = torch.full((starts.shape[0], cached), 0, device=starts.device)
+        keys = torch.cat((front, starts), 1)
+        is_hidden = keys.unsqueeze(1) > starts.unsqueeze(2)
+    else:
         return None
-    starts = position_ids - position_ids % block_length  # first position of each position's block
-    front = torch.full((starts.shape[0], cached), 0, device=starts.device)
-    keys = torch.cat((front, starts), 1)
-    is_hidden = keys.unsqueeze(1) > starts.unsqueeze(2)
     return (is_hidden.to(dtype) * torch.finfo(dtype).min).unsqueeze(1)
+
+
+def rule_of(attention: AttentionSpec) -> tuple[int | None, int | None]:
+    """Return a key that is equal for layers with the same attention mask."""
+    return attention.visible_block, attention.window
 
 
 class Attention(nn.Module):
@@ -212,29 +243,29 @@ class Block(nn.Module):
         super().__init__()
 
         def norm(name: str) -> nn.Module:
-            return (
-                RMSNorm(hidden_size, spec.norm_eps, is_plain)
-                if name in spec.norms
-                else nn.Identity()
-            )
+            if name not in spec.norms:
+                return nn.Identity()
+            return make_norm(spec.norm_kind, hidden_size, spec.norm_eps, is_plain)
 
         self.attention_norm = norm("attention_norm")
         self.attention = Attention(spec.attention, hidden_size, spec.norm_eps, is_plain)
         self.attention_out_norm = norm("attention_out_norm")
+        self.attention_sum_norm = norm("attention_sum_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp = (
-            MLP(spec.mlp.size, hidden_size)
+            MLP(spec.mlp, hidden_size, is_plain)
             if isinstance(spec.mlp, MlpSpec)
             else Experts(spec.mlp, hidden_size)
         )
         self.mlp_out_norm = norm("mlp_out_norm")
+        self.mlp_sum_norm = norm("mlp_sum_norm")
 
     def forward(
         self, x: Tensor, turn: Turn | None, hidden: Tensor | None, past: Past | Packed | None
     ) -> tuple[Tensor, Past]:
         y, present = self.attention(self.attention_norm(x), turn, hidden, past)
-        x = x + self.attention_out_norm(y)
-        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x))), present
+        x = self.attention_sum_norm(x + self.attention_out_norm(y))
+        return self.mlp_sum_norm(x + self.mlp_out_norm(self.mlp(self.mlp_norm(x)))), present
 
 
 def cosines_and_sines(table: RotaryTable, positions: int) -> tuple[Tensor, Tensor]:
@@ -260,6 +291,71 @@ class Rotary(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
 
+class Positions(nn.Embedding):
+    """A table of learned positions. Position 0 of a canvas is in the row ``first``."""
+
+    def __init__(self, rows: int, hidden_size: int, first: int) -> None:
+        super().__init__(rows, hidden_size, _weight=torch.empty(rows, hidden_size))
+        self.first = first
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        return super().forward(position_ids + self.first if self.first else position_ids)
+
+
+class TokenTypes(nn.Module):
+    """A table of token types. All tokens of a canvas have type 0."""
+
+    def __init__(self, rows: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight[0]
+
+
+class Embedding(nn.Module):
+    """Looks up the embeddings of tokens, and adds learned positions and token types if the network
+    has them.
+    """
+
+    def __init__(self, network: NetworkSpec, is_plain: bool) -> None:
+        super().__init__()
+        c, e = network, network.embedding
+        self.weight = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
+        self.positions = (
+            Positions(e.positions, c.hidden_size, e.first_position) if e.positions else None
+        )
+        self.types = TokenTypes(e.token_types, c.hidden_size) if e.token_types else nn.Identity()
+        self.norm = (
+            make_norm(c.norm_kind, c.hidden_size, c.norm_eps, is_plain) if e.norm else nn.Identity()
+        )
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.complete(F.embedding(input_ids, self.weight), position_ids)
+
+    def complete(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        """Add everything else to the rows of the embedding table ``[B, T, hidden]``."""
+        if self.positions is not None:
+            x = x + self.positions(position_ids)
+        y: Tensor = self.norm(self.types(x))
+        return y
+
+
+class Transform(Linear):
+    """A matrix, an activation function and a norm, which some networks compute before the head."""
+
+    def __init__(self, network: NetworkSpec, is_plain: bool) -> None:
+        c = network
+        super().__init__(c.hidden_size, c.hidden_size, c.head.transform_bias)
+        assert c.head.transform is not None
+        self.activation, self.is_plain = c.head.transform, is_plain
+        self.norm = make_norm(c.norm_kind, c.hidden_size, c.norm_eps, is_plain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(activate(super().forward(x), self.activation, self.is_plain))
+        return y
+
+
 class Denoiser(nn.Module):
     """The network. The network takes a canvas and predicts a token for every position.
 
@@ -273,12 +369,19 @@ class Denoiser(nn.Module):
         check_built(network)
         c = self.network = network
         self.is_plain = is_plain
-        self.embed = nn.Embedding(
-            c.vocab_size, c.hidden_size, _weight=torch.empty(c.vocab_size, c.hidden_size)
-        )
+        self.embed = Embedding(c, is_plain)
         self.blocks = nn.ModuleList(Block(layer, c.hidden_size, is_plain) for layer in c.layers)
-        self.final_norm = RMSNorm(c.hidden_size, c.norm_eps, is_plain)
-        self.head = TiedHead() if c.tied_head else Linear(c.hidden_size, c.vocab_size)
+        self.final_norm = (
+            make_norm(c.norm_kind, c.hidden_size, c.norm_eps, is_plain)
+            if c.head.final_norm
+            else nn.Identity()
+        )
+        self.transform = nn.Identity() if c.head.transform is None else Transform(c, is_plain)
+        self.head = (
+            TiedHead(c.vocab_size, c.head.bias)
+            if c.tied_head
+            else Linear(c.hidden_size, c.vocab_size, c.head.bias)
+        )
         tables = c.rotary_tables()
         self.rotary = nn.ModuleList(Rotary(table, c.max_canvas_length) for table in tables)
         used = [rotary_table(layer.attention) for layer in c.layers]
@@ -294,18 +397,21 @@ class Denoiser(nn.Module):
         already rotated by their positions. Cached positions may be in any order, because every
         query sees all cached positions.
         """
-        x = self.embed(input_ids)
+        x = self.embed(input_ids, position_ids)
         turns: list[Turn] = [(table.cos, table.sin, position_ids) for table in self.rotary]  # type: ignore[misc]
         cached = 0 if past is None else past[0][0].shape[2]
-        rules = dict.fromkeys(layer.attention.visible_block for layer in self.network.layers)
         dtype = torch.float32 if self.is_plain else x.dtype  # type of the attention scores
-        hidden = {rule: hiding(rule, position_ids, cached, dtype) for rule in rules}
+        rules = {rule_of(layer.attention): layer.attention for layer in self.network.layers}
+        hidden = {
+            rule: hiding(attention, position_ids, cached, dtype)
+            for rule, attention in rules.items()
+        }
         presents = []
         for i, (layer, block) in enumerate(zip(self.network.layers, self.blocks, strict=True)):
             number = self._turned_by[i]
             turn = None if number is None else turns[number]
             x, present = block(
-                x, turn, hidden[layer.attention.visible_block], None if past is None else past[i]
+                x, turn, hidden[rule_of(layer.attention)], None if past is None else past[i]
             )
             presents.append(present)
         return self.final_norm(x), presents
@@ -314,10 +420,9 @@ class Denoiser(nn.Module):
         """Map features ``[..., hidden]`` to raw logits ``[..., V]``. The logits include the mask
         token's logit.
         """
+        ready = self.transform(features)
         logits: Tensor = (
-            self.head(features, self.embed.weight)
-            if self.network.tied_head
-            else self.head(features)
+            self.head(ready, self.embed.weight) if self.network.tied_head else self.head(ready)
         )
         return logits
 

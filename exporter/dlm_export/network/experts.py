@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlm_export.network.linear import MLP, product
-from dlm_export.network.spec import ExpertsSpec
+from dlm_export.network.spec import ExpertsSpec, MlpSpec
 
 torch.library.define(
     "dlm_export::experts", "(Tensor x, Tensor chosen, Tensor weights, Tensor[] stacks) -> Tensor"
@@ -229,7 +229,7 @@ class Experts(nn.Module):
         super().__init__()
         self.router = Router(spec, hidden_size)
         self.experts = RoutedMLPs(spec, hidden_size)
-        self.shared = MLP(spec.shared_size, hidden_size) if spec.shared_size else None
+        self.shared = MLP(MlpSpec(spec.shared_size), hidden_size) if spec.shared_size else None
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` and the result are ``[B, T, hidden]``."""

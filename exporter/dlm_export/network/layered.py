@@ -25,16 +25,18 @@ from torch import Tensor, nn
 from dlm_export.memory import give_back
 from dlm_export.network.denoiser import (
     Block,
+    Embedding,
     Packed,
     Past,
-    RMSNorm,
     Rotary,
+    Transform,
     Turn,
     check_built,
     hiding,
+    make_norm,
 )
 from dlm_export.network.experts import Stacked
-from dlm_export.network.spec import NetworkSpec, rotary_table
+from dlm_export.network.spec import EMBEDDING, TRANSFORM, NetworkSpec, rotary_table
 from dlm_runtime.errors import DlmError
 
 BATCH_TOKENS = 2048
@@ -121,13 +123,22 @@ class Layered:
         ]
         used = [rotary_table(layer.attention) for layer in network.layers]
         self._turned_by = [None if table is None else tables.index(table) for table in used]
+        with torch.device("meta"):
+            embedding = Embedding(network, is_plain=False)
+        del embedding.weight  # ``embed`` reads only the rows that it needs
+        self._embedding = self._with_parameters(embedding, "embed")
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """Return the embeddings ``[B, L, hidden]`` of token ids ``[B, L]``. Only the table rows of
-        these ids are read.
+    def embed(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return the input of the first layer ``[B, L, hidden]`` for token ids ``[B, L]``. Only the
+        table rows of these ids are read.
+
+        ``positions`` are the positions of the tokens. If ``None``, the tokens are whole canvases.
         """
         wanted, places = torch.unique(ids, return_inverse=True)
-        return self.read("embed.weight", self.dtype, wanted)[places].to(self.device)
+        rows = self.read(EMBEDDING, self.dtype, wanted)[places].to(self.device)
+        if positions is None:
+            positions = torch.arange(ids.shape[-1], device=self.device).expand_as(ids)
+        return self._embedding.complete(rows, positions.to(self.device))
 
     def block(self, i: int) -> Block:
         """Read layer ``i`` with its weights.
@@ -218,23 +229,38 @@ class Layered:
 
     def _hiding(self, i: int, positions: Tensor, past: Past | None) -> Tensor | None:
         cached = 0 if past is None else past[0].shape[2]
-        return hiding(self.network.layers[i].attention.visible_block, positions, cached, self.dtype)
+        return hiding(self.network.layers[i].attention, positions, cached, self.dtype)
 
-    def final_norm(self) -> RMSNorm:
-        """Return the norm after the last layer."""
-        c = self.network
+    def end(self) -> nn.Module:
+        """Return everything between the last layer and the head: the final norm and the transform,
+        if the network has them.
+        """
+        c, parts = self.network, nn.Sequential()
         with torch.device("meta"):
-            norm = RMSNorm(c.hidden_size, c.norm_eps, is_plain=False)
-        return _filled(norm, {"weight": self.read("final_norm.weight", self.dtype).to(self.device)})
+            if c.head.final_norm:
+                norm = make_norm(c.norm_kind, c.hidden_size, c.norm_eps, is_plain=False)
+                parts.append(self._with_parameters(norm, "final_norm"))
+            if c.head.transform is not None:
+                parts.append(self._with_parameters(Transform(c, is_plain=False), TRANSFORM))
+        return parts
 
     def head(self) -> Head:
         """Return the head, with its weight in the stored type."""
-        return Head(
-            self.read("embed.weight", None).T
+        weight = (
+            self.read(EMBEDDING, None).T
             if self.network.tied_head
-            else self.read("head.weight", None),
-            self.device,
+            else self.read("head.weight", None)
         )
+        bias = self.read("head.bias", torch.float32) if self.network.head.bias else None
+        return Head(weight, self.device, bias)
+
+    def _with_parameters(self, module: _Module, path: str) -> _Module:
+        """Read the parameters of a small module that has no data yet."""
+        state = {
+            name: self.read(f"{path}.{name}", self.dtype).to(self.device)
+            for name, _ in module.named_parameters()
+        }
+        return _filled(module, state)
 
 
 def _filled(module: _Module, state: dict[str, Tensor]) -> _Module:
@@ -249,9 +275,9 @@ class Head:
     To save memory, the head converts only a few columns of its weight matrix at a time.
     """
 
-    def __init__(self, weight: Tensor, device: torch.device) -> None:
-        """``weight`` is ``[hidden, V]``."""
-        self.weight, self.device = weight, device
+    def __init__(self, weight: Tensor, device: torch.device, bias: Tensor | None = None) -> None:
+        """``weight`` is ``[hidden, V]``, and ``bias`` is fp32 ``[V]``."""
+        self.weight, self.device, self.bias = weight, device, bias
 
     def __call__(self, features: Tensor) -> Tensor:
         """Map features ``[..., hidden]`` to raw logits fp32 ``[..., V]`` on the CPU."""
@@ -259,7 +285,7 @@ class Head:
         out = torch.empty(*features.shape[:-1], self.weight.shape[1])
         for columns, weight in self._widened():
             out[..., columns] = (wide @ weight).cpu()
-        return out
+        return out if self.bias is None else out.add_(self.bias)
 
     def pull(self, gradients: Tensor) -> Tensor:
         """Backpropagate gradients of logits ``[..., V]`` to features. Returns fp32
@@ -334,16 +360,16 @@ class Carried:
 
     @torch.no_grad()
     def features(self, rows: Sequence[np.ndarray]) -> list[Tensor]:
-        """Return the features after the final norm at the positions ``rows`` of each canvas.
+        """Return the inputs of the head at the positions ``rows`` of each canvas.
 
         ``rows`` has the shape ``[R]``. The result has the shape ``[R, hidden]`` and is on the CPU.
 
         Call this method after the last layer.
         """
-        norm, found = self.layered.final_norm(), [torch.empty(0)] * len(rows)
+        end, found = self.layered.end(), [torch.empty(0)] * len(rows)
         for batch in self.batches:
             for number, states in zip(batch.numbers, self.read(batch), strict=True):
-                found[number] = norm(
+                found[number] = end(
                     states[torch.from_numpy(np.asarray(rows[number], np.int64))]
                 ).cpu()
         return found

@@ -1,4 +1,4 @@
-"""Multiplication by weights in torch: linear layers, the tied head and the gated MLP."""
+"""Multiplication by weights in torch: linear layers, the tied head and the MLP."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from dlm_export.network.spec import MlpSpec
 
 WIDENED = 1 << 22
 """Number of weight elements that are converted to fp32 at a time."""
@@ -60,20 +62,39 @@ class Linear(nn.Module):
 class TiedHead(nn.Module):
     """Multiplies by the transposed embedding table, which the caller passes in."""
 
+    def __init__(self, outputs: int, bias: bool = False) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         """Map features ``[..., hidden]`` to raw logits ``[..., V]`` with a table ``[V, hidden]``."""
-        return product(x, table.T)
+        y = product(x, table.T)
+        return y if self.bias is None else y + self.bias
+
+
+def activate(x: Tensor, activation: str, is_plain: bool) -> Tensor:
+    """Apply an activation function, a name in ``ACTIVATIONS``."""
+    if activation == "silu":
+        return F.silu(x)
+    if is_plain:  # elementary operators, for engines that have no GELU
+        return 0.5 * x * (1 + torch.erf(x * 0.5**0.5))
+    return F.gelu(x)
 
 
 class MLP(nn.Module):
-    """SwiGLU: ``down(silu(gate x) * up x)``."""
+    """``down(activation(gate x) * up x)``, or ``down(activation(up x))`` without a gate."""
 
-    def __init__(self, size: int, hidden_size: int) -> None:
+    def __init__(self, spec: MlpSpec, hidden_size: int, is_plain: bool = False) -> None:
         super().__init__()
-        self.gate = Linear(hidden_size, size)
-        self.up = Linear(hidden_size, size)
-        self.down = Linear(size, hidden_size)
+        self.activation, self.is_plain = spec.activation, is_plain
+        self.gate = Linear(hidden_size, spec.size, spec.bias) if spec.is_gated else None
+        self.up = Linear(hidden_size, spec.size, spec.bias)
+        self.down = Linear(spec.size, hidden_size, spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        if self.gate is None:
+            features = activate(self.up(x), self.activation, self.is_plain)
+        else:
+            features = activate(self.gate(x), self.activation, self.is_plain) * self.up(x)
+        y: Tensor = self.down(features)
         return y

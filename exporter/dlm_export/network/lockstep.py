@@ -103,7 +103,7 @@ def courses(
                 f"after one layer. Allow {needed - memory_bytes:,} more bytes, or use shorter samples."
             )
         most = min(most, memory_bytes // 2 // cache_bytes(layered))
-    head, norm = layered.head(), layered.final_norm()
+    head, end = layered.head(), layered.end()
     waiting = deque(_Course(layered.network, canvas, policy) for canvas in canvases)
     under_way: deque[_Course] = deque()
     while waiting or under_way:
@@ -116,7 +116,7 @@ def courses(
                 tokens += len(step[-1].run.tokens)
         if step:
             before = sum(course.left() for course in step)
-            _make_passes(layered, held, norm, head, step)
+            _make_passes(layered, held, end, head, step)
             on_decided(before - sum(course.left() for course in step))
         while under_way and under_way[0].span is None:
             yield under_way.popleft().canvases
@@ -130,7 +130,7 @@ def cache_bytes(layered: Layered) -> int:
 def _make_passes(
     layered: Layered,
     held: Sequence[Block] | None,
-    norm: torch.nn.Module,
+    end: torch.nn.Module,
     head: Head,
     step: Sequence[_Course],
 ) -> None:
@@ -140,7 +140,8 @@ def _make_passes(
         torch.from_numpy(c.run.tokens[first:last])
         for c, (first, last) in zip(step, spans, strict=True)
     ]
-    x = layered.embed(torch.cat(ids).unsqueeze(0))
+    positions = torch.cat([torch.arange(first, last) for first, last in spans])
+    x = layered.embed(torch.cat(ids).unsqueeze(0), positions.unsqueeze(0))
     for i in range(len(layered.network.layers)):
         block = layered.block(i) if held is None else held[i]
         x, present = block(x, *layered.packed(i, spans, [course.past(i) for course in step]))
@@ -155,7 +156,7 @@ def _make_passes(
         scored.append(course)
         rows.append(course.run.rows + start)
         if sum(map(len, rows)) >= SCORED_ROWS or course is step[-1]:
-            logits = head(norm(x[0, torch.cat(rows).to(x.device)]))
+            logits = head(end(x[0, torch.cat(rows).to(x.device)]))
             for one, own in zip(
                 scored, torch.split(logits, [len(own) for own in rows]), strict=True
             ):

@@ -20,16 +20,56 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from dlm_export.network.scaling import RotaryTable, Scaling, scaling_from
+from dlm_export.network.layer_spec import (
+    ACTIVATIONS,
+    BIASES,
+    NORM_KINDS,
+    NORMS,
+    SCORES,
+    VISIBILITIES,
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    Rope,
+    RouterSpec,
+    has_router_bias,
+    layer_from,
+    rotary_table,
+)
+from dlm_export.network.scaling import RotaryTable
 
-VISIBILITIES = ("full", "block", "causal")
-SCORES = ("softmax", "sigmoid")
-BIASES = (None, "choice", "weights")
-NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
-"""Possible RMSNorms of a layer: before and after attention, before and after the MLP."""
+__all__ = [
+    "ACTIVATIONS",
+    "BIASES",
+    "CACHE_ROWS",
+    "EMBEDDING",
+    "HEAD",
+    "NEVER_QUANTISED",
+    "NORMS",
+    "NORM_KINDS",
+    "SCORES",
+    "STACKS",
+    "TRANSFORM",
+    "VISIBILITIES",
+    "AttentionSpec",
+    "EmbeddingSpec",
+    "ExpertsSpec",
+    "Fold",
+    "HeadSpec",
+    "LayerSpec",
+    "LinearSpec",
+    "MlpSpec",
+    "NetworkSpec",
+    "Rope",
+    "RouterSpec",
+    "has_router_bias",
+    "rotary_table",
+]
+
 CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": (1, 2)}
 """For each cache type, the bytes per element, and the bytes of the scale of a row. A row is the key
 or value of one position in one head.
@@ -38,168 +78,14 @@ The keys are the types' names in the manifest.
 """
 STACKS = ("gate", "up", "down")
 """Roles of the three matrices of a gated MLP. The stacks of experts have the same roles."""
-NEVER_QUANTISED = ("router",)
+NEVER_QUANTISED = ("router", "transform")
 """Roles of linear layers that a recipe cannot quantise."""
+TRANSFORM = "transform"
+"""Module path and role of the matrix before the head, for networks that have such a matrix."""
 HEAD = "head"
 """Module path and role of the matrix that maps features to logits."""
 EMBEDDING = "embed.weight"
 """Name of the embedding table ``[V, hidden]``. A tied head uses this table too."""
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotate-half rotary positions with base ``theta``.
-
-    Only the first features of a head are rotated. ``fraction`` is the share of rotated features.
-    ``scaling`` describes how frequencies are lowered for long canvases. If ``None``, frequencies
-    are not scaled.
-    """
-
-    theta: float
-    fraction: float = 1.0
-    scaling: Scaling | None = None
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if a scaling has no meaning for ``theta``."""
-        if self.scaling is not None and self.theta <= 1:
-            raise ValueError(
-                f"rope_theta must be greater than 1 if frequencies are scaled, found {self.theta:g}"
-            )
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """The attention of one layer.
-
-    - ``rope``: rotary positions. If ``None``, attention does not depend on positions.
-    - ``qk_norm``: True if an RMSNorm is applied to every query and key head before rotation.
-    - ``visibility``: which keys a query sees. ``full`` means all keys. ``block`` means the keys in
-      the query's block and in earlier blocks, where a block has ``block_length`` tokens. ``causal``
-      means the keys up to the query's position.
-    - ``window``: if not ``None``, a query sees only keys that are at most this many tokens away.
-    """
-
-    heads: int
-    kv_heads: int
-    head_size: int
-    rope: Rope | None
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    visibility: str = "full"
-    block_length: int | None = None
-    window: int | None = None
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if fields contradict each other."""
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"{self.heads} heads is not a multiple of {self.kv_heads} key and value heads"
-            )
-        if self.visibility not in VISIBILITIES or (self.visibility == "block") != (
-            self.block_length is not None
-        ):
-            raise ValueError(
-                f"visibility {self.visibility} does not allow a block_length of {self.block_length}"
-            )
-        if self.block_length is not None and self.block_length < 1:
-            raise ValueError(f"block_length is {self.block_length}; it must be at least 1")
-
-    @property
-    def group(self) -> int:
-        """Number of queries that share a key."""
-        return self.heads // self.kv_heads
-
-    @property
-    def visible_block(self) -> int | None:
-        """Block length of block-causal attention. Causal attention has block length 1.
-
-        ``None`` if every query sees every key.
-        """
-        return 1 if self.visibility == "causal" else self.block_length
-
-
-@dataclass(frozen=True)
-class MlpSpec:
-    """A gated MLP: ``down(activation(gate x) * up x)``."""
-
-    size: int
-    activation: str = "silu"
-
-
-@dataclass(frozen=True)
-class RouterSpec:
-    """Describes how a router chooses a token's experts and the experts' routing weights. All values
-    are computed in fp32.
-
-    - ``score``: the function that computes scores from the router's outputs, ``softmax`` or
-      ``sigmoid``.
-    - ``bias``: with ``choice``, a bias is added to the scores by which experts are chosen, but not
-      to the experts' routing weights (DeepSeek-V3, arXiv:2412.19437). With ``weights``, the bias is
-      also added to the routing weights. ``None`` means no bias.
-    - ``renormalise``: True if the routing weights of the chosen experts are divided by the sum of
-      these weights.
-    - ``scale``: factor of the routing weights.
-    - ``groups``, ``active_groups``: experts form ``groups`` groups, and are chosen from the best
-      ``active_groups`` groups. The score of a group is the sum of the scores of the group's two
-      best experts.
-    """
-
-    score: str = "softmax"
-    bias: str | None = None
-    renormalise: bool = True
-    scale: float = 1.0
-    groups: int = 1
-    active_groups: int = 1
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if fields contradict each other."""
-        if self.score not in SCORES or self.bias not in BIASES:
-            raise ValueError(f"unknown router: score {self.score}, bias {self.bias}")
-        if not 1 <= self.active_groups <= self.groups:
-            raise ValueError(
-                f"{self.active_groups} active groups of {self.groups} groups of experts"
-            )
-
-
-@dataclass(frozen=True)
-class ExpertsSpec:
-    """A mixture of experts.
-
-    Each token is routed to ``active`` of ``count`` gated MLPs. In addition, a shared MLP with
-    ``shared_size`` features processes every token. If ``shared_size`` is 0, there is no shared MLP.
-    """
-
-    count: int
-    active: int
-    size: int
-    shared_size: int = 0
-    activation: str = "silu"
-    router: RouterSpec = RouterSpec()
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if fields contradict each other."""
-        groups, r = self.router.groups, self.router
-        if self.count % groups or (groups > 1 and self.count // groups < 2):
-            raise ValueError(
-                f"{self.count} experts cannot form {groups} equal groups of two or more"
-            )
-        if self.count < 2 or not 1 <= self.active <= self.count // groups * r.active_groups:
-            raise ValueError(
-                f"{self.active} active of {self.count} experts, with {r.active_groups} of {groups} groups active"
-            )
-
-
-@dataclass(frozen=True)
-class LayerSpec:
-    """One transformer layer. ``norms`` is a subset of ``NORMS``. ``norm_eps`` is the epsilon of
-    these norms.
-    """
-
-    attention: AttentionSpec
-    mlp: MlpSpec | ExpertsSpec
-    norm_eps: float
-    norms: tuple[str, ...] = ("attention_norm", "mlp_norm")
 
 
 @dataclass(frozen=True)
@@ -221,7 +107,7 @@ class Fold:
 class LinearSpec:
     """A multiplication by a weight matrix ``[inputs, outputs]`` of the module at ``path``.
 
-    - ``role``: ``head``, or the matrix of the layer: ``q``, ``k``, ``v``, ``out``, ``gate``,
+    - ``role``: ``head``, ``transform``, or the matrix of the layer: ``q``, ``k``, ``v``, ``out``, ``gate``,
       ``up``, ``down`` or ``router``.
     - ``site``: the path of the first matrix with the same input. Matrices with equal ``site`` have
       the same input.
@@ -271,11 +157,45 @@ class LinearSpec:
 
 
 @dataclass(frozen=True)
+class EmbeddingSpec:
+    """What a network adds to the embedding of a token, and does with the sum.
+
+    - ``positions``: rows of the table of learned positions. If 0, there is no such table.
+    - ``first_position``: the row of the canvas's position 0. RoBERTa does not use the first rows.
+    - ``token_types``: rows of the table of token types. If 0, there is no such table. All tokens of a
+      canvas have type 0.
+    - ``norm``: True if a norm is applied to the sum.
+    """
+
+    positions: int = 0
+    first_position: int = 0
+    token_types: int = 0
+    norm: bool = False
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """What a network computes between its last layer and the logits.
+
+    - ``final_norm``: True if a norm is applied to the features of the last layer.
+    - ``transform``: the activation function of a matrix and a norm before the head. If ``None``,
+      there is no such matrix.
+    - ``transform_bias``: True if this matrix has a bias.
+    - ``bias``: True if the head has a bias.
+    """
+
+    final_norm: bool = True
+    transform: str | None = None
+    transform_bias: bool = False
+    bias: bool = False
+
+
+@dataclass(frozen=True)
 class NetworkSpec:
     """The description of a denoiser, as read from its checkpoint.
 
-    ``norm_eps`` is the epsilon of the final norm. With ``shift`` 1, the logits of row i predict the
-    token at position i + 1.
+    ``norm_eps`` and ``norm_kind`` are the epsilon and the kind of the norms outside layers. With
+    ``shift`` 1, the logits of row i predict the token at position i + 1.
     """
 
     family: str
@@ -291,6 +211,9 @@ class NetworkSpec:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     noise: str = "absorbing"
+    norm_kind: str = "rms"
+    embedding: EmbeddingSpec = EmbeddingSpec()
+    head: HeadSpec = HeadSpec()
 
     @property
     def end_token_id(self) -> int | None:
@@ -329,10 +252,21 @@ class NetworkSpec:
     @functools.cached_property
     def _parameters(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.hidden_size)}
+        for name, rows in (
+            ("positions", self.embedding.positions),
+            ("types", self.embedding.token_types),
+        ):
+            if rows:
+                shapes[f"embed.{name}.weight"] = (rows, self.hidden_size)
+        if self.embedding.norm:
+            shapes |= self._norm("embed.norm", self.norm_kind)
         for i, layer in enumerate(self.layers):
             block, attention = f"blocks.{i}.", layer.attention
             biased = ("q", "k", "v") * attention.qkv_bias + ("out",) * attention.out_bias
-            shapes |= {f"{block}{name}.weight": (self.hidden_size,) for name in layer.norms}
+            if isinstance(layer.mlp, MlpSpec) and layer.mlp.bias:
+                biased += STACKS
+            for name in layer.norms:
+                shapes |= self._norm(f"{block}{name}", layer.norm_kind)
             for linear in self._linear_layers_of(f"blocks.{i}", layer):
                 shapes[linear.weight] = linear.shape
                 if linear.role in biased or (linear.role == "router" and has_router_bias(layer)):
@@ -342,10 +276,22 @@ class NetworkSpec:
                     f"{block}attention.{name}.weight": (attention.head_size,)
                     for name in ("q_norm", "k_norm")
                 }
-        shapes["final_norm.weight"] = (self.hidden_size,)
+        if self.head.final_norm:
+            shapes |= self._norm("final_norm", self.norm_kind)
+        if self.head.transform is not None:
+            shapes[f"{TRANSFORM}.weight"] = (self.hidden_size, self.hidden_size)
+            if self.head.transform_bias:
+                shapes[f"{TRANSFORM}.bias"] = (self.hidden_size,)
+            shapes |= self._norm(f"{TRANSFORM}.norm", self.norm_kind)
         if not self.tied_head:
             shapes["head.weight"] = (self.hidden_size, self.vocab_size)
+        if self.head.bias:
+            shapes["head.bias"] = (self.vocab_size,)
         return shapes
+
+    def _norm(self, path: str, kind: str) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters of a norm."""
+        return dict.fromkeys(_norm_parameters(path, kind), (self.hidden_size,))
 
     def parameter_count(self) -> int:
         """Return the number of parameters. A tied head and the embedding are counted once."""
@@ -363,10 +309,7 @@ class NetworkSpec:
     @functools.cached_property
     def vector_elements(self) -> int:
         """Number of elements of all norms and biases."""
-        matrices = {linear.weight for linear in self.linear_layers()} | {EMBEDDING}
-        return sum(
-            math.prod(shape) for name, shape in self._parameters.items() if name not in matrices
-        )
+        return sum(math.prod(shape) for shape in self._parameters.values() if len(shape) == 1)
 
     # ---- Derived: matrices ----
 
@@ -391,9 +334,15 @@ class NetworkSpec:
             for i, layer in enumerate(self.layers)
             for linear in self._linear_layers_of(f"blocks.{i}", layer)
         ]
+        before = "final_norm" if self.head.final_norm else None
+        if self.head.transform is not None:
+            size, before = self.hidden_size, f"{TRANSFORM}.norm"
+            found.append(LinearSpec(TRANSFORM, TRANSFORM, size, size, TRANSFORM))
         # The input scales of a tied head cannot be folded, because these scales would scale the
         # embedding too.
-        fold = None if self.tied_head else Fold(("final_norm.weight",))
+        fold = None
+        if before is not None and not self.tied_head:
+            fold = Fold(_norm_parameters(before, self.norm_kind))
         found.append(
             LinearSpec(
                 HEAD, HEAD, self.hidden_size, self.vocab_size, HEAD, fold, is_tied=self.tied_head
@@ -405,7 +354,9 @@ class NetworkSpec:
         a, hidden = layer.attention, self.hidden_size
 
         def norm(name: str) -> Fold | None:
-            return Fold((f"{block}.{name}.weight",)) if name in layer.norms else None
+            if name not in layer.norms:
+                return None
+            return Fold(_norm_parameters(f"{block}.{name}", layer.norm_kind))
 
         site, fold = f"{block}.attention.q", norm("attention_norm")
         heads = {"q": a.heads, "k": a.kv_heads, "v": a.kv_heads}
@@ -422,7 +373,7 @@ class NetworkSpec:
         found.append(LinearSpec(out, "out", a.heads * a.head_size, hidden, out, values))
         fold = norm("mlp_norm")
         if isinstance(layer.mlp, MlpSpec):
-            return found + self._gated(f"{block}.mlp", layer.mlp.size, f"{block}.mlp.gate", fold)
+            return found + self._mlp(f"{block}.mlp", layer.mlp, fold)
         experts, router = layer.mlp, f"{block}.mlp.router"
         found.append(LinearSpec(router, "router", hidden, experts.count, router, fold))
         share = experts.active / experts.count
@@ -432,6 +383,19 @@ class NetworkSpec:
         if experts.shared_size:
             found += self._gated(f"{block}.mlp.shared", experts.shared_size, router, fold)
         return found
+
+    def _mlp(self, module: str, mlp: MlpSpec, fold: Fold | None) -> list[LinearSpec]:
+        up, down = f"{module}.up", f"{module}.down"
+        if mlp.is_gated:
+            found = self._gated(module, mlp.size, f"{module}.gate", fold)
+            if mlp.bias:
+                found[-1] = replace(found[-1], fold=Fold((f"{up}.weight", f"{up}.bias")))
+            return found
+        # The activation function is between the two matrices, so scales cannot be folded.
+        return [
+            LinearSpec(up, "up", self.hidden_size, mlp.size, up, fold),
+            LinearSpec(down, "down", mlp.size, self.hidden_size, down),
+        ]
 
     def _gated(
         self,
@@ -488,6 +452,11 @@ class NetworkSpec:
         visible = [layer.attention.visible_block for layer in self.layers]
         return None if None in visible else math.lcm(*(n for n in visible if n is not None))
 
+    @property
+    def has_window(self) -> bool:
+        """True if any layer has attention in a window. Such a network cannot use a cache."""
+        return any(layer.attention.window is not None for layer in self.layers)
+
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
         """``(kv_heads, head_size)`` for each layer. Keys and values have the same shape."""
         return tuple((layer.attention.kv_heads, layer.attention.head_size) for layer in self.layers)
@@ -535,31 +504,14 @@ class NetworkSpec:
         """Read a description that ``as_dict`` returned. Derived values are ignored. Raises
         ValueError.
         """
-        chosen = {field.name: values[field.name] for field in fields(cls)}
-        layers = tuple(_layer_from(layer) for layer in chosen["layers"])
-        return cls(**chosen | {"layers": layers, "eos_token_ids": tuple(chosen["eos_token_ids"])})
-
-
-def _layer_from(values: Mapping[str, Any]) -> LayerSpec:
-    attention, mlp = dict(values["attention"]), values["mlp"]
-    rope = attention.pop("rope")
-    return LayerSpec(
-        AttentionSpec(rope=None if rope is None else _rope_from(rope), **attention),
-        ExpertsSpec(**mlp | {"router": RouterSpec(**mlp["router"])})
-        if "count" in mlp
-        else MlpSpec(**mlp),
-        values["norm_eps"],
-        tuple(values["norms"]),
-    )
-
-
-def _rope_from(values: Mapping[str, Any]) -> Rope:
-    scaling = values["scaling"]
-    if isinstance(scaling, (int, float)):  # bundles of earlier versions contain the linear factor
-        scaling = {"kind": "linear", "factor": scaling} if scaling > 1 else None
-    return Rope(
-        values["theta"], values["fraction"], None if scaling is None else scaling_from(scaling)
-    )
+        # Bundles of earlier versions lack the fields that have defaults.
+        chosen = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        chosen["layers"] = tuple(layer_from(layer) for layer in chosen["layers"])
+        chosen["eos_token_ids"] = tuple(chosen["eos_token_ids"])
+        for name, kind in (("embedding", EmbeddingSpec), ("head", HeadSpec)):
+            if name in chosen:
+                chosen[name] = kind(**chosen[name])
+        return cls(**chosen)
 
 
 def _difference(name: str, mine: Any, theirs: Any) -> str | None:
@@ -582,16 +534,6 @@ def _difference(name: str, mine: Any, theirs: Any) -> str | None:
     return f"its {name} is {mine}, the other's {theirs}"
 
 
-def has_router_bias(layer: LayerSpec) -> bool:
-    """Return True if a layer's router has a bias."""
-    return isinstance(layer.mlp, ExpertsSpec) and layer.mlp.router.bias is not None
-
-
-def rotary_table(attention: AttentionSpec) -> RotaryTable | None:
-    """Return the rotary table of an attention layer, or ``None`` if attention does not depend on
-    positions.
-    """
-    if attention.rope is None:
-        return None
-    size = round(attention.head_size * attention.rope.fraction)
-    return RotaryTable(attention.rope.theta, attention.rope.scaling, size)
+def _norm_parameters(path: str, kind: str) -> tuple[str, ...]:
+    """Return the names of the parameters of a norm."""
+    return (f"{path}.weight", f"{path}.bias") if kind == "layer-bias" else (f"{path}.weight",)

@@ -38,7 +38,13 @@ class Walked:
         self._ids = [
             [torch.from_numpy(s.canvas[s.span.first : s.span.last]) for s in walk] for walk in walks
         ]
-        self._states = [[layered.embed(ids).cpu() for ids in walk] for walk in self._ids]
+        self._states = [
+            [
+                layered.embed(ids, torch.arange(s.span.first, s.span.last)).cpu()
+                for s, ids in zip(walk, of_walk, strict=True)
+            ]
+            for walk, of_walk in zip(walks, self._ids, strict=True)
+        ]
         self._batches = [batch for ready in _rounds(walks) for batch in self._together(ready)]
 
     @torch.no_grad()
@@ -70,15 +76,15 @@ class Walked:
 
     @torch.no_grad()
     def features(self) -> list[list[Tensor]]:
-        """Return the features after the final norm, for the scored rows of each pass:
-        ``[R, hidden]`` on the CPU.
+        """Return the inputs of the head for the scored rows of each pass: ``[R, hidden]`` on the
+        CPU.
 
         Call this method after the last layer.
         """
-        norm = self.layered.final_norm()
+        end = self.layered.end()
         return [
             [
-                norm(
+                end(
                     states[torch.from_numpy(step.rows - step.span.first)].to(self.layered.device)
                 ).cpu()
                 for step, states in zip(walk, found, strict=True)

@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dlm_export.text.chat import Chat, read_chat
-from dlm_export.text.layout import BYTE_FALLBACK, SPECIAL, WHOLE, TextTables, as_bytes
+from dlm_export.text.layout import (
+    BYTE_FALLBACK,
+    SPECIAL,
+    WHOLE,
+    WORD_PIECES,
+    TextTables,
+    as_bytes,
+)
 from dlm_export.text.native import CompiledText
 from dlm_export.text.proof import prove_chats, prove_tokens
 from dlm_export.text.refusal import NotCompiled
@@ -64,7 +71,7 @@ def _tables(found: Mapping[str, Any], tokenizer: Tokenizer) -> TextTables:
     if tokenizer.size > MOST_TOKENS:
         raise NotCompiled(f"its highest token id is {tokenizer.size - 1}, above {MOST_TOKENS - 1}")
     tables = read_tables(found, tokenizer.names(range(tokenizer.size)))
-    if not tables.flags & BYTE_FALLBACK:
+    if not tables.flags & (BYTE_FALLBACK | WORD_PIECES):
         tables = _with_wholes(tables)
     added = [token["content"] for token in found["added_tokens"]]
     vocabulary = [text for token in tables.tokens if (text := token.decode("utf-8", "ignore"))]

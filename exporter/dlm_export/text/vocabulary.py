@@ -1,7 +1,7 @@
 """Reads a tokenizer.json as tables.
 
-Two kinds of BPE are supported. The first is BPE over bytes, as in GPT-2. The second is BPE over
-characters. In this second kind, characters that are not in the vocabulary are encoded as bytes
+WordPiece (``word_pieces``) and two kinds of BPE are supported. The first kind is BPE over bytes, as
+in GPT-2. The second is BPE over characters. In this second kind, characters that are not in the vocabulary are encoded as bytes
 (byte fallback). All other tokenizers are rejected with an error that names the unsupported part.
 Some vocabularies (SentencePiece) contain U+2581 instead of spaces. The tables of such a vocabulary
 contain spaces, because the tokenizer treats U+2581 and a space alike.
@@ -32,6 +32,7 @@ from dlm_export.text.layout import (
 )
 from dlm_export.text.refusal import NotCompiled
 from dlm_export.text.splits import DIGIT_RUNS, DIGITS, Split, compile_splits
+from dlm_export.text.word_pieces import Parts, of_word_pieces
 from dlm_runtime.constraints.vocabulary import BYTES
 
 _LETTER = "\u2581"
@@ -48,11 +49,8 @@ def read_tables(found: Part, spelled: Sequence[str | None]) -> TextTables:
     ``spelled`` contains the text of each token id, as the tokenizers library returns it.
     """
     model = found["model"]
-    if model["type"] != "BPE":
-        raise NotCompiled(f"its model is {model['type']}; only BPE is compiled")
-    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if model.get(name):
-            raise NotCompiled(f"its model has {name} {model[name]!r}")
+    if model["type"] not in ("BPE", "WordPiece"):
+        raise NotCompiled(f"its model is {model['type']}; only BPE and WordPiece are compiled")
     splitters = _parts(found["pre_tokenizer"], "pretokenizers")
     is_bytes = any(part["type"] == "ByteLevel" for part in splitters)
     vocab: dict[str, int] = model["vocab"]
@@ -62,6 +60,20 @@ def read_tables(found: Part, spelled: Sequence[str | None]) -> TextTables:
     token_flags = np.zeros(len(spelled), np.uint8)
     for token, name in names.items():
         token_flags[token] |= SPECIAL if name in special else 0
+    if model["type"] == "WordPiece":
+        parts = Parts(
+            _parts(found["normalizer"], "normalizers"),
+            splitters,
+            _parts(found["decoder"], "decoders"),
+        )
+        if any(token["normalized"] for token in added):
+            raise NotCompiled("it has added tokens that are matched after normalisation")
+        texts = [_added(token, str) for token in added]
+        around = _around(found["post_processor"])
+        return of_word_pieces(model, parts, names, texts, token_flags, _splits, around)
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            raise NotCompiled(f"its model has {name} {model[name]!r}")
     tables = _of_bytes if is_bytes else _of_characters
     return tables(found, vocab, names, added, splitters, token_flags)
 
@@ -262,7 +274,12 @@ def _around(processor: Part | None) -> dict[str, Any]:
     for part in _parts(processor, "processors"):
         if part["type"] == "ByteLevel":
             continue  # this setting changes offsets, but no tokens
-        if part["type"] != "TemplateProcessing" or any(around.values()):
+        if any(around.values()):
+            raise NotCompiled(f"it puts tokens around text by {part['type']}")
+        if part["type"] in ("BertProcessing", "RobertaProcessing"):
+            around = {"prefix": [part["cls"][1]], "suffix": [part["sep"][1]]}
+            continue
+        if part["type"] != "TemplateProcessing":
             raise NotCompiled(f"it puts tokens around text by {part['type']}")
         sequences = [piece for piece in part["single"] if "Sequence" in piece]
         if len(sequences) != 1:

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from dlm_runtime.text.tokenizer import Tokenizer
 
 HOLE = "<mask>"
-"""The text that marks a hole."""
+"""The text that marks a hole. The name of the denoiser's mask token marks a hole too."""
+PADDED_LENGTH = 16
+"""The default length of a hole if the denoiser has an end token, which pads the hole. The default
+length for other denoisers is 1.
+"""
 HOLE_OPTIONS: dict[str, Any] = {"max_new_tokens": 0, "stop": "none"}
 """Options of a request that fills holes. In a hole, an end token is padding, and must not end the
 whole text.
@@ -96,7 +100,7 @@ class Canvas:
 def infill(
     bundle: Filler,
     text: str,
-    lengths: int | Sequence[int | Sequence[int]],
+    lengths: int | Sequence[int | Sequence[int]] | None,
     constrain_from: int | None,
     **request: Any,
 ) -> Infill:
@@ -105,9 +109,9 @@ def infill(
         raise RequestError(
             "infill: max_new_tokens is for text after a prompt: give lengths, the tokens of the holes"
         )
-    between = text_of("text", text).split(HOLE)
-    if len(between) < 2:
-        raise RequestError(f"infill: the text has no hole: write {HOLE} where one is")
+    if lengths is None:
+        lengths = PADDED_LENGTH if bundle.eos_token_ids else 1
+    between = _split(bundle, text_of("text", text))
     parts = parts_of(
         bundle,
         between,
@@ -124,6 +128,24 @@ def infill(
     made = bundle.generate_batch(tokens=tokens, **(HOLE_OPTIONS | request))
     found = [read(bundle, canvas, between, one) for canvas, one in zip(canvases, made, strict=True)]
     return max(found, key=lambda one: float("-inf") if one.log_prob is None else one.log_prob)
+
+
+def _split(bundle: Filler, text: str) -> list[str]:
+    """Return the texts around the holes. Some mask tokens include the white space before or after
+    them, so this white space is removed.
+    """
+    between, added = text.split(HOLE), None
+    if bundle.tokenizer is not None:
+        added = bundle.tokenizer.added_token(bundle.mask_token_id)
+    if len(between) < 2 and added is not None:
+        between = text.split(added["content"])
+    if len(between) < 2:
+        raise RequestError(f"infill: the text has no hole: write {HOLE} where one is")
+    if added is not None and added["lstrip"]:
+        between[:-1] = [part.rstrip() for part in between[:-1]]
+    if added is not None and added["rstrip"]:
+        between[1:] = [part.lstrip() for part in between[1:]]
+    return between
 
 
 def parts_of(
@@ -146,41 +168,38 @@ def parts_of(
             f"this denoiser's attention is block-causal, in blocks of {bundle.visible_block}: a hole does not see the "
             "text after its block. Infill with a denoiser of full attention."
         )
-    first = _beginning(bundle.tokenizer, between[0], special_tokens, prompt, chat)
-    others = [bundle.tokenizer.encode_plain(part, special_tokens) for part in between[1:]]
+    tokenizer = bundle.tokenizer
+    first, *others = (tokenizer.encode_plain(part, special_tokens) for part in between)
+    given = _given(tokenizer, special_tokens, prompt, chat)
+    if given is not None:
+        return [[*given, *first], *others]
+    front, behind = _around(tokenizer)
+    if first[: len(front)] != front:
+        first = [*front, *first]
+    last = others[-1]
+    # A denoiser without an end token was trained on whole texts. For other denoisers, the tokens at
+    # the end of a prompt may start an answer.
+    if behind and not bundle.eos_token_ids and last[-len(behind) :] != behind:
+        others[-1] = [*last, *behind]
     return [first, *others]
 
 
-def _beginning(
-    tokenizer: Tokenizer, text: str, special_tokens: bool, prompt: Any, chat: Any
-) -> list[int]:
-    """Encode the text before the first hole. If the request contains a prompt or a chat, the prompt
-    or chat is encoded first.
-
-    Without a prompt or chat, the text is encoded like a prompt: it starts with the tokens that the
-    tokenizer adds at the start of a prompt. The tokens that the tokenizer adds at the end of a
-    prompt are left out.
-    """
+def _given(tokenizer: Tokenizer, special_tokens: bool, prompt: Any, chat: Any) -> list[int] | None:
+    """Encode the prompt or the chat. Returns None if the request has neither."""
     if prompt is not None and chat is not None:
         raise RequestError("infill: give prompt or chat, not both")
     if prompt is not None:
-        return [
-            *tokenizer.encode(prompt, special_tokens),
-            *tokenizer.encode_plain(text, special_tokens),
-        ]
+        return tokenizer.encode(prompt, special_tokens)
     if chat is not None:
-        return [
-            *tokenizer.encode_chat(chat, None, special_tokens),
-            *tokenizer.encode_plain(text, special_tokens),
-        ]
-    plain, alone, around = (
-        tokenizer.encode_plain(text, special_tokens),
-        tokenizer.encode_plain("a"),
-        tokenizer.encode("a"),
-    )
+        return tokenizer.encode_chat(chat, None, special_tokens)
+    return None
+
+
+def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the tokens that the tokenizer adds at the start and at the end of a prompt."""
+    alone, around = tokenizer.encode_plain("a"), tokenizer.encode("a")
     count = next((at for at in range(len(around)) if around[at : at + len(alone)] == alone), 0)
-    in_front = around[:count]
-    return plain if plain[:count] == in_front else [*in_front, *plain]
+    return around[:count], around[count + len(alone) :]
 
 
 def _constrained(

@@ -42,6 +42,7 @@ class Tokenizer:
         self.template = template
         self.sha256 = hashlib.sha256(tokenizer).hexdigest()  # of its file
         self._texts: dict[int, str] = {}
+        self._added: dict[int, Mapping[str, Any]] | None = None
         try:
             self._process = TextProcess(tokenizer, template, dict(special_tokens))
         except Refused as err:
@@ -208,6 +209,16 @@ class Tokenizer:
         if token not in self._texts:
             self._texts[token] = self._decode([token], False)
         return self._texts[token]
+
+    def added_token(self, token: int) -> Mapping[str, Any] | None:
+        """Return the entry of an added token in tokenizer.json, or None if the token is not an added
+        token. Raises RequestError.
+        """
+        if self._added is None:
+            self._added = {
+                entry["id"]: entry for entry in json.loads(self.as_json())["added_tokens"]
+            }
+        return self._added.get(token)
 
     def _encode(self, text: str, add_special_tokens: bool, special_tokens: bool) -> list[int]:
         how = {"add_special_tokens": add_special_tokens, "special_tokens": special_tokens}

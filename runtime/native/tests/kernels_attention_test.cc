@@ -115,7 +115,7 @@ constexpr float kEpsilon = 1e-5f;
 struct Attention {
   int64_t B, T, S, H, G, D;  // G: heads of keys and values
   CacheType cache = CacheType::fp32;
-  int64_t rotary_size = D, table_rows = 50, visible_block = 0;
+  int64_t rotary_size = D, table_rows = 50, visible_block = 0, window = 0;
   Floats q, k, v, past_keys, past_values, cos, sin;  // past rows are multiples of 2 ^ -5 below 4
   Floats q_norm, k_norm;                             // empty: heads are not normalised
   std::vector<int64_t> positions;
@@ -168,6 +168,7 @@ struct Attention {
             rotary_size,
             table_rows,
             visible_block,
+            window,
             segments.data(),
             static_cast<int64_t>(segments.size()),
             first_segments.data(),
@@ -224,10 +225,11 @@ struct Attention {
 
   // True if the query of token t sees the key of token j.
   bool sees(int64_t b, int64_t t, int64_t j) const {
-    const auto block = [&](int64_t token) {
-      return positions[static_cast<size_t>(b * T + token)] / visible_block;
+    const auto position = [&](int64_t token) {
+      return positions[static_cast<size_t>(b * T + token)];
     };
-    return visible_block == 0 || block(j) <= block(t);
+    if (window != 0) return std::abs(position(j) - position(t)) <= window;
+    return visible_block == 0 || position(j) / visible_block <= position(t) / visible_block;
   }
 
   // A segment as a separate pass.
@@ -332,6 +334,24 @@ void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
     for (const int64_t D : {2, 10, 20, 36, 128, 510, 512}) check(cache, 2, 9, 5, 4, 2, D);
     is_normed = false;
   }
+}
+
+// With a window, a query sees the keys at most `window` positions before and after its own.
+void test_queries_see_a_window(Tally& tally, const dlm::Kernels& kernels) {
+  Numbers numbers(12);
+  InOrder in_order;
+  for (const CacheType cache : kCaches)
+    for (const int64_t T : {1, 5, 16, 70, 200})
+      for (const int64_t window : {1, 7, 64}) {
+        tally.about = std::string(kernels.name) + " window " + std::to_string(window) + " of " +
+                      std::to_string(T);
+        Attention attention(numbers, 1, T, 0, 4, 2, 20);
+        attention.cache = cache, attention.window = window, attention.table_rows = T;
+        attention.cos = numbers.normals(T * 10), attention.sin = numbers.normals(T * 10);
+        std::iota(attention.positions.begin(), attention.positions.end(), 0);
+        attention.run(kernels, in_order);
+        CHECK(distance(attention.y, attention.expected(), 1) < kAttentionTolerance);
+      }
 }
 
 // A prompt gives the same bits in one pass and in several passes, which read the rows of earlier
@@ -626,6 +646,7 @@ void test_attention(Tally& tally, const dlm::Kernels& kernels) {
   test_segments_are_passes_of_their_own(tally, kernels);
   test_shapes(tally, kernels);
   test_queries_see_blocks_up_to_their_own(tally, kernels);
+  test_queries_see_a_window(tally, kernels);
   test_prompts_give_the_same_bits_in_several_passes(tally, kernels);
   test_a_pass_over_one_block_is_full_attention(tally, kernels);
   test_rows_are_stored_as_plain_loops_store_them(tally, kernels);

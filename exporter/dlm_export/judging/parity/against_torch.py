@@ -167,7 +167,8 @@ def make_cases(
 
     The policies are the presets and some variants of the presets. For block-causal networks, each
     preset with a cache also runs without a cache. For all other networks, the preset fast-dllm also
-    runs without a cache, with a prefix cache, and with the commit rule "factor". Also, for networks
+    runs without a cache, with a prefix cache, and with the commit rule "factor". If the bundle's
+    presets use no cache, because the network has a window, no run uses a cache. Also, for networks
     that are not block-causal, the block length is reduced, so that each run has at least two
     blocks.
     """
@@ -184,8 +185,10 @@ def make_cases(
             for prompt in prompts
         ]
     if "fast-dllm" in policies:
-        policies["fast-dllm, no cache"] = policies["fast-dllm"].with_fields({"cache": "none"})
-        policies["fast-dllm, prefix cache"] = policies["fast-dllm"].with_fields({"cache": "prefix"})
+        if policies["fast-dllm"].cache != "none":
+            policies["fast-dllm, no cache"] = policies["fast-dllm"].with_fields({"cache": "none"})
+            prefix = policies["fast-dllm"].with_fields({"cache": "prefix"})
+            policies["fast-dllm, prefix cache"] = prefix
         policies["fast-dllm, factor"] = policies["fast-dllm"].with_fields({"commit": "factor"})
     cases = []
     for name, policy in policies.items():

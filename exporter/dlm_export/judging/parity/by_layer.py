@@ -35,7 +35,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from dlm_calibration.formats import quantise_activation
+from dlm_calibration.formats import FP32, quantise_activation
 from dlm_calibration.recipes import FORMATS, HIGH
 from dlm_calibration.solvers import rotate
 from dlm_export import families
@@ -385,6 +385,9 @@ def _project(
         found[:, columns], whole[:, columns] = seen @ weight, others_seen @ weight
         if apart is not None:
             slack[:, columns] = apart @ np.abs(weight)
+    if done.parameters.network.head.bias:
+        bias = done.parameters.read("head.bias", FP32)
+        found, whole = found + bias, whole + bias
     return found, slack, whole
 
 

@@ -161,7 +161,7 @@ class _RoundedHead(Head):
     """
 
     def __init__(self, head: Head, done: Quantisation) -> None:
-        super().__init__(head.weight, head.device)
+        super().__init__(head.weight, head.device, head.bias)
         self._done = done
 
     def __call__(self, features: Tensor) -> Tensor:

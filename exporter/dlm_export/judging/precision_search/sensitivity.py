@@ -184,13 +184,16 @@ def _at_the_head(
     positions.
     """
     layered, c = carried.layered, carried.layered.network
-    norm, head, generator = layered.final_norm(), layered.head(), torch.Generator().manual_seed(0)
-    quantised = [_quantised({HEAD: Linear(0, 0)}, done) for done in choices]
+    end, head, generator = layered.end(), layered.head(), torch.Generator().manual_seed(0)
+    plain = Linear(0, 0)
+    if head.bias is not None:
+        plain.bias = nn.Parameter(head.bias, requires_grad=False)
+    quantised = [_quantised({HEAD: plain}, done) for done in choices]
     lost = [[0.0, 0.0] for _ in choices]
     counts = [0, 0]
     for batch in carried.batches:
         x = carried.read(batch).requires_grad_()
-        features = norm(x)
+        features = end(x)
         pulled = torch.zeros(2 * DRAWS, *x.shape)
         for place, number in enumerate(batch.numbers):
             rows = predicting_rows(canvases[number], c)

@@ -67,15 +67,19 @@ class Softmax {
     for (int64_t d = 0; d < head_size_; ++d) queries_[d * kQueries + lane] = query[d] * scale;
   }
 
-  // Sets, for each lane, the last position that its query sees. add_seen hides the keys after this
-  // position.
-  void set_last_seen(const int32_t* last_seen) {
-    first_limit_ = last_limit_ = last_seen[0];
+  // Sets, for each lane, the first and the last position that its query sees. add_seen hides the
+  // keys at other positions.
+  void set_seen(const int32_t* first_seen, const int32_t* last_seen) {
+    all_see_ = any_sees_ = {first_seen[0], last_seen[0]};
     for (int lane = 1; lane < kQueries; ++lane) {
-      if (last_seen[lane] < first_limit_) first_limit_ = last_seen[lane];
-      if (last_seen[lane] > last_limit_) last_limit_ = last_seen[lane];
+      const Limits own{first_seen[lane], last_seen[lane]};
+      if (own.first > all_see_.first) all_see_.first = own.first;
+      if (own.last < all_see_.last) all_see_.last = own.last;
+      if (own.first < any_sees_.first) any_sees_.first = own.first;
+      if (own.last > any_sees_.last) any_sees_.last = own.last;
     }
     for (int v = 0; v < kVectors; ++v) {
+      first_seen_[v] = simd::iload(first_seen + v * kLanes);
       last_seen_[v] = simd::iload(last_seen + v * kLanes);
       // The first maximum is finite, because a lane may see none of the first keys. With -inf, the
       // code would compute -inf minus -inf, which is NaN.
@@ -98,11 +102,11 @@ class Softmax {
   // in any order. Skips keys at the start and at the end that no lane sees.
   void add_seen(const float* keys, const float* values, const int64_t* positions, int64_t count) {
     int64_t first = 0, end = count;
-    while (end > 0 && positions[end - 1] > last_limit_) --end;
-    while (first < end && positions[first] > last_limit_) ++first;
+    while (end > 0 && !any_sees_.contain(positions[end - 1])) --end;
+    while (first < end && !any_sees_.contain(positions[first])) ++first;
     if (first == end) return;
     bool is_seen_by_all = true;
-    for (int64_t i = first; i < end; ++i) is_seen_by_all &= positions[i] <= first_limit_;
+    for (int64_t i = first; i < end; ++i) is_seen_by_all &= all_see_.contain(positions[i]);
     const float *const from = keys + first * head_size_, *const to = values + first * head_size_;
     if (is_seen_by_all)
       score<false>(from, to, nullptr, end - first);
@@ -155,10 +159,11 @@ class Softmax {
         constexpr int v = i % kVectors;
         if constexpr (kHides) {
           const int64_t key = least(from + i / kVectors, count - 1);
-          const F behind = simd::to_float(
-              simd::isub(simd::iset(static_cast<int32_t>(positions[key])), last_seen_[v]));
-          sums[i] =
-              simd::select_greater(behind, simd::zero(), simd::set(-__builtin_inff()), sums[i]);
+          const I position = simd::iset(static_cast<int32_t>(positions[key]));
+          const F behind = simd::to_float(simd::isub(position, last_seen_[v])),
+                  before = simd::to_float(simd::isub(first_seen_[v], position));
+          sums[i] = simd::select_greater(simd::max(behind, before), simd::zero(),
+                                         simd::set(-__builtin_inff()), sums[i]);
         }
         // This maximum ignores NaN. But the exponential below makes the result NaN if a score is
         // NaN.
@@ -228,8 +233,14 @@ class Softmax {
 
   int64_t head_size_;
   F largest_[kVectors], total_[kVectors], shrink_[kVectors];
-  I last_seen_[kVectors];
-  int32_t first_limit_, last_limit_;  // smallest and largest element of last_seen_
+  struct Limits {
+    int32_t first, last;
+    bool contain(int64_t position) const { return position >= first && position <= last; }
+  };
+  I first_seen_[kVectors], last_seen_[kVectors];
+  // The positions that all lanes see, and the positions from the first to the last that a lane
+  // sees.
+  Limits all_see_, any_sees_;
   float *scores_, *queries_, *sums_;
 };
 
@@ -255,7 +266,7 @@ class QueryTiles {
       : head_size_(a.head_size),
         count_(count),
         group_(least(kKeys, kWidened / a.head_size)),
-        hides_(a.visible_block != 0) {
+        hides_(a.is_limited()) {
     const int64_t size = head_size_ * kQueries;
     for (int64_t i = 0; i < count; ++i)
       tiles_[i].start(head_size_, scores_, queries_ + i * size, sums_ + i * size);
@@ -336,7 +347,8 @@ class QueryTiles {
   void hold(int64_t count, const int64_t* positions, Copy copy) {
     for (int64_t row = 0; row < count; ++row, ++held_) {
       copy(row, held_keys_ + held_ * head_size_, held_values_ + held_ * head_size_);
-      held_positions_[held_] = positions == nullptr ? -1 : positions[row];  // -1: all see the key
+      // Every query sees cached rows, and every query sees position 0.
+      held_positions_[held_] = positions == nullptr ? 0 : positions[row];
     }
     if (held_ == group_) finish();
   }
@@ -473,7 +485,7 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     const int64_t tiles = (last - first + kQueries - 1) / kQueries;
     QueryTiles<kVectors> softmax(a, tiles);
     alignas(64) float row[dlm::kLargestHeadSize];
-    int32_t last_seen[kQueries];
+    int32_t first_seen[kQueries], last_seen[kQueries];
     for (int64_t tile = 0; tile < tiles; ++tile) {
       for (int64_t lane = 0; lane < kQueries; ++lane) {
         // A lane without a query repeats the last query.
@@ -481,16 +493,17 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
         const int64_t position = a.positions[part.token(a, query / group)];
         norm_and_turn(a, a.q + offset(query), a.q_norm, position, row);
         softmax[tile].set_query(lane, row, scale);
-        if (a.visible_block != 0) last_seen[lane] = a.last_seen(position);
+        if (!a.is_limited()) continue;
+        first_seen[lane] = a.first_seen(position), last_seen[lane] = a.last_seen(position);
       }
-      if (a.visible_block != 0) softmax[tile].set_last_seen(last_seen);
+      if (a.is_limited()) softmax[tile].set_seen(first_seen, last_seen);
     }
     add_past(a, part, part.segment, softmax);
     for (int64_t more = 1; more < a.segments_of(number); ++more)
       add_past(a, part, a.segments[a.first_segments[number] + more], softmax);
     const int64_t T = part.segment.tokens, new_row = part.first_new(a) * D;
     const float *const keys = a.new_keys + new_row, *const values = a.new_values + new_row;
-    softmax.add(keys, values, a.visible_block != 0 ? a.positions + part.token(a, 0) : nullptr, T);
+    softmax.add(keys, values, a.is_limited() ? a.positions + part.token(a, 0) : nullptr, T);
     softmax.finish();
     for (int64_t query = first; query < last; ++query)
       softmax[(query - first) / kQueries].get_result((query - first) % kQueries,

@@ -190,9 +190,10 @@ enum class CacheType { fp32, fp16, int8 };
 //
 // Every query sees all cached rows. If visible_block is 0, every query also sees all new rows.
 // Otherwise the positions are divided into blocks of visible_block positions, and a query sees the
-// new rows of its own block and of earlier blocks. With segments, B is 1, and a query sees only the
-// rows of its own segment. The kernel uses cached rows as they were stored, so cached rows may be
-// rounded. The kernel uses new rows as they were computed.
+// new rows of its own block and of earlier blocks. If window is not 0, visible_block is 0, there
+// are no cached rows, and a query sees the new rows at most window positions away. With segments, B
+// is 1, and a query sees only the rows of its own segment. The kernel uses cached rows as they were
+// stored, so cached rows may be rounded. The kernel uses new rows as they were computed.
 struct CachedAttention {
   CacheType cache;
   // q: [B, T, H, D]; k and v: [B, T, Hkv, D]; H query heads, Hkv key/value heads.
@@ -200,7 +201,8 @@ struct CachedAttention {
   const void *past_keys, *past_values;  // [B, Hkv, S] rows; S cached tokens
   const int64_t* positions;             // [B, T]
   const float *cos, *sin;               // [table_rows, rotary_size / 2]
-  int64_t batch, tokens, cached, heads, kv_heads, head_size, rotary_size, table_rows, visible_block;
+  int64_t batch, tokens, cached, heads, kv_heads, head_size, rotary_size, table_rows, visible_block,
+      window;
   // [segment_count] segments, which cover the T tokens in order. If segment_count is 0, each of the
   // B requests is one segment. first_segments: [part_count + 1], as first_segments() returns them.
   const Segment* segments;
@@ -260,9 +262,16 @@ struct CachedAttention {
   // Returns the last position that a query at `position` sees. The result is at most the last
   // position in the cos and sin tables.
   int32_t last_seen(int64_t position) const {
-    const int64_t end = (position / visible_block + 1) * visible_block;
+    const int64_t end =
+        window != 0 ? position + window + 1 : (position / visible_block + 1) * visible_block;
     return static_cast<int32_t>((end < table_rows ? end : table_rows) - 1);
   }
+
+  // Returns the first position that a query at `position` sees.
+  int32_t first_seen(int64_t position) const {
+    return static_cast<int32_t>(window != 0 && position > window ? position - window : 0);
+  }
+  bool is_limited() const { return visible_block != 0 || window != 0; }
 
   // Returns true if the cos and sin tables contain a row for every position. The kernel requires
   // this condition.

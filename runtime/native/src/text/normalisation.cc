@@ -100,6 +100,48 @@ void join(const TextFile& file, std::vector<Point>& points) {
 
 }  // namespace
 
+void rewrite(const TextFile& file, std::string_view text, std::string& out) {
+  std::vector<Point> points;
+  points.reserve(text.size());
+  size_t run = 0;  // index of the first mark after the last starter
+  const auto put = [&](char32_t point) {
+    const uint8_t found = file.nfc[point];
+    const uint8_t order = found > TextFile::marks ? found - TextFile::marks : 0;
+    size_t at = points.size();
+    while (order != 0 && at > run && points[at - 1].order > order) --at;
+    points.insert(points.begin() + static_cast<std::ptrdiff_t>(at), {point, order});
+    if (order == 0) run = points.size();
+  };
+  for (size_t at = 0; at < text.size();) {
+    const char32_t point = next_char(text, at);
+    switch (file.nfc[point]) {
+      case TextFile::dropped:
+        break;
+      case TextFile::breaks:
+        run = points.size();
+        break;
+      case TextFile::padded:
+        for (const char32_t each : {U' ', point, U' '}) points.push_back({each, 0});
+        run = points.size();
+        break;
+      case TextFile::replaced: {
+        const auto* const found = std::lower_bound(file.decomposed.begin(), file.decomposed.end(),
+                                                   static_cast<int32_t>(point));
+        if (found == file.decomposed.end() || *found != static_cast<int32_t>(point)) break;
+        const int32_t* const starts =
+            file.decomposition_starts.data + (found - file.decomposed.begin());
+        for (int32_t i = starts[0]; i < starts[1]; ++i)
+          put(static_cast<char32_t>(file.decomposition_points[i]));
+        break;
+      }
+      default:
+        put(point);
+    }
+  }
+  out.clear();
+  for (const Point& each : points) append_char(each.point, out);
+}
+
 bool compose(const TextFile& file, std::string_view text, std::string& out) {
   bool is_composed = true;
   for (size_t at = 0; is_composed && at < text.size();)

@@ -30,7 +30,9 @@ struct Sizes {
 };
 constexpr size_t kSizes = sizeof(Sizes) / sizeof(int32_t);
 constexpr int32_t kSpaceLetter = 1, kStartsWithSpace = 2, kByteFallback = 4, kStripsSpace = 8;
-constexpr int32_t kFlags = kSpaceLetter | kStartsWithSpace | kByteFallback | kStripsSpace;
+constexpr int32_t kWordPieces = 16, kDropsSpace = 32;
+constexpr int32_t kFlags =
+    kSpaceLetter | kStartsWithSpace | kByteFallback | kStripsSpace | kWordPieces | kDropsSpace;
 
 class Reader {
  public:
@@ -196,7 +198,7 @@ void check_strings(const TextFile& file, const Reader& reader) {
       reader.refuse("tokens", "have one longer than 65536 bytes");
     if (is_byte && file.tokens[token].size() != 1)
       reader.refuse("tokens", "have an invalid byte token");
-    if (file.is_byte_fallback && !is_byte && !is_utf8(file.tokens[token]))
+    if ((file.is_byte_fallback || file.has_word_pieces) && !is_byte && !is_utf8(file.tokens[token]))
       reader.refuse("tokens", "are not all UTF-8");
   }
 }
@@ -239,6 +241,10 @@ TextFile read_text_file(const void* data, size_t size, const std::string& where)
   file.starts_with_space = (s.flags & kStartsWithSpace) != 0;
   file.is_byte_fallback = (s.flags & kByteFallback) != 0;
   file.strips_space = (s.flags & kStripsSpace) != 0;
+  file.has_word_pieces = (s.flags & kWordPieces) != 0;
+  file.drops_space = (s.flags & kDropsSpace) != 0;
+  if (file.has_word_pieces && (file.is_byte_fallback || file.byte_ids[0] < 0))
+    reader.refuse("byte_ids", "have no unknown token");
   check_strings(file, reader);
   return file;
 }

@@ -41,7 +41,7 @@ struct Strings {
 };
 
 struct TextFile {
-  enum TokenFlag : uint8_t { special = 1, whole = 2, byte = 4 };
+  enum TokenFlag : uint8_t { special = 1, whole = 2, byte = 4, continues = 8 };
   enum AddedFlag : int32_t { strips_left = 1, strips_right = 2, single_word = 4 };
   // How a chat uses the content of a message. The chat rejects the message, uses the content
   // unchanged, or uses the content without surrounding white space.
@@ -73,6 +73,12 @@ struct TextFile {
 
   bool has_space_letter = false;   // U+2581 represents a space
   bool starts_with_space = false;  // encoding adds a space at the start
+  // True if a word is encoded as its longest tokens from left to right (WordPiece). Then the flag
+  // `whole` marks the tokens of the vocabulary, and byte_ids[0] is the unknown token. The text of a
+  // token is its text after other tokens. If the token has the flag `continues`, it continues a
+  // word.
+  bool has_word_pieces = false;
+  bool drops_space = false;  // pieces of white space are not encoded
   // True if adjacent byte tokens are decoded together, so that each invalid byte becomes U+FFFD.
   bool is_byte_fallback = false;
   bool strips_space = false;  // decoding removes one space at the start
@@ -87,9 +93,12 @@ struct TextFile {
   // if there is no next state. If a match may end before the character, 1 is added to the entry.
   Numbers split_starts, split_tables;
 
-  // Tables for composing text (NFC). `nfc` contains a class for each code point. The class is 0 if
-  // the code point never changes, and 255 if the code point is a starter that may change. Otherwise
-  // the class is the combining class.
+  // Tables for normalising text. In a WordPiece vocabulary, the class of a code point in `nfc` is
+  // one of RewriteClass, and `decomposed` contains the replacements of code points.
+  enum RewriteClass : uint8_t { dropped = 1, breaks = 2, padded = 3, replaced = 4, marks = 8 };
+  // In other vocabularies, these are the tables for composing text (NFC). `nfc` contains a class
+  // for each code point. The class is 0 if the code point never changes, and 255 if the code point
+  // is a starter that may change. Otherwise the class is the combining class.
   CodePointTable nfc;
   Numbers decomposed, decomposition_starts, decomposition_points;
   // [F, 3]: first code point, second code point, composition; in ascending order.

@@ -2,7 +2,8 @@
 // text file. Each build of a bundle compares the results of this tokenizer with the results of the
 // Python tokenizer.
 //
-// The tokenizer implements byte pair encoding. In some vocabularies, tokens are sequences of bytes.
+// The tokenizer implements WordPiece and byte pair encoding. With byte pair encoding, in some
+// vocabularies, tokens are sequences of bytes.
 // In other vocabularies, tokens are sequences of characters. If a vocabulary of characters lacks a
 // character, the character is encoded as bytes.
 #pragma once
@@ -65,6 +66,16 @@ class Text {
   friend class Encoding;
   bool is_special(int32_t token) const {
     return (file_.token_flags[token] & TextFile::special) != 0;
+  }
+
+  // For WordPiece: true if a token continues a word; and the text of the token in a word.
+  bool continues(int32_t token) const {
+    return (file_.token_flags[token] & TextFile::continues) != 0;
+  }
+  std::string_view piece(int32_t token) const {
+    const std::string_view text = file_.tokens[token];
+    const bool is_spaced = file_.strips_space && !continues(token) && !text.empty();
+    return text.substr(is_spaced && text.front() == ' ' ? 1 : 0);
   }
 
   TextFile file_;

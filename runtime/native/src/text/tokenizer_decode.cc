@@ -2,6 +2,11 @@
 #include "text/tokenizer.h"
 
 namespace dlm {
+namespace {
+
+constexpr std::string_view kContinues = "##";  // the start of the names of tokens with `continues`
+
+}  // namespace
 
 void TextDecoder::operator()(const int32_t* ids, size_t count, bool is_last, std::string& out) {
   const TextFile& file = text_->file();
@@ -9,6 +14,12 @@ void TextDecoder::operator()(const int32_t* ids, size_t count, bool is_last, std
     if (ids[i] < 0 || ids[i] >= file.vocab_size) continue;
     const auto token = static_cast<size_t>(ids[i]);
     if ((file.token_flags[token] & TextFile::special) != 0) continue;
+    if (file.has_word_pieces) {
+      if (is_at_start_ && (file.token_flags[token] & TextFile::continues) != 0) out += kContinues;
+      put(file.tokens[token], out);
+      is_at_start_ = false;
+      continue;
+    }
     if (!file.is_byte_fallback || (file.token_flags[token] & TextFile::byte) != 0) {
       held_ += file.tokens[token];
       continue;

@@ -16,6 +16,7 @@ namespace {
 constexpr size_t kMostProbes = 1024;
 constexpr size_t kStepsPerChar = 64;  // largest number of steps of a split, per character of the
                                       // text
+constexpr size_t kLongestWord = 100;  // a word with more characters is unknown (WordPiece)
 constexpr std::string_view kSpaceLetter = "\xE2\x96\x81";  // U+2581
 
 uint64_t mixed(uint64_t value) {
@@ -39,6 +40,10 @@ uint64_t hash_of(std::string_view text) {
   uint64_t word = 0;
   if (!text.empty()) std::memcpy(&word, text.data(), text.size());
   return mixed(mixed(hash ^ word));
+}
+
+uint64_t piece_hash(std::string_view text, bool continues) {
+  return hash_of(text) ^ (continues ? 1 : 0);
 }
 
 // Returns the position where the trailing white space of `text` starts.
@@ -87,9 +92,13 @@ Text::Text(const void* data, size_t size, const std::string& where)
       merges_.insert(hash_of(merges[3 * i], merges[3 * i + 1]), static_cast<int32_t>(i));
     const auto is_whole = [](uint8_t flags) { return (flags & TextFile::whole) != 0; };
     wholes_.reserve(std::count_if(file_.token_flags.begin(), file_.token_flags.end(), is_whole));
-    for (size_t token = 0; token < file_.tokens.size(); ++token)
-      if (is_whole(file_.token_flags[token]))
-        wholes_.insert(hash_of(file_.tokens[token]), static_cast<int32_t>(token));
+    for (size_t at = 0; at < file_.tokens.size(); ++at) {
+      const auto token = static_cast<int32_t>(at);
+      if (!is_whole(file_.token_flags[at])) continue;
+      wholes_.insert(file_.has_word_pieces ? piece_hash(piece(token), continues(token))
+                                           : hash_of(file_.tokens[at]),
+                     token);
+    }
   } catch (const Error& error) {
     throw Error(error.status(), where + ": " + error.what());
   }
@@ -196,6 +205,10 @@ class Encoding {
 
   std::string_view normalised(std::string_view text) {
     if (text.empty()) return text;
+    if (file_.has_word_pieces && file_.nfc.pages.size > 0) {
+      rewrite(file_, text, composed_);
+      return composed_;
+    }
     if (file_.nfc.pages.size > 0 && compose(file_, text, composed_)) text = composed_;
     if (!file_.has_space_letter && !file_.starts_with_space) return text;
     spaced_ = file_.starts_with_space ? " " : "";
@@ -253,6 +266,7 @@ class Encoding {
   // the pair that comes first in the list of merges. If the pair occurs several times, the step
   // merges the leftmost occurrence.
   void merge(std::string_view text) {
+    if (file_.has_word_pieces) return cut_word(text);
     const int32_t whole = text_.wholes_.find(
         hash_of(text), [&](int32_t token) { return file_.tokens[token] == text; });
     if (whole >= 0) return put(whole);
@@ -278,6 +292,39 @@ class Encoding {
       if (at > 0) offer(left.previous, true);
     }
     for (size_t i = 0; i < count; i = symbols_[i].next) put(symbols_[i].id);
+  }
+
+  // Encodes a word as its longest tokens from left to right (WordPiece). If a part of the word is
+  // not in the vocabulary, the whole word becomes the unknown token.
+  void cut_word(std::string_view word) {
+    size_t start = 0;
+    if (file_.drops_space && is_space(next_char(word, start))) return;
+    const size_t before = out_.size();
+    size_t chars = 0;
+    for (const char each : word) chars += (static_cast<uint8_t>(each) & 0xC0) != 0x80;
+    for (start = 0; start < word.size() && chars <= kLongestWord;) {
+      int32_t found = -1;
+      size_t end = word.size();
+      for (; end > start; --end) {
+        const bool is_cut = end < word.size() && (static_cast<uint8_t>(word[end]) & 0xC0) == 0x80;
+        if (is_cut) continue;  // a character must not be cut
+        found = piece_of(word.substr(start, end - start), start > 0);
+        if (found >= 0) break;
+      }
+      if (found < 0) break;
+      put(found);
+      start = end;
+    }
+    if (start == word.size()) return;
+    out_.resize(before);
+    out_.push_back(file_.byte_ids[0]);  // allowed everywhere, although it may be a special token
+  }
+
+  // Returns the token with this text, or -1. `continues` says whether the token continues a word.
+  int32_t piece_of(std::string_view text, bool continues) const {
+    return text_.wholes_.find(piece_hash(text, continues), [&](int32_t token) {
+      return text_.continues(token) == continues && text_.piece(token) == text;
+    });
   }
 
   // Appends an id. Throws an error if the id belongs to a special token, and special tokens are not

@@ -143,6 +143,7 @@ struct Node {
   int64_t group_size = 0;           // Int4Linear and Int4Embedding
   int64_t heads = 0, kv_heads = 0;  // CachedAttention
   int64_t visible_block = 0;        // BlockCachedAttention
+  int64_t window = 0;               // WindowCachedAttention
   float epsilon = 0;                // AddNorm and NormedCachedAttention
 };
 

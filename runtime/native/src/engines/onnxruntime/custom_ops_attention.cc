@@ -25,6 +25,13 @@ void read_block(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
     fail(DLM_BAD_BUNDLE, "blocks of %" PRId64 " tokens are invalid", node.visible_block);
 }
 
+void read_window(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
+  read_heads(api, info, node);
+  ask<ort::KernelInfoGetAttributeInt64>(api, info, "window", &node.window);
+  if (node.window < 1 || node.window > INT32_MAX)
+    fail(DLM_BAD_BUNDLE, "a window of %" PRId64 " tokens is invalid", node.window);
+}
+
 void read_epsilon(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   ask<ort::KernelInfoGetAttributeFloat>(api, info, "epsilon", &node.epsilon);
   if (!(node.epsilon >= 0)) fail(DLM_BAD_BUNDLE, "the epsilon %g is invalid", double{node.epsilon});
@@ -56,6 +63,7 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
   pass.rotary_size = 2 * cos.dims[1];
   pass.table_rows = cos.dims[0];
   pass.visible_block = node.visible_block;
+  pass.window = node.window;
   const int64_t B = pass.batch, T = pass.tokens, S = pass.cached, H = pass.heads, G = pass.kv_heads,
                 D = pass.head_size;
   const int64_t width = kCache == CacheType::int8 ? D + kRowScaleBytes : D;
@@ -66,6 +74,11 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
       !positions.is({B, T}) || !segments.is({segments.dims[0], kSegmentNumbers}))
     fail(DLM_BAD_BUNDLE,
          "the shapes of %" PRId64 " query heads and %" PRId64 " key heads do not match", H, G);
+  // The positions of cached rows are not known, so the kernel could not apply the window to them.
+  if (node.window != 0 && S > 0)
+    fail(DLM_UNSUPPORTED,
+         "this denoiser has attention in a window, which cannot use a cache: choose a policy with "
+         "cache = none");
   pass.q = q.data, pass.k = k.data, pass.v = v.data;
   pass.past_keys = past_keys.data, pass.past_values = past_values.data;
   pass.positions = positions.data;
@@ -160,6 +173,9 @@ std::vector<Definition> attention_operators() {
       attention("BlockCachedAttention", F, read_block, kFp32),
       attention("Fp16BlockCachedAttention", H, read_block, kFp16),
       attention("Int8BlockCachedAttention", I, read_block, kInt8),
+      attention("WindowCachedAttention", F, read_window, kFp32),
+      attention("Fp16WindowCachedAttention", H, read_window, kFp16),
+      attention("Int8WindowCachedAttention", I, read_window, kInt8),
       normed_attention("NormedCachedAttention", F, kNormed, kFp32),
       normed_attention("Fp16NormedCachedAttention", H, kNormed, kFp16),
       normed_attention("Int8NormedCachedAttention", I, kNormed, kInt8),

@@ -1,0 +1,190 @@
+"""Reads masked language models that use the config keys and tensor names of BERT
+(arXiv:1810.04805).
+
+BERT and RoBERTa have the same layers: full attention, a norm after each residual sum, and an MLP
+without a gate. They differ in the positions and in some tensor names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.families.base import Family, Layout, Origin, Overrides
+from dlm_export.families.reading import special_tokens
+from dlm_export.network.spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    LayerSpec,
+    MlpSpec,
+    NetworkSpec,
+)
+
+PRESET = "llada"
+"""The default preset of masked language models. It commits one token per pass, without a cache."""
+_LAYER = {
+    "attention.q": "attention.self.query",
+    "attention.k": "attention.self.key",
+    "attention.v": "attention.self.value",
+    "attention.out": "attention.output.dense",
+    "attention_sum_norm": "attention.output.LayerNorm",
+    "mlp.up": "intermediate.dense",
+    "mlp.down": "output.dense",
+    "mlp_sum_norm": "output.LayerNorm",
+}
+# The names that the parameters of a LayerNorm have in checkpoints from before 2019.
+_OLD_NAMES = {"weight": "gamma", "bias": "beta"}
+
+
+def layout(encoder: str, transform: str, transform_norm: str, decoder: str, bias: str) -> Layout:
+    """Return the tensor names of a checkpoint whose encoder has the name ``encoder``. The other
+    arguments are the names in the prediction head.
+    """
+    embeddings = f"{encoder}.embeddings"
+    return Layout(
+        embed=f"{embeddings}.word_embeddings",
+        layer=f"{encoder}.encoder.layer.{{i}}.",
+        names=_LAYER,
+        final_norm="",
+        head=decoder,
+        outside={
+            "embed.positions": f"{embeddings}.position_embeddings",
+            "embed.types": f"{embeddings}.token_type_embeddings",
+            "embed.norm": f"{embeddings}.LayerNorm",
+            "transform": transform,
+            "transform.norm": transform_norm,
+            "head.bias": bias,
+        },
+    )
+
+
+def family(
+    name: str,
+    architectures: tuple[str, ...],
+    description: str,
+    layout: Layout,
+    first_position: Callable[[Checkpoint], int],
+    mask_text: str,
+    left_out: tuple[str, ...],
+) -> Family:
+    """Return a family of masked language models.
+
+    Args:
+        name: Name of the family.
+        architectures: Entries of ``architectures`` in config.json.
+        description: Text for messages.
+        layout: The names of the tensors.
+        first_position: Returns the row of the position table that position 0 of a canvas uses.
+        mask_text: The usual text of the mask token, for checkpoints that do not record it.
+        left_out: The start of the names of tensors that are not used, such as those of other heads.
+    """
+
+    def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
+        """Read the network from a released config.json. Raises CheckpointError."""
+        first = first_position(checkpoint)
+        return _read_network(checkpoint, overrides, name, layout, first, mask_text)
+
+    def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
+        """Return the origin of each parameter."""
+        return _origins(layout, network, checkpoint)
+
+    duplicates = (f"{layout.head}.weight", layout.outside["head.bias"])
+    encoder = layout.embed.partition(".")[0]
+    pooler = f"{encoder}.pooler."
+    return Family(
+        name,
+        architectures,
+        description,
+        PRESET,
+        read_network,
+        origins,
+        left_out=(pooler, *duplicates, *left_out),
+    )
+
+
+def _read_network(
+    checkpoint: Checkpoint,
+    overrides: Overrides,
+    family: str,
+    layout: Layout,
+    first_position: int,
+    mask_text: str,
+) -> NetworkSpec:
+    config = checkpoint.config
+    config.require("hidden_act", "gelu")
+    config.require("position_embedding_type", "absolute")
+    config.require("is_decoder", False)
+    config.require("add_cross_attention", False)
+    for of_training in (
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+        "classifier_dropout",
+    ):
+        config.get(of_training)
+    hidden_size = config.integer("hidden_size")
+    heads = config.integer("num_attention_heads", high=4096)
+    if hidden_size % heads:
+        raise CheckpointError(
+            f"{config.path}: hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}"
+        )
+    attention = AttentionSpec(
+        heads, heads, hidden_size // heads, rope=None, qkv_bias=True, out_bias=True
+    )
+    mlp = MlpSpec(config.integer("intermediate_size"), "gelu", is_gated=False, bias=True)
+    norm_eps = config.number("layer_norm_eps", 1e-12)  # the default of transformers' BertConfig
+    norms = ("attention_sum_norm", "mlp_sum_norm")
+    layer = LayerSpec(attention, mlp, norm_eps, norms, "layer-bias")
+    rows = config.integer("max_position_embeddings", low=first_position + 1)
+    longest = rows - first_position
+    if (overrides.max_canvas_length or 0) > longest:
+        raise CheckpointError(
+            f"{config.path}: --max-canvas-length {overrides.max_canvas_length} is more than the {longest} positions "
+            "that the checkpoint learned"
+        )
+    vocab_size = config.integer("vocab_size")
+    tokens = special_tokens(checkpoint, vocab_size, overrides, mask_text)
+    decoder, table = layout.head, layout.embed
+    return NetworkSpec(
+        family=family,
+        architecture=config.get("architectures")[0],
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        layers=(layer,) * config.integer("num_hidden_layers", high=1024),
+        norm_eps=norm_eps,
+        tied_head=is_tied(checkpoint, f"{decoder}.weight", f"{table}.weight"),
+        max_canvas_length=overrides.max_canvas_length or longest,
+        shift=0,
+        mask_token_id=tokens.mask,
+        eos_token_ids=(),  # the token at the end of a text does not end an answer
+        pad_token_id=tokens.pad,
+        norm_kind="layer-bias",
+        embedding=EmbeddingSpec(rows, first_position, config.integer("type_vocab_size"), norm=True),
+        head=HeadSpec(final_norm=False, transform="gelu", transform_bias=True, bias=True),
+    )
+
+
+def is_tied(checkpoint: Checkpoint, head: str, table: str) -> bool:
+    """Return True if the head uses the embedding table, in a checkpoint with these tensor names.
+
+    Like transformers, use a stored matrix that differs from the embedding table, whatever config.json
+    says.
+    """
+    tensors = checkpoint.tensors
+    return checkpoint.config.flag("tie_word_embeddings", True) and (
+        head not in tensors or (table in tensors and checkpoint.is_equal(head, table))
+    )
+
+
+def _origins(layout: Layout, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
+    found, tensors = layout.origins(network, checkpoint), checkpoint.tensors
+    if f"{layout.head}.bias" in tensors:  # transformers uses this bias if a checkpoint has both
+        found["head.bias"] = Origin.of(f"{layout.head}.bias")
+    for parameter, origin in found.items():
+        (piece,) = origin.pieces
+        start, _, kind = piece.tensor.rpartition(".")
+        old = f"{start}.{_OLD_NAMES.get(kind, kind)}"
+        if piece.tensor not in tensors and old in tensors:
+            found[parameter] = replace(origin, pieces=(replace(piece, tensor=old),))
+    return found

@@ -1,0 +1,182 @@
+"""The family ModernBERT (arXiv:2412.13663): masked language models with rotary positions, gated MLPs,
+and attention that is local in most layers.
+
+Layers with full attention and layers with attention in a window have different rotary bases. The
+first layer has no norm before attention, because the embeddings are normalised.
+"""
+
+from __future__ import annotations
+
+import reprlib
+
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError, Config
+from dlm_export.families.base import Family, Layout, Origin, Overrides, Piece
+from dlm_export.families.masked import PRESET, is_tied
+from dlm_export.families.reading import special_tokens
+from dlm_export.network.spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    LayerSpec,
+    MlpSpec,
+    NetworkSpec,
+    Rope,
+)
+
+FULL, LOCAL = "full_attention", "sliding_attention"
+# The defaults of transformers' ModernBertConfig.
+_EVERY, _THETAS = 3, {FULL: 160_000.0, LOCAL: 10_000.0}
+_THETA_KEYS = {FULL: "global_rope_theta", LOCAL: "local_rope_theta"}
+
+
+def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
+    """Read the network from a released ModernBERT config.json. Raises CheckpointError."""
+    config = checkpoint.config
+    config.require("hidden_activation", "gelu")
+    config.require("classifier_activation", "gelu")
+    config.require("rope_scaling")
+    # These keys affect training, other heads or other implementations of attention only.
+    for key in (
+        *("mlp_dropout", "classifier_dropout", "classifier_pooling", "sparse_prediction"),
+        *("sparse_pred_ignore_index", "deterministic_flash_attn", "reference_compile"),
+        *("layer_norm_eps", "position_embedding_type", "repad_logits_with_grad"),
+    ):
+        config.get(key)
+    hidden_size = config.integer("hidden_size")
+    heads = config.integer("num_attention_heads", high=4096)
+    if hidden_size % heads:
+        raise CheckpointError(
+            f"{config.path}: hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}"
+        )
+    kinds = _kinds(config)
+    thetas = _thetas(config)
+    window = config.integer("local_attention", 128, low=2) // 2  # on each side
+    bias = config.flag("attention_bias")
+    mlp = MlpSpec(config.integer("intermediate_size"), "gelu", bias=config.flag("mlp_bias"))
+    norm_eps = config.number("norm_eps", 1e-5)
+    norm_kind = "layer-bias" if config.flag("norm_bias") else "layer"
+    layers = tuple(
+        LayerSpec(
+            AttentionSpec(
+                heads,
+                heads,
+                hidden_size // heads,
+                Rope(thetas[kind]),
+                qkv_bias=bias,
+                out_bias=bias,
+                window=window if kind == LOCAL else None,
+            ),
+            mlp,
+            norm_eps,
+            ("attention_norm", "mlp_norm") if i else ("mlp_norm",),
+            norm_kind,
+        )
+        for i, kind in enumerate(kinds)
+    )
+    vocab_size = config.integer("vocab_size")
+    tokens = special_tokens(checkpoint, vocab_size, overrides, "[MASK]")
+    return NetworkSpec(
+        family="modern-bert",
+        architecture="ModernBertForMaskedLM",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        layers=layers,
+        norm_eps=norm_eps,
+        tied_head=is_tied(checkpoint, f"{LAYOUT.head}.weight", f"{LAYOUT.embed}.weight"),
+        max_canvas_length=overrides.max_canvas_length
+        or config.integer("max_position_embeddings", 8192),
+        shift=0,
+        mask_token_id=tokens.mask,
+        eos_token_ids=(),  # the token at the end of a text does not end an answer
+        pad_token_id=tokens.pad,
+        norm_kind=norm_kind,
+        embedding=EmbeddingSpec(norm=True),
+        head=HeadSpec(
+            transform="gelu",
+            transform_bias=config.flag("classifier_bias"),
+            bias=config.flag("decoder_bias", True),
+        ),
+    )
+
+
+def _kinds(config: Config) -> list[str]:
+    """Return the kind of attention of each layer."""
+    count = config.integer("num_hidden_layers", high=1024)
+    every = config.integer("global_attn_every_n_layers", _EVERY)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return [LOCAL if i % every else FULL for i in range(count)]
+    if not isinstance(kinds, list) or len(kinds) != count or {*kinds} - {FULL, LOCAL}:
+        raise CheckpointError(
+            f"{config.path}: layer_types must be a list of {count} entries {FULL} or {LOCAL}, found {reprlib.repr(kinds)}"
+        )
+    return kinds
+
+
+def _thetas(config: Config) -> dict[str, float]:
+    """Return the rotary base of each kind of attention."""
+    found = {kind: config.number(key, _THETAS[kind]) for kind, key in _THETA_KEYS.items()}
+    parameters = config.get("rope_parameters")
+    for kind in found if isinstance(parameters, dict) else ():
+        own = parameters.get(kind)
+        if not isinstance(own, dict) or own.get("rope_type", "default") != "default":
+            raise CheckpointError(
+                f"{config.path}: rope_parameters of {kind} must have the rope_type default, found {reprlib.repr(own)}"
+            )
+        found[kind] = config.positive("rope_theta", own.get("rope_theta", found[kind]))
+    return found
+
+
+LAYOUT = Layout(
+    embed="model.embeddings.tok_embeddings",
+    layer="model.layers.{i}.",
+    names={
+        "attention_norm": "attn_norm",
+        "attention.q": "attn.Wqkv",
+        "attention.k": "attn.Wqkv",
+        "attention.v": "attn.Wqkv",
+        "attention.out": "attn.Wo",
+        "mlp_norm": "mlp_norm",
+        "mlp.gate": "mlp.Wi",
+        "mlp.up": "mlp.Wi",
+        "mlp.down": "mlp.Wo",
+    },
+    final_norm="model.final_norm",
+    head="decoder",
+    outside={
+        "embed.norm": "model.embeddings.norm",
+        "transform": "head.dense",
+        "transform.norm": "head.norm",
+    },
+)
+
+
+def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
+    """Return the origin of each parameter. Queries, keys and values are rows of one tensor, in this
+    order, and so are the gate and up.
+    """
+    found = LAYOUT.origins(network, checkpoint)
+    rows: dict[str, int] = {}  # rows of each fused tensor that are already used
+    for linear in network.linear_layers():
+        if linear.role not in ("q", "k", "v", "gate", "up"):
+            continue
+        for parameter in (linear.weight, f"{linear.path}.bias"):
+            if parameter not in found:
+                continue
+            (piece,) = found[parameter].pieces
+            first = rows.get(piece.tensor, 0)
+            rows[piece.tensor] = first + linear.outputs
+            part = Piece(piece.tensor, (first, rows[piece.tensor]))
+            found[parameter] = Origin((part,), transpose=parameter == linear.weight)
+    return found
+
+
+FAMILY = Family(
+    "modern-bert",
+    ("ModernBertForMaskedLM",),
+    "ModernBERT",
+    PRESET,
+    read_network,
+    origins,
+    left_out=("decoder.weight",),
+)

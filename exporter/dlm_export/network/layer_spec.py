@@ -1,0 +1,236 @@
+"""Describes one transformer layer as plain data. This module does not import torch.
+
+``spec`` describes a whole network, and re-exports the classes of this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dlm_export.network.scaling import RotaryTable, Scaling, scaling_from
+
+VISIBILITIES = ("full", "block", "causal")
+SCORES = ("softmax", "sigmoid")
+BIASES = (None, "choice", "weights")
+ACTIVATIONS = ("silu", "gelu")
+"""Activation functions of MLPs. ``gelu`` is the exact function, computed with erf."""
+NORMS = (
+    "attention_norm",
+    "attention_out_norm",
+    "attention_sum_norm",
+    "mlp_norm",
+    "mlp_out_norm",
+    "mlp_sum_norm",
+)
+"""Possible norms of a layer: before attention, after attention, after the residual sum of attention,
+and the same for the MLP. A layer with sum norms only is called post-norm.
+"""
+NORM_KINDS = ("rms", "layer", "layer-bias")
+"""Kinds of norms: RMSNorm, LayerNorm without a bias, and LayerNorm with a bias."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotate-half rotary positions with base ``theta``.
+
+    Only the first features of a head are rotated. ``fraction`` is the share of rotated features.
+    ``scaling`` describes how frequencies are lowered for long canvases. If ``None``, frequencies
+    are not scaled.
+    """
+
+    theta: float
+    fraction: float = 1.0
+    scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if a scaling has no meaning for ``theta``."""
+        if self.scaling is not None and self.theta <= 1:
+            raise ValueError(
+                f"rope_theta must be greater than 1 if frequencies are scaled, found {self.theta:g}"
+            )
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The attention of one layer.
+
+    - ``rope``: rotary positions. If ``None``, attention does not depend on positions.
+    - ``qk_norm``: True if an RMSNorm is applied to every query and key head before rotation.
+    - ``visibility``: which keys a query sees. ``full`` means all keys. ``block`` means the keys in
+      the query's block and in earlier blocks, where a block has ``block_length`` tokens. ``causal``
+      means the keys up to the query's position.
+    - ``window``: if not ``None``, a query sees only keys that are at most this many tokens away. A
+      network with a window cannot use a cache.
+    """
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    rope: Rope | None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    visibility: str = "full"
+    block_length: int | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if fields contradict each other."""
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"{self.heads} heads is not a multiple of {self.kv_heads} key and value heads"
+            )
+        if self.visibility not in VISIBILITIES or (self.visibility == "block") != (
+            self.block_length is not None
+        ):
+            raise ValueError(
+                f"visibility {self.visibility} does not allow a block_length of {self.block_length}"
+            )
+        if self.block_length is not None and self.block_length < 1:
+            raise ValueError(f"block_length is {self.block_length}; it must be at least 1")
+        if self.window is not None and (self.visibility != "full" or self.window < 1):
+            raise ValueError(
+                f"a window of {self.window} needs at least 1 token and visibility full, not {self.visibility}"
+            )
+
+    @property
+    def group(self) -> int:
+        """Number of queries that share a key."""
+        return self.heads // self.kv_heads
+
+    @property
+    def visible_block(self) -> int | None:
+        """Block length of block-causal attention. Causal attention has block length 1.
+
+        ``None`` if every query sees every key.
+        """
+        return 1 if self.visibility == "causal" else self.block_length
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """A gated MLP, ``down(activation(gate x) * up x)``, or an MLP without a gate,
+    ``down(activation(up x))``. ``bias`` is true if all matrices have biases.
+    """
+
+    size: int
+    activation: str = "silu"
+    is_gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """Describes how a router chooses a token's experts and the experts' routing weights. All values
+    are computed in fp32.
+
+    - ``score``: the function that computes scores from the router's outputs, ``softmax`` or
+      ``sigmoid``.
+    - ``bias``: with ``choice``, a bias is added to the scores by which experts are chosen, but not
+      to the experts' routing weights (DeepSeek-V3, arXiv:2412.19437). With ``weights``, the bias is
+      also added to the routing weights. ``None`` means no bias.
+    - ``renormalise``: True if the routing weights of the chosen experts are divided by the sum of
+      these weights.
+    - ``scale``: factor of the routing weights.
+    - ``groups``, ``active_groups``: experts form ``groups`` groups, and are chosen from the best
+      ``active_groups`` groups. The score of a group is the sum of the scores of the group's two
+      best experts.
+    """
+
+    score: str = "softmax"
+    bias: str | None = None
+    renormalise: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    active_groups: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if fields contradict each other."""
+        if self.score not in SCORES or self.bias not in BIASES:
+            raise ValueError(f"unknown router: score {self.score}, bias {self.bias}")
+        if not 1 <= self.active_groups <= self.groups:
+            raise ValueError(
+                f"{self.active_groups} active groups of {self.groups} groups of experts"
+            )
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A mixture of experts.
+
+    Each token is routed to ``active`` of ``count`` gated MLPs. In addition, a shared MLP with
+    ``shared_size`` features processes every token. If ``shared_size`` is 0, there is no shared MLP.
+    """
+
+    count: int
+    active: int
+    size: int
+    shared_size: int = 0
+    activation: str = "silu"
+    router: RouterSpec = RouterSpec()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if fields contradict each other."""
+        groups, r = self.router.groups, self.router
+        if self.count % groups or (groups > 1 and self.count // groups < 2):
+            raise ValueError(
+                f"{self.count} experts cannot form {groups} equal groups of two or more"
+            )
+        if self.count < 2 or not 1 <= self.active <= self.count // groups * r.active_groups:
+            raise ValueError(
+                f"{self.active} active of {self.count} experts, with {r.active_groups} of {groups} groups active"
+            )
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One transformer layer. ``norms`` is a subset of ``NORMS``. ``norm_eps`` and ``norm_kind`` are
+    the epsilon and the kind of these norms.
+    """
+
+    attention: AttentionSpec
+    mlp: MlpSpec | ExpertsSpec
+    norm_eps: float
+    norms: tuple[str, ...] = ("attention_norm", "mlp_norm")
+    norm_kind: str = "rms"
+
+
+def layer_from(values: Mapping[str, Any]) -> LayerSpec:
+    """Read a layer from the plain values that ``dataclasses.asdict`` returned. Raises ValueError."""
+    attention, mlp = dict(values["attention"]), values["mlp"]
+    rope = attention.pop("rope")
+    return LayerSpec(
+        AttentionSpec(rope=None if rope is None else _rope_from(rope), **attention),
+        ExpertsSpec(**mlp | {"router": RouterSpec(**mlp["router"])})
+        if "count" in mlp
+        else MlpSpec(**mlp),
+        values["norm_eps"],
+        tuple(values["norms"]),
+        values.get("norm_kind", "rms"),  # bundles of earlier versions have RMSNorms only
+    )
+
+
+def _rope_from(values: Mapping[str, Any]) -> Rope:
+    scaling = values["scaling"]
+    if isinstance(scaling, (int, float)):  # bundles of earlier versions contain the linear factor
+        scaling = {"kind": "linear", "factor": scaling} if scaling > 1 else None
+    return Rope(
+        values["theta"], values["fraction"], None if scaling is None else scaling_from(scaling)
+    )
+
+
+def has_router_bias(layer: LayerSpec) -> bool:
+    """Return True if a layer's router has a bias."""
+    return isinstance(layer.mlp, ExpertsSpec) and layer.mlp.router.bias is not None
+
+
+def rotary_table(attention: AttentionSpec) -> RotaryTable | None:
+    """Return the rotary table of an attention layer, or ``None`` if attention does not depend on
+    positions.
+    """
+    if attention.rope is None:
+        return None
+    size = round(attention.head_size * attention.rope.fraction)
+    return RotaryTable(attention.rope.theta, attention.rope.scaling, size)

@@ -1,0 +1,312 @@
+"""Tests of masked language models: BERT and RoBERTa compute what transformers computes, and their
+bundles fill masked tokens of a text.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizer_files
+import torch
+from checkpoints import bert_config, modern_bert_config, roberta_config, write_checkpoint
+from click.testing import CliRunner
+from denoisers import load
+from safetensors.torch import load_file, save_file
+from test_caches import UNJUDGED
+from test_parity import RELATIVE
+from tokenizers import Tokenizer
+
+import dlm_runtime
+from dlm_export import families
+from dlm_export.build import BuildOptions, build
+from dlm_export.checkpoints import tokenizer
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.cli import main
+from dlm_export.families.base import Overrides
+from dlm_export.text import samples
+from dlm_runtime import DlmError, RequestError
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed here")
+
+CONFIGS = {
+    "BERT": bert_config(),
+    "BERT, one head": bert_config(num_attention_heads=1, hidden_size=24, type_vocab_size=1),
+    "BERT, deep": bert_config(num_hidden_layers=5, num_attention_heads=8, intermediate_size=200),
+    "RoBERTa": roberta_config(),
+    "ModernBERT": modern_bert_config(),
+    "ModernBERT with biases": modern_bert_config(
+        **dict.fromkeys(("attention_bias", "mlp_bias", "norm_bias", "classifier_bias"), True)
+    ),
+    "ModernBERT of other thetas": modern_bert_config(
+        local_rope_theta=50.0, global_rope_theta=2000.0, num_hidden_layers=3, local_attention=20
+    ),
+    "ModernBERT with kinds of layers": modern_bert_config(
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+        },
+        decoder_bias=False,
+    ),
+    "RoBERTa, later padding": roberta_config(pad_token_id=7, layer_norm_eps=1e-5),
+}
+
+
+def expected(checkpoint: Path, ids: torch.Tensor) -> torch.Tensor:
+    """The logits of transformers' own class."""
+    model = transformers.AutoModelForMaskedLM.from_pretrained(checkpoint).eval()
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids).logits
+    return logits
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).abs().max() / (wanted.max() - wanted.min()))
+
+
+def read(checkpoint: Path, **overrides: Any) -> Any:
+    return families.read_network(Checkpoint(checkpoint), Overrides(**overrides))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+    checkpoint = write_checkpoint(tmp_path, CONFIGS[name], seed=3)
+    ids = torch.randint(10, 150, (2, 50), generator=torch.Generator().manual_seed(1))
+    wanted = expected(checkpoint, ids)
+    assert relative(load(checkpoint)(ids), wanted) < RELATIVE
+    assert wanted.std() > 0.1
+
+
+@torch.no_grad()
+def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, bert_config(tie_word_embeddings=True))
+    file = checkpoint / "model.safetensors"
+    tensors, copied = load_file(file), "bert.embeddings.word_embeddings.weight"
+    head = {"cls.predictions.decoder.weight": tensors[copied].clone()}
+    save_file(tensors | head, file, {"format": "pt"})
+    assert read(checkpoint).tied_head
+    head["cls.predictions.decoder.weight"] += 1
+    head["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"] + 2
+    save_file(tensors | head, file, {"format": "pt"})
+    assert not read(checkpoint).tied_head
+    ids = torch.arange(10, 40)[None]
+    assert relative(load(checkpoint)(ids), expected(checkpoint, ids)) < RELATIVE
+
+
+def test_old_names_are_read_and_other_heads_are_listed(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, bert_config())
+    file, new = checkpoint / "model.safetensors", load(checkpoint)
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    tensors = load_file(file)
+    for now, before in old.items():
+        tensors = {name.replace(now, before): value for name, value in tensors.items()}
+    tensors["bert.embeddings.position_ids"] = torch.arange(66)[None]
+    save_file(tensors, file, {"format": "pt"})
+    for mine, theirs in zip(load(checkpoint).parameters(), new.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    opened = Checkpoint(checkpoint)
+    (note,) = families.check_tensors(opened, read(checkpoint)).notes
+    assert note == (
+        "4 tensors are left out, because the denoiser does not need them: bert.pooler.dense.bias, "
+        "bert.pooler.dense.weight, cls.seq_relationship.bias, cls.seq_relationship.weight"
+    )
+
+
+def test_missing_token_types_are_named(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, bert_config())
+    file, lacking = checkpoint / "model.safetensors", "bert.embeddings.token_type_embeddings.weight"
+    tensors = load_file(file)
+    del tensors[lacking]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"1 tensors missing: {lacking}"):
+        families.check_tensors(Checkpoint(checkpoint), read(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"hidden_act": "relu"}, 'hidden_act = "relu" is not supported, only "gelu"'),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ({"is_decoder": True}, "is_decoder = true is not supported"),
+        ({"num_attention_heads": 5}, "64 is not a multiple of num_attention_heads 5"),
+        ({"type_vocab_size": None}, "type_vocab_size must be an integer"),
+        ({"mask_token_id": None}, r"nor \[MASK\] among the added tokens. Pass --mask-token-id"),
+    ],
+)
+def test_what_a_config_must_not_say(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+    checkpoint = write_checkpoint(tmp_path, bert_config())
+    (checkpoint / "config.json").write_text(json.dumps(bert_config(**changes)))
+    with pytest.raises(CheckpointError, match=sentence):
+        read(checkpoint)
+
+
+def test_the_mask_token_is_found_in_the_vocabulary(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, bert_config(mask_token_id=None))
+    (checkpoint / "vocab.txt").write_text("[PAD]\n[UNK]\n[MASK]\na\n")
+    assert read(checkpoint).mask_token_id == 2
+    (checkpoint / "tokenizer.json").write_text(tokenizer_files.made("BERT"))
+    assert read(checkpoint).mask_token_id == 4
+
+
+def test_a_canvas_beyond_the_learned_positions_is_refused(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", roberta_config())
+    assert read(checkpoint).max_canvas_length == 64
+    with pytest.raises(
+        CheckpointError, match="65 is more than the 64 positions that the checkpoint"
+    ):
+        read(checkpoint, max_canvas_length=65)
+    build(checkpoint, tmp_path / "bundle", BuildOptions(check_parity=False))
+    with dlm_runtime.open(tmp_path / "bundle") as bundle:
+        assert len(bundle.generate(tokens=[5] * 60 + [150] * 4, max_new_tokens=0).tokens) == 64
+        with pytest.raises(RequestError, match="longer than the denoiser's 64"):
+            bundle.generate(tokens=[5] * 65, max_new_tokens=0)
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A BERT with a WordPiece tokenizer, and a RoBERTa whose mask token takes the space before it."""
+    made = {}
+    word_pieces = json.loads(tokenizer_files.made("BERT"))
+    byte_level = json.loads(tokenizer_files.made("GPT-2"))
+    (mask,) = [token for token in byte_level["added_tokens"] if token["content"] == "<pad>"]
+    assert mask["lstrip"]
+    configs = {
+        "bert": (bert_config(mask_token_id=4, vocab_size=900), word_pieces),
+        "roberta": (roberta_config(mask_token_id=mask["id"], vocab_size=908), byte_level),
+        "modern": (modern_bert_config(mask_token_id=mask["id"], vocab_size=908), byte_level),
+    }
+    for name, (config, text) in configs.items():
+        folder = tmp_path_factory.mktemp(name)
+        checkpoint = write_checkpoint(folder / "checkpoint", config)
+        (checkpoint / "tokenizer.json").write_text(json.dumps(text))
+        report = build(checkpoint, folder / "bundle", BuildOptions())
+        assert report.parity is not None
+        assert report.kernels is not None
+        attention = {"CachedAttention": 2}
+        if name == "modern":
+            attention["WindowCachedAttention"] = 3
+        calls = attention | {"Fp32TiedHead": 1, "Candidates": 1}
+        assert report.kernels == {"calls": calls, "plain": {}}
+        made[name] = folder
+    return made
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bert", "roberta", "modern"])
+def test_a_bundle_has_the_logits_of_transformers(bundles: dict[str, Path], name: str) -> None:
+    ids = torch.randint(10, 900, (1, 50), generator=torch.Generator().manual_seed(1))
+    wanted = expected(bundles[name] / "checkpoint", ids)[0]
+    with dlm_runtime.open(bundles[name] / "bundle") as bundle:
+        assert relative(torch.from_numpy(bundle.logits(ids[0].tolist())), wanted) < RELATIVE
+
+
+def test_masks_are_filled_in_one_pass_or_in_several(bundles: dict[str, Path]) -> None:
+    text, one = "the fox of [MASK] is [MASK] day", {"steps": 1, "block_length": 0}
+    with dlm_runtime.open(bundles["bert"] / "bundle") as bundle:
+        done, many = bundle.infill(text, **one), bundle.infill(text)
+        assert (done.generation.nfe, many.generation.nfe) == (1, 2)
+        assert done.lengths == (1, 1)
+        assert done.text == f"the fox of {done.holes[0]} is {done.holes[1]} day"
+        encoded = bundle.tokenizer.encode(text, special_tokens=True)  # type: ignore[union-attr]
+        assert len(done.generation.tokens) == len(encoded)
+        kept = [(a, b) for a, b in zip(encoded, done.generation.tokens, strict=True) if a != 4]
+        assert all(a == b for a, b in kept)
+        best = bundle.logits(encoded, [at for at, token in enumerate(encoded) if token == 4])
+        best[:, 4] = -1e9
+        filled = [b for a, b in zip(encoded, done.generation.tokens, strict=True) if a == 4]
+        assert filled == best.argmax(1).tolist()
+    folder = bundles["bert"] / "bundle"
+    flags = ["--infill", text, "--steps", "1", "--block-length", "0"]
+    shown = CliRunner().invoke(main, ["run", str(folder), *flags])
+    assert shown.stdout.strip() == done.text
+
+
+def test_the_space_before_a_mask_belongs_to_it(bundles: dict[str, Path]) -> None:
+    with dlm_runtime.open(bundles["roberta"] / "bundle") as bundle:
+        done = bundle.infill("the fox <pad> jumps", steps=1, block_length=0)
+        oracle = bundle.tokenizer
+        assert oracle is not None
+        encoded = oracle.encode("the fox <pad> jumps", special_tokens=True)
+        assert len(done.generation.tokens) == len(encoded)
+        assert done.text == f"the fox{done.holes[0]} jumps"
+        assert oracle.decode(done.generation.tokens) == done.text
+        with pytest.raises(RequestError, match="the text has no hole: write <mask>"):
+            bundle.infill("the fox jumps")
+
+
+def test_an_old_vocabulary_becomes_the_tokenizer_of_transformers(tmp_path: Path) -> None:
+    vocab = json.loads(tokenizer_files.made("BERT"))["model"]["vocab"]
+    names = sorted(vocab, key=lambda name: int(vocab[name]))
+    checkpoint = write_checkpoint(tmp_path, bert_config(vocab_size=900, mask_token_id=4))
+    (checkpoint / "vocab.txt").write_text("".join(f"{name}\n" for name in names))
+    for settings in ({}, {"do_lower_case": False}, {"strip_accents": False}):
+        (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings))
+        text = tokenizer.read(Checkpoint(checkpoint), read(checkpoint)).tokenizer
+        made = Tokenizer.from_str(str(text))
+        theirs = transformers.BertTokenizer.from_pretrained(checkpoint)
+        for line in samples.lines(100):
+            assert made.encode(line).ids == theirs(line)["input_ids"], line
+    (checkpoint / "vocab.txt").write_text("a\nb\n[MASK]\n")
+    with pytest.raises(CheckpointError, match=r"lacks \[PAD\], \[UNK\], \[CLS\], \[SEP\]"):
+        tokenizer.read(Checkpoint(checkpoint), read(checkpoint))
+
+
+def test_the_files_of_a_roberta_are_not_read_as_those_of_another_family(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, roberta_config())
+    (checkpoint / "vocab.json").write_text("{}")
+    (checkpoint / "merges.txt").write_text("")
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json\. Write it with transformers"):
+        tokenizer.read(Checkpoint(checkpoint), read(checkpoint))
+
+
+@pytest.mark.parametrize("name", ["bert", "modern"])
+def test_quantised_layers_without_a_silu_gate_are_computed_by_kernels(
+    bundles: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    options = BuildOptions(precision="int8", quantise=UNJUDGED)
+    report = build(bundles[name] / "checkpoint", tmp_path / "bundle", options)
+    assert report.parity is not None
+    kernels = report.kernels or {}
+    merged = {"bert": {"Int8Linear": 7, "Int8Linear3": 2}, "modern": {"Int8Linear2": 5}}[name]
+    assert kernels["calls"] == kernels["calls"] | merged
+    gates = {f"blocks.{i}.mlp" for i in range(5 if name == "modern" else 0)}
+    assert kernels["plain"].keys() == gates
+
+
+def test_a_window_has_no_cache_and_its_presets_use_none(bundles: dict[str, Path]) -> None:
+    request: dict[str, Any] = {"max_new_tokens": 0, "block_length": 4}
+    with dlm_runtime.open(bundles["modern"] / "bundle") as bundle:
+        assert {bundle.policy(name).cache for name in bundle.manifest["loop"]["presets"]} == {
+            "none"
+        }
+        request["tokens"] = [7] * 40 + [bundle.mask_token_id] * 8
+        assert len(bundle.generate(preset="fast-dllm", **request).tokens) == 48
+        with pytest.raises(DlmError, match="attention in a window, which cannot use a cache"):
+            bundle.generate(cache="dual", **request)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types must be a list of 5 entries"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling = .* is not supported"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "rope_parameters of full_attention must have the rope_type default",
+        ),
+        ({"hidden_activation": "silu"}, 'hidden_activation = "silu" is not supported'),
+        ({"local_attention": 1}, "local_attention must be an integer in 2"),
+    ],
+)
+def test_what_the_config_of_a_modern_bert_must_not_say(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, modern_bert_config())
+    (checkpoint / "config.json").write_text(json.dumps(modern_bert_config(**changes)))
+    with pytest.raises(CheckpointError, match=sentence):
+        read(checkpoint)
