@@ -358,8 +358,8 @@ class Bundle {
     });
     return policy;
   }
-  // Loads a prompt cache, which Session::save_prompt_cache wrote with the same bundle. The file must
-  // not change as long as the bundle exists.
+  // Loads a prompt cache, which Session::save_prompt_cache wrote with the same bundle. The file
+  // must not change as long as the bundle exists.
   void load_prompt_cache(const std::string& path) const {
     detail::check([&](char* text, std::size_t size) {
       return dlm_bundle_load_prompt_cache(get(), path.c_str(), text, size);
