@@ -382,6 +382,8 @@ def policies(draw: st.DrawFn) -> Policy:
         fields["score"] = "margin"
     if fields["cache"] not in ("prefix", "dual"):
         fields["refresh"] = 0
+    if fields["refresh"] == 0:
+        fields["reuse_prompt"] = 0
     if fields["cache"] != "block":
         fields["store"] = "pass"
     fields["select"] = "sample" if fields["temperature"] else "argmax"
