@@ -33,7 +33,7 @@ import dlm_runtime
 from dlm_export import graph
 from dlm_export.build import BuildOptions, QuantiseOptions, build
 from dlm_export.cli import main
-from dlm_export.graph import caches, functions, fuse, trace
+from dlm_export.graph import attention, caches, functions, fuse, trace
 from dlm_export.graph.attention import BLOCK, NORMED, WINDOW
 from dlm_export.graph.body import DOMAIN, Body
 from dlm_export.judging.accuracy.rounds import Effort
@@ -146,8 +146,8 @@ def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spre
     # Above this, 127 times the next larger scale is not a finite float.
     x[np.abs(x) > 3.3e38] = np.inf
     body = Body("Rows", "x")
-    stored = functions._store_int8(body, body.inputs[0])
-    function = body.function({"stored": stored, "read": functions._read_int8(body, stored)})
+    stored = attention._store_int8(body, body.inputs[0])
+    function = body.function({"stored": stored, "read": attention._read_int8(body, stored)})
     definitions = functions._DEFINITIONS | {"Rows": lambda: function}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(functions, "_DEFINITIONS", definitions)
