@@ -53,7 +53,7 @@ def test_build_prints_stages_sizes_and_parity(llada_checkpoint: Path, tmp_path: 
         "write weights",
         "denoiser.onnx.data",
         "manifest.json",
-        "14 of 14 canvases of random",
+        "16 of 16 canvases of random",
     ):
         assert word in result.stdout
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())

@@ -66,7 +66,7 @@ from dlm_export.signals import cancelling
         text("--infill", "Text with holes, written <mask> or as the mask token.", "TEXT"),
         text(
             "--hole-tokens",
-            "Tokens per hole; several numbers are all tried.  [default: 16; 1 without an end token]",
+            "Tokens per hole; several numbers are all tried.  [default: 16, or 1]",
             "LIST",
         ),
         text(
