@@ -189,8 +189,8 @@ def loss_of(denoiser: Denoiser, batch: Batch, generator: torch.Generator) -> Ten
     first[batch.is_repeated] = lowest
     bias = torch.cat((first, bias, torch.zeros(B, BLOCK_LENGTH)), 1)
     table, (early, late) = denoiser.rotary[0], denoiser.blocks
-    x = denoiser.embed(ids)
     everywhere = torch.arange(L).expand(B, -1)
+    x = denoiser.embed(ids, everywhere)
     wide = chosen[:, :, None].expand(-1, -1, x.shape[2])
     x = attend(early, table, x.gather(1, wide), chosen, x, everywhere, torch.zeros(B, L))
     x = attend(late, table, x[:, -BLOCK_LENGTH:], block, x, chosen, bias)

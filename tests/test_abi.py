@@ -119,7 +119,7 @@ def test_a_field_of_the_header_that_the_table_lacks_does_not_compile(tmp_path: P
     header = include / "dlm_runtime.h"
     text = header.read_text()
     assert text.count("} dlm_policy;") == 1
-    header.write_text(text.replace("} dlm_policy;", "int32_t novelty;\n} dlm_policy;"))
+    header.write_text(text.replace("} dlm_policy;", "double novelty;\n} dlm_policy;"))
     done = run(tool("g++"), *flags, policy)
     assert done.returncode != 0
     assert "DLM_POLICY_FIELDS must list the fields of dlm_policy" in done.stderr

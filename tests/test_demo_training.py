@@ -108,7 +108,9 @@ def test_layers_put_between_start_as_the_identity(
     assert torch.equal(grown.blocks[2].mlp.up.weight, origin.blocks[1].mlp.up.weight)
     # The first layer gets the same input in both networks, so its queries must have the same length
     # on average.
-    features = origin.blocks[0].attention_norm(origin.embed(canvases))
+    features = origin.blocks[0].attention_norm(
+        origin.embed(canvases, torch.arange(canvases.shape[1]).expand_as(canvases))
+    )
     length = origin.blocks[0].attention.q(features).square().mean().sqrt()
     torch.testing.assert_close(grown.blocks[0].attention.q_norm.weight, length.expand(8))
 

@@ -215,4 +215,6 @@ def test_attention_with_a_mask_of_blocks_of_other_positions_keeps_it() -> None:
     later = ir.node("Add", [remainder.inputs[0], one.outputs[0]])
     traced.model.graph.insert_before(remainder, [one, later])
     remainder.replace_input_with(0, later.outputs[0])
-    assert fuse.fuse(traced).plain == {"blocks.0.attention": "the mask is not block-causal"}
+    assert fuse.fuse(traced).plain == {
+        "blocks.0.attention": "the mask is neither block-causal nor a window"
+    }

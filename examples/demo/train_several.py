@@ -197,7 +197,7 @@ def both_copies(denoiser: Denoiser, batch: Batch, is_hidden: Tensor) -> Tensor:
 
 
 def _features(denoiser: Denoiser, ids: Tensor, positions: Tensor, is_visible: Tensor) -> Tensor:
-    x = denoiser.embed(ids)
+    x = denoiser.embed(ids, positions.expand_as(ids))
     table = denoiser.rotary[0]
     turn = (table.cos, table.sin, positions.expand_as(ids))
     for block in denoiser.blocks:
