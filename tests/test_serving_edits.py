@@ -103,7 +103,8 @@ def test_max_tokens_limits_the_region(served: Served) -> None:
         assert small["prompt_tokens"] == large["prompt_tokens"]
 
 
-TEXT = st.text(st.characters(exclude_characters="|", exclude_categories=["Cs"]), max_size=20)
+# "\r" before a line feed is part of the line ending.
+TEXT = st.text(st.characters(exclude_characters="|\r", exclude_categories=["Cs"]), max_size=20)
 
 
 @given(TEXT, TEXT, TEXT, TEXT, TEXT)
