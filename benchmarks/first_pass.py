@@ -9,7 +9,7 @@ The denoiser has the shape of benchmarks/blocks.py (12 layers, d 768, 12 query h
 of size 64, blocks of 32), random int8 weights, and canvases of up to 131,104 tokens. Each run is a
 new process.
 
-`prompts` runs one request, whose prompt has the given length, and which generates one block of 32
+`prompts` runs one request. Its prompt has the given length, and it generates one block of 32
 tokens. With `--part N`, a scheduler computes the prompt in passes of at most N tokens, as
 `dlm-export serve` does. With `--part 0`, a session computes the prompt in a single pass, as
 `Bundle.generate` does. Two tables are printed:

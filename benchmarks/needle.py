@@ -164,7 +164,7 @@ def loss_of(denoiser: Denoiser, batch: Batch, generator: torch.Generator) -> Ten
     four words are hidden.
 
     The second layer attends to all tokens near needles, and to ``SAMPLED`` other tokens. Each of
-    these stands for several tokens, so its weight in the softmax is multiplied by their number. So
+    these represents several tokens, so its weight in the softmax is multiplied by their number. So
     the first layer need not compute all tokens of a long canvas, and a step is much cheaper.
     """
     canvases = batch.canvases

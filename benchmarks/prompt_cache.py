@@ -1,4 +1,4 @@
-"""Measure how fast a saved prompt opens, and what it saves.
+"""Measure how fast a prompt cache opens, and how much sooner the first tokens are decided.
 
     python benchmarks/prompt_cache.py [--tokens 2000] [--caches fp16,fp32] [--rounds 21] [--threads 2]
         [--json FILE]

@@ -3,7 +3,7 @@
     pip install --no-deps antiberty==0.1.3 sapiens==1.0.5
     python benchmarks/residues.py antiberty|sapiens-heavy|sapiens-light CHECKPOINT
 
-The weights are those of the two PyPI packages. Nothing of the packages is stored here.
+The weights are those of the two PyPI packages. The repository contains no files of these packages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Says whether requests can reuse the keys and values of equal prompts, and computes the memory.
 
 A scheduler reuses the keys and values of whole pages. The native files ``cache/arena.h`` and
-``decode/shared_passes.cc`` follow the same rules. docs/guides/many-requests.md explains these rules
+``decode/shared_passes.cc`` follow the same rules. docs/guides/reusing-prompts.md explains these rules
 to users.
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from dlm_export.cli.options import (
     text,
 )
 from dlm_export.cli.printing import format_bytes, print_json
-from dlm_export.cli.values import integers, opening, read_json_file
+from dlm_export.cli.values import integers, opening, read_json_file, text_or_stdin
 
 
 @command()
@@ -64,7 +63,7 @@ def cache_prompt(
         raise click.UsageError("give one of --prompt, --system, --messages and --tokens")
     given: dict[str, Any] = {}
     if prompt is not None:
-        given["prompt"] = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+        given["prompt"] = text_or_stdin(prompt)
     elif tokens is not None:
         given["tokens"] = integers("--tokens", tokens)
     elif system is not None:

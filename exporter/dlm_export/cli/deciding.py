@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -25,7 +24,7 @@ from dlm_export.cli.options import (
     text,
 )
 from dlm_export.cli.printing import print_json, print_table
-from dlm_export.cli.values import opening
+from dlm_export.cli.values import opening, text_or_stdin
 from dlm_export.signals import cancelling
 from dlm_runtime import Choice, Score, YesNo
 from dlm_runtime.generation.deciding import Question
@@ -101,7 +100,7 @@ def decide(
     questions = _questions(choices, yes_no, scores)
     state: dict[str, Any] = {"chat": conversation}
     if prompt is not None:
-        state = {"prompt": sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt}
+        state = {"prompt": text_or_stdin(prompt)}
     cancel = threading.Event()
     with opening(values).open(bundle) as opened, cancelling(cancel):
         made = opened.decide(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -40,7 +39,7 @@ from dlm_export.cli.options import (
     text,
 )
 from dlm_export.cli.printing import Bars, format_bytes, how_it_went, print_json, print_table, shown
-from dlm_export.cli.values import integers, opening, policy_changes
+from dlm_export.cli.values import integers, opening, policy_changes, text_or_stdin
 from dlm_export.planning.peer import verdict
 from dlm_export.signals import cancelling
 
@@ -176,7 +175,7 @@ def run(
     policy = {name: value for name, value in fields.items() if value is not None}
     request |= policy | policy_changes(changes) | tools
     if prompt is not None:
-        request["prompt"] = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+        request["prompt"] = text_or_stdin(prompt)
     elif conversation is not None:
         request["chat"] = conversation
     elif tokens is not None:

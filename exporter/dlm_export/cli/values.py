@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -100,6 +101,11 @@ def read_text_file(path: Path) -> str:
     from dlm_runtime.files import read_text
 
     return read_text(path, JSON_LIMIT_BYTES, RequestError)
+
+
+def text_or_stdin(text: str) -> str:
+    """Return an option's text. If the text is ``-``, return stdin without its last line feed."""
+    return sys.stdin.read().removesuffix("\n") if text == "-" else text
 
 
 def policy_changes(changes: Sequence[str]) -> dict[str, Any]:

@@ -158,7 +158,7 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """What a network adds to the embedding of a token, and does with the sum.
+    """Describes how the input of the first layer is computed from the embeddings of the tokens.
 
     - ``positions``: rows of the table of learned positions. If 0, there is no such table.
     - ``first_position``: the row of the canvas's position 0. RoBERTa does not use the first rows.
@@ -175,7 +175,7 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """What a network computes between its last layer and the logits.
+    """Describes how the logits are computed from the output of the last layer.
 
     - ``final_norm``: True if a norm is applied to the features of the last layer.
     - ``transform``: the activation function of a matrix and a norm before the head. If ``None``,

@@ -27,11 +27,11 @@ def common_start(one: Sequence[int], other: Sequence[int]) -> list[int]:
 class UsesPromptCaches:
     """The methods of a ``Bundle`` that save and load prompt caches."""
 
-    _handle: Handle
+    if TYPE_CHECKING:
+        _handle: Handle
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        raise NotImplementedError
+        @property
+        def tokenizer(self) -> Tokenizer | None: ...
 
     def save_prompt_cache(
         self,
