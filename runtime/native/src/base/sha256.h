@@ -47,8 +47,8 @@ inline std::string sha256_hex(const std::string& text) {
 // devices are rejected because a pipe or device might never end.
 std::string sha256_file_hex(const std::string& path);
 
-// Returns the hash of an open file, from the current position in the file to the end. `path` is
-// used in messages.
+// Returns the hash of an open file, from the current position in the file to the end. Error
+// messages contain `path`.
 std::string sha256_file_hex(int descriptor, const std::string& path);
 
 }  // namespace dlm
