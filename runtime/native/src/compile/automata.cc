@@ -1,9 +1,9 @@
-// Compiles nodes of an expression graph to automata. First builds a non-deterministic automaton.
-// Then makes this automaton deterministic with the subset construction.
+// Compiles nodes of an expression graph to automata. The code first builds a non-deterministic
+// automaton, and then makes it deterministic with the subset construction.
 //
-// Each pair of a node and the state that follows the node is built only once. So nodes with the
-// same continuation share states. Nodes of the kinds `both`, `without` and `characters` are
-// compiled first, and their automata are copied into the non-deterministic automaton.
+// If a node occurs several times with the same state after it, all these occurrences share their
+// states. The code compiles nodes of the kinds `both`, `without` and `characters` first, and copies
+// their automata into the non-deterministic automaton.
 #include "compile/automata.h"
 
 #include <algorithm>
@@ -25,15 +25,16 @@ constexpr size_t kUnminimised = 8;
 
 // ---- UTF-8 ------------------------------------------------------------------------------------
 
-// Builds the automaton that accepts the UTF-8 bytes of one character of `points`. A state
-// represents the bits of the code point that are still to be read.
+// Builds the automaton that accepts the UTF-8 bytes of any one character in `points`. A state
+// stands for the possible values of the code point's remaining bits.
 class Utf8 {
  public:
   ByteAutomaton make(const CodePoints& points, Budget& budget) {
     out_.starts.push_back(0);
-    // One entry for each length of a UTF-8 sequence, 1 to 4 bytes. An entry contains the code
-    // points of this length, the fixed bits of the first byte, and the number of code point bits in
-    // the other bytes.
+    // kLengths has one entry for each length of a UTF-8 sequence, from 1 to 4 bytes. `low` and
+    // `high` are the first and the last code point of this length. `lead` contains the fixed bits
+    // of the first byte. `bits` is the number of bits of the code point that the other bytes
+    // contain.
     struct Length {
       char32_t low, high;
       int lead, bits;
@@ -52,7 +53,7 @@ class Utf8 {
 
  private:
   // Adds edges for the code points from `low` to `high` that are in `points`. The byte of an edge
-  // is `lead` + (code point >> `bits`).
+  // is `lead` plus the upper bits of the code point, without the bits of `base`.
   void add_edges(std::vector<ByteEdge>& edges, const CodePoints& points, char32_t low,
                  char32_t high, int lead, char32_t base, int bits, Budget& budget) {
     auto range = std::lower_bound(
@@ -61,8 +62,8 @@ class Utf8 {
     while (low <= high && range != points.end() && range->low <= high) {
       budget.check();
       const char32_t from = std::max(low, range->low), to = std::min(high, range->high);
-      // A block is the range of all values that have the same upper bits. All blocks that are
-      // completely inside the range lead to one common state. Each other block leads to its own
+      // A block consists of all code points with the same upper bits. All blocks that are
+      // completely inside the range lead to one common state. Each other block leads to a separate
       // state.
       const char32_t block = from >> bits, block_low = block << bits;
       const char32_t block_high = block_low + (char32_t{1} << bits) - 1;
@@ -121,7 +122,9 @@ struct Transition {
 // A state is kEnd, a state with transitions, or a branch. A branch is a list of alternative states.
 struct Graph {
   struct Item {
-    uint32_t first, count;  // index and size of a range in transitions or in branches
+    // The item's elements in `transitions` or `branches`: the index of the first element, and the
+    // number of elements.
+    uint32_t first, count;
     bool is_branch;
   };
   std::vector<Item> items;
@@ -149,17 +152,18 @@ class GraphMaker {
   }
 
  private:
-  // A node that is being built. The builder uses an explicit stack, because expressions can nest
-  // deeper than the call stack of a thread allows.
+  // A node that is being built. The builder uses its own stack of frames, because the nesting of an
+  // expression can be too deep for the call stack of a thread.
   struct Frame {
     Node node;
     State follows;   // the state after the node
-    uint32_t stage;  // number of stages that are done
+    uint32_t stage;  // number of stages that have started
     State loop;      // for unbounded repetitions: the state where the loop starts
-    size_t held;     // for choices: index in held_ of their first state
+    size_t held;     // for `either`: the index in held_ of the first choice's state
   };
 
-  // A node that is already built, the state that follows the node, and the node's start state.
+  // A node that is already built, with the state that follows the node and the start state of the
+  // node.
   struct Entered {
     Node node;
     State follows, start;
@@ -234,8 +238,8 @@ class GraphMaker {
           break;
       }
       if (done == kUnknown) continue;
-      // This frame is still the last frame, because a new frame is pushed only if `done` is
-      // unknown.
+      // The code above pushes a new frame only if `done` is unknown. So this frame is still the
+      // last frame.
       entered_index_.add(mixed(node, follows), static_cast<int32_t>(entered_.size()));
       entered_.push_back({node, follows, done});
       result = done;
@@ -244,8 +248,9 @@ class GraphMaker {
     return result;
   }
 
-  // Does the next stage of a repetition. Pushes a frame for the next copy of the repeated part. If
-  // the repetition is complete, returns the start state of the repetition instead.
+  // Builds a repetition in stages. If the repetition needs another copy of the repeated part,
+  // pushes a frame for this copy and returns kUnknown. Otherwise returns the start state of the
+  // repetition.
   State repeat(std::vector<Frame>& frames, uint32_t stage, State result) {
     Frame& frame = frames.back();
     const Node part = expressions_.first(frame.node);
@@ -287,8 +292,8 @@ class GraphMaker {
     return static_cast<State>(graph_.items.size() - 1);
   }
 
-  // Adds a state without transitions. The transitions that are appended afterwards belong to this
-  // state.
+  // Adds a state without transitions. add_transition() then adds transitions to the state that was
+  // added last.
   State add_state() {
     graph_.items.push_back({static_cast<uint32_t>(graph_.transitions.size()), 0, false});
     return static_cast<State>(graph_.items.size() - 1);
@@ -320,13 +325,15 @@ class GraphMaker {
     return state;
   }
 
-  // Copies an automaton. A text may continue with `follows` at each of its accepting states.
+  // Copies an automaton into the graph. From each accepting state of the copy, a text may continue
+  // with `follows`.
   State add_copy(const ByteAutomaton& part, State follows) {
     if (part.is_empty()) return add_branch({});
     const size_t count = part.states();
     const auto base = static_cast<State>(graph_.items.size());
     const auto degree = [&](size_t state) { return part.starts[state + 1] - part.starts[state]; };
-    // First come the copied states. Then comes one branch for each accepting state that has edges.
+    // The copied states come first. After them, there is one branch for each accepting state that
+    // has edges.
     std::vector<State> names(count);
     State next = base + static_cast<State>(count);
     for (size_t state = 0; state < count; ++state)
@@ -356,8 +363,9 @@ class GraphMaker {
 
 // ---- Deterministic ----------------------------------------------------------------------------
 
-// The subset construction. A subset is a set of states that a text can reach at the same time. A
-// subset is stored as an ascending list of states that have transitions. The list may also contain
+// Performs the subset construction. A subset is a set of states that one text can reach in the
+// non-deterministic automaton. Each subset becomes one state of the deterministic automaton. A
+// subset is stored as an ascending list of its states with transitions. The list may also contain
 // kEnd.
 class Subsets {
  public:
@@ -394,8 +402,8 @@ class Subsets {
       }
       return;
     }
-    // Sorts all transitions by their first byte. `active_` contains the transitions that include
-    // the current byte.
+    // This code sorts the transitions of all states by their first byte, and then visits the bytes
+    // in order. `active_` contains the transitions whose byte range contains the current byte.
     transitions_.clear();
     for (size_t i = first; i < last; ++i) {
       const Graph::Item& item = graph_.items[content_[i]];
@@ -427,8 +435,8 @@ class Subsets {
     }
   }
 
-  // Returns the number of the subset of the given states. Each branch is replaced by the
-  // alternatives of the branch.
+  // Returns the number of the subset that consists of the given states. If a given state is a
+  // branch, the subset contains the alternatives of the branch instead.
   int32_t number_of(const State* states, size_t count) {
     if (count == 1 && alone_[states[0]] >= 0) return alone_[states[0]];
     ++round_;
@@ -484,9 +492,10 @@ class Subsets {
   std::vector<State> content_;  // the lists of all subsets, one after another
   // List s consists of the elements begins_[s] to begins_[s + 1] - 1 of content_.
   std::vector<size_t> begins_{0};
-  HashIndex numbers_;           // finds the subsets that do not consist of exactly one state
-  std::vector<uint32_t> seen_;  // for each state: the last round that visited it
-  // For each state: the subset that contains only this state; -1 if there is no such subset.
+  HashIndex numbers_;  // finds the number of a subset, unless the subset has exactly one state
+  std::vector<uint32_t> seen_;  // for each state: the last round_ that visited the state
+  // For each state: the number of the subset of only this state, or -1 if there is no such subset
+  // yet.
   std::vector<int32_t> alone_;
   uint32_t round_ = 0;
   std::vector<State> subset_, open_, targets_;
@@ -497,8 +506,8 @@ class Subsets {
 
 const ByteAutomaton& Automata::of(Node node) {
   Budget& budget = expressions_.budget();
-  // The indices of the parts of a node are lower than the index of the node. So the loop below
-  // compiles parts first.
+  // The parts of a node have lower indices than the node itself. So if the nodes are compiled in
+  // ascending order, the parts of each node are compiled first.
   std::vector<Node> needed, open{node};
   std::vector<uint8_t> seen(expressions_.size(), 0);
   while (!open.empty()) {

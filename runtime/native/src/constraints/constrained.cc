@@ -113,8 +113,8 @@ void Constrained::propose(const Turn& turn, const Predictions& predictions, Prop
     proposals.probs[row] = prob;
     if (scores_texts(turn))
       proposals.scores[row] = score_of_texts(marginals_[at]);
-    else  // The margin is the probability of the proposed token minus the highest probability of any
-          // other token. So the margin can be negative.
+    else  // The margin is the probability of the proposed token minus the highest probability of
+          // any other token. So the margin can be negative.
       proposals.scores[row] =
           !turn.is_editing && policy_.score == Score::margin
               ? prob - static_cast<double>(path_[at] == place.best ? probs[1] : probs[0])
