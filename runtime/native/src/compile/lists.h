@@ -29,7 +29,7 @@ class Lists {
     starts_.push_back(content_.size());
     return number;
   }
-  // Returns pointers to the first element of a list and to the end of the list.
+  // Returns a pointer to the first element of a list, and a pointer to the end of the list.
   std::pair<const int32_t*, const int32_t*> list(int32_t number) const {
     return {content_.data() + starts_[index(number)], content_.data() + starts_[index(number) + 1]};
   }

@@ -1,5 +1,5 @@
-// Finds the tokens that lead from state to state. A walk follows all tokens from one state. Walks
-// start only from states that tokens reach. Three things make the walks short:
+// Finds the tokens that lead from state to state. A walk follows all tokens from one state. The
+// code walks only from states to which tokens lead. Three things make the walks short:
 //
 // - A walk does not visit single tokens. Instead, a walk visits sets of nodes of the token tree
 //   (token_sets.h). So in one step, a walk visits all tokens that a state treats alike.
@@ -19,13 +19,14 @@
 namespace dlm::compile {
 namespace {
 
-constexpr int32_t kSharedNodes = 8;  // if a walk visits more nodes than this, its result is stored
-constexpr int kMostNesting = 16;     // largest depth of nested walks
-// A hub is a state from which many bytes lead back to the hub itself. For some constraints, nearly
-// all first bytes of tokens lead from many states to a hub, for example if "abc" may occur anywhere
-// in a text. After kMostLargeSets walks of large sets to a hub, the code walks each first byte
-// separately, and stores the results.
-constexpr int32_t kLargeSet = 4096;  // number of nodes below a large set
+// The result of a walk over more nodes than this may be stored.
+constexpr int32_t kSharedNodes = 8;
+constexpr int kMostNesting = 16;  // largest depth of nested walks
+// A hub is a state from which many bytes lead back to the hub itself. Suppose that "abc" may occur
+// anywhere in a text. Then from many states, nearly all first bytes of tokens lead to a hub. So
+// after kMostLargeSets walks from a hub over large sets, the code walks over the tokens with each
+// first byte separately, and stores these results.
+constexpr int32_t kLargeSet = 4096;  // a large set has more nodes below it than this
 constexpr int kMostLargeSets = 3;
 constexpr size_t kTextBytes = 192;  // estimated memory of an entry in first_nodes_, in bytes
 constexpr int32_t kNone = -1;
@@ -46,7 +47,8 @@ TokenEdges TokenWalks::walk_all() {
   const size_t states = state_count_;
   TokenEdges out;
   out.row_of.assign(states, kNone);
-  std::vector<int32_t> met{0};  // the states that tokens reach, in the order of their rows
+  // The states to which tokens lead, in the order of their rows.
+  std::vector<int32_t> met{0};
   out.row_of[0] = 0;
   for (size_t row = 0; row < met.size(); ++row) {
     budget_.check();
@@ -85,7 +87,7 @@ void TokenWalks::sort_steps(const std::vector<Step>& steps) {
   for (const int32_t to : targets_) slot_[index(to)] = kNone;
 }
 
-// Finds the tokens that can follow a state, and writes them to steps_.
+// Finds the tokens that can follow a state, and stores them in steps_.
 void TokenWalks::walk(int32_t state) {
   steps_.clear();
   walk_below(TokenSets::kRoot, state, steps_);

@@ -1,4 +1,5 @@
-// Functions on sets of code points: Unicode properties by name, case folding, and set operations.
+// Functions for sets of code points. They find Unicode properties by name, fold case, and perform
+// set operations.
 #pragma once
 
 #include <optional>
@@ -22,11 +23,11 @@ std::optional<CodePoints> unicode_property(std::string_view name,
 // Returns the characters of \w in Unicode: letters, marks, decimal numbers, connector punctuation
 // and joiners (UTS #18).
 const CodePoints& unicode_word();
-const CodePoints& unicode_digits();  // \d: decimal numbers
-const CodePoints& unicode_spaces();  // \s: White_Space
+const CodePoints& unicode_digits();  // the characters of \d: decimal numbers
+const CodePoints& unicode_spaces();  // the characters of \s: White_Space
 
-// Returns a set that contains all characters of the given set, and all characters that differ only
-// in case from one of these characters. Uses the simple case folding of Unicode.
+// Returns a set that contains all characters of `points`, and all characters that differ only in
+// case from a character of `points`. Uses the simple case folding of Unicode.
 CodePoints with_all_cases(const CodePoints& points);
 
 }  // namespace dlm::compile
