@@ -1,5 +1,5 @@
-// Computes SHA-256 (FIPS 180-4, sections 4.1.2, 5.1.1, 6.2). There is one version in portable code,
-// and one version with the SHA instructions of x86-64 or ARMv8.
+// Computes SHA-256 (FIPS 180-4, sections 4.1.2, 5.1.1, 6.2). The file contains a version in
+// portable code, and a version with the SHA instructions of x86-64 or ARMv8.
 #include "base/sha256.h"
 
 #include <fcntl.h>

@@ -1,8 +1,8 @@
 // Computes SHA-256 hashes (FIPS 180-4). A bundle's manifest lists the hashes of the bundle's files.
 //
-// Files of weights can be several gigabytes large. So the code uses the processor's SHA
-// instructions (SHA-NI of x86-64 or SHA2 of ARMv8), which are detected at run time. If the
-// processor has no SHA instructions, the code uses portable C++, which gives the same results.
+// The files with a model's weights can have several gigabytes. So the code uses the processor's SHA
+// instructions (SHA-NI of x86-64 or SHA2 of ARMv8). It detects these instructions at run time. If
+// the processor has no SHA instructions, the code uses portable C++, which gives the same results.
 #pragma once
 
 #include <array>
@@ -18,8 +18,8 @@ class Sha256 {
   // portable code with the results of the fast code.
   explicit Sha256(bool portable = false);
   void update(const void* data, size_t bytes);
-  // These two functions return the hash of the data. The object cannot be used afterwards. hex()
-  // returns lower-case hex.
+  // digest() and hex() return the hash of the data. hex() returns lower-case hex. The object cannot
+  // be used after a call of digest() or hex().
   std::array<uint8_t, 32> digest();
   std::string hex();
 

@@ -20,13 +20,13 @@ using State = uint32_t;
 using Kind = Expressions::Kind;
 constexpr State kEnd = 0;  // the state at the end of a text
 constexpr State kUnknown = UINT32_MAX;
-// Before an automaton is minimised, its number of states may be this many times the limit.
+// An automaton that is not minimised yet may have this many times the allowed number of states.
 constexpr size_t kUnminimised = 8;
 
 // ---- UTF-8 ------------------------------------------------------------------------------------
 
 // Builds the automaton that accepts the UTF-8 bytes of any one character in `points`. A state
-// stands for the possible values of the code point's remaining bits.
+// determines which values the remaining bits of the code point may have.
 class Utf8 {
  public:
   ByteAutomaton make(const CodePoints& points, Budget& budget) {
@@ -53,7 +53,8 @@ class Utf8 {
 
  private:
   // Adds edges for the code points from `low` to `high` that are in `points`. The byte of an edge
-  // is `lead` plus the upper bits of the code point, without the bits of `base`.
+  // consists of `lead` and the next bits of the code point. `base` contains the bits of the code
+  // point that the earlier bytes contain.
   void add_edges(std::vector<ByteEdge>& edges, const CodePoints& points, char32_t low,
                  char32_t high, int lead, char32_t base, int bits, Budget& budget) {
     auto range = std::lower_bound(
@@ -119,7 +120,8 @@ struct Transition {
   State state;
 };
 
-// A state is kEnd, a state with transitions, or a branch. A branch is a list of alternative states.
+// The non-deterministic automaton. Each item is kEnd, a state with transitions, or a branch. A
+// branch is a list of alternative states.
 struct Graph {
   struct Item {
     // The item's elements in `transitions` or `branches`: the index of the first element, and the
@@ -146,7 +148,7 @@ class GraphMaker {
       : expressions_(expressions), kept_(kept), budget_(expressions.budget()) {}
 
   Graph make(Node node) {
-    graph_.items.push_back({0, 0, false});  // kEnd
+    graph_.items.push_back({0, 0, false});  // this item is kEnd
     graph_.start = enter(node);
     return std::move(graph_);
   }
@@ -267,7 +269,8 @@ class GraphMaker {
         graph_.branches[graph_.items[frame.loop].first] = result;
         if (low == 0) return frame.loop;
       }
-      if (stage >= low) return result;  // `stage` copies exist now, including the copy in the loop
+      // The code has built `stage` copies, including the copy in the loop.
+      if (stage >= low) return result;
       frames.push_back({part, result, 0, 0, 0});
       return kUnknown;
     }
@@ -489,10 +492,11 @@ class Subsets {
   const Graph& graph_;
   Budget& budget_;
   ByteAutomaton out_;
-  std::vector<State> content_;  // the lists of all subsets, one after another
+  std::vector<State> content_;  // the elements of all lists, one list after another
   // List s consists of the elements begins_[s] to begins_[s + 1] - 1 of content_.
   std::vector<size_t> begins_{0};
-  HashIndex numbers_;  // finds the number of a subset, unless the subset has exactly one state
+  // Finds the number of a subset. Subsets of exactly one state are in alone_ instead.
+  HashIndex numbers_;
   std::vector<uint32_t> seen_;  // for each state: the last round_ that visited the state
   // For each state: the number of the subset of only this state, or -1 if there is no such subset
   // yet.

@@ -1,5 +1,5 @@
-// Limits for the time, memory and size of compiling one constraint, and the class Budget, which
-// checks these limits.
+// Defines Limits, which limits the time, memory and size of compiling one constraint. Defines
+// Budget, which checks these limits.
 #pragma once
 
 #include <time.h>

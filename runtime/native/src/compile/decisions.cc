@@ -36,7 +36,7 @@ struct Bytes {
   // The node at the end of every answer, if the last part is a fixed text. Otherwise kNone.
   int32_t last = kNone;
   bool is_open = false;              // true: any text may follow `last`
-  std::vector<std::string> options;  // the texts of all options, by the option's number
+  std::vector<std::string> options;  // for each option: its text
   std::vector<int32_t> question_starts{0};
 
   int32_t add() {
@@ -220,11 +220,11 @@ class Builder {
       out.push_back({tree_.tokens[index(i)], node, tags});
   }
 
-  // Appends the tokens that can come next to `out`. `parent` is a node of the token tree. Its bytes
-  // lead to `node`, and complete the options of `tags`. The function visits only the tokens below
-  // `parent`, or all tokens if `parent` is kNone. If `wanted` is not kNone, it is also a node of
-  // the token tree. In this case, the function leaves out all tokens of at most `forced` bytes,
-  // except the tokens of `wanted`.
+  // Finds the tokens that can come next, and appends them to `out`. `parent` is a node of the token
+  // tree. Its bytes lead to `node`, and complete the options of `tags`. The function visits only
+  // the tokens below `parent`, or all tokens if `parent` is kNone. If `wanted` is not kNone, it is
+  // also a node of the token tree. In this case, the function leaves out all tokens of at most
+  // `forced` bytes, except the tokens of `wanted`.
   void walk(int32_t parent, int32_t node, int32_t tags, int32_t wanted, size_t forced,
             std::vector<Leap>& out) {
     const int32_t end = parent < 0 ? tree_.size() : tree_.behind[index(parent)];
@@ -321,7 +321,7 @@ class Builder {
   // Tokens that are on the same edges form a class. The end tokens form a separate class. So if
   // only this class is possible at a position, a request may fill the position with any end token.
   void add_classes(Automaton& out) {
-    std::vector<std::vector<int32_t>> edges_of(index(out.vocab_size));  // for each token
+    std::vector<std::vector<int32_t>> edges_of(index(out.vocab_size));  // for each token: its edges
     for (const int32_t end : vocabulary_.ends()) edges_of[index(end)].push_back(kNone);
     int32_t number = 0;
     for (const int32_t state : alive_)
@@ -334,7 +334,7 @@ class Builder {
     for (std::vector<int32_t>& edges : edges_of)
       out.token_class.push_back(edges.empty() ? kNone : classes.number_of(std::move(edges)));
     out.classes = static_cast<int32_t>(classes.lists.size());
-    std::vector<std::vector<int32_t>> classes_of(index(number));  // for each edge
+    std::vector<std::vector<int32_t>> classes_of(index(number));  // for each edge: its classes
     for (int32_t each = 0; each < out.classes; ++each)
       for (const int32_t edge : *classes.lists[index(each)])
         if (edge >= 0) classes_of[index(edge)].push_back(each);
@@ -373,9 +373,9 @@ class Builder {
   Budget& budget_;
   int32_t end_node_ = kNone;
   Numbered tags_;
-  // For each node: its leaps. The list is empty if it is not computed yet.
+  // For each node: the tokens that can follow it. The list is empty if it is not computed yet.
   std::vector<std::vector<Leap>> leaps_;
-  // The number of each state, by its node and tags.
+  // Maps a node and tags to the number of the state.
   std::map<std::pair<int32_t, int32_t>, int32_t> numbers_;
   std::vector<State> states_;
   std::vector<std::vector<Edge>> edges_;  // for each state: its edges

@@ -26,12 +26,14 @@ const CodePoints kWord{{'0', '9'}, {'A', 'Z'}, {'_', '_'}, {'a', 'z'}};
 const CodePoints kSpaces{{9, 13},          {' ', ' '},       {0xA0, 0xA0},     {0x1680, 0x1680},
                          {0x2000, 0x200A}, {0x2028, 0x2029}, {0x202F, 0x202F}, {0x205F, 0x205F},
                          {0x3000, 0x3000}, {0xFEFF, 0xFEFF}};
-const CodePoints kZeroWidthSpace{{0xFEFF, 0xFEFF}};  // only ECMA-262 includes this character in \s
+// Only ECMA-262 includes this character in \s.
+const CodePoints kZeroWidthSpace{{0xFEFF, 0xFEFF}};
 const CodePoints kOtherSpaces{{0x1C, 0x1F}, {0x85, 0x85}, {0x180E, 0x180E}};
 const CodePoints kNewline{{'\n', '\n'}};
 const CodePoints kLineEnds{{'\n', '\n'}, {'\r', '\r'}, {0x2028, 0x2029}};
 
-// The next two functions return the characters that at least one engine includes in \d or in \w.
+// any_digits() returns the characters that at least one engine includes in \d. any_word() returns
+// the characters that at least one engine includes in \w.
 const CodePoints& any_digits() {
   static const CodePoints points = *unicode_property("Nd", std::nullopt);
   return points;

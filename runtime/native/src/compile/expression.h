@@ -3,9 +3,10 @@
 // compiles a node of the graph to an automaton.
 //
 // The graph never contains two nodes with the same content. So if several expressions contain the
-// same part, the graph stores this part only once. If the same text also follows the part, the part
-// is compiled only once. To get as many common parts as possible, build sequences from right to
-// left. For example, [a][b][c] and [d][b][c] then share one node for the end [b][c].
+// same part, the graph stores this part only once. If the part also has the same continuation in
+// these expressions, the part is compiled only once. To get as many common parts as possible, build
+// sequences from right to left. For example, [a][b][c] and [d][b][c] then share one node for the
+// end [b][c].
 #pragma once
 
 #include <bitset>

@@ -18,8 +18,8 @@ string many(const string& item, int low, int high) {
 
 // ---- Dates (RFC 3339) ----
 
-// Returns dates in the years 0001 to 9999. Year 0 is left out, because Python's dates do not
-// support it.
+// Returns a regular expression for dates in the years 0001 to 9999. Year 0 is left out, because
+// Python's dates do not support it.
 string date() {
   const string year = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)";
   const string fours = "(?:0[48]|[2468][048]|[13579][26])";
@@ -29,13 +29,14 @@ string date() {
          fours + "|" + fours + "00)-02-29)";
 }
 
-// Returns times. Leap seconds are left out, because few programs support them.
+// Returns a regular expression for times. Leap seconds are left out, because few programs support
+// them.
 string time() {
   return "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,9})?"
          "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])";
 }
 
-// Returns durations as in appendix A of RFC 3339.
+// Returns a regular expression for durations (RFC 3339, appendix A).
 string duration() {
   const string n = "[0-9]+", second = n + "S", minute = n + "M(?:" + second + ")?",
                hour = n + "H(?:" + minute + ")?",
@@ -47,9 +48,9 @@ string duration() {
 
 // ---- Hosts ----
 
-// Returns the labels of host names, with up to `most` characters. A label is the part between two
-// dots. Labels whose third and fourth characters are both "-" are left out, because such a label
-// may be Punycode, which programs decode and check.
+// Returns a regular expression for the labels of host names, with up to `most` characters. A label
+// is the part between two dots. Labels whose third and fourth characters are both "-" are left out,
+// because such a label may be Punycode, which programs decode and check.
 string label(int most) {
   const string end = "[A-Za-z0-9]", any = "[A-Za-z0-9-]";
   const string rest = end + "(?:" + any + "{0," + std::to_string(most - 4) + "}" + end + ")?|-" +
@@ -57,8 +58,8 @@ string label(int most) {
   return end + "(?:" + end + "|" + any + "(?:" + rest + "))?";
 }
 
-// Returns host names of at least `fewest` labels and at most 253 characters (RFC 1123, RFC 5890). A
-// label is the part between two dots.
+// Returns a regular expression for host names of at least `fewest` labels and at most 253
+// characters (RFC 1123, RFC 5890). A label is the part between two dots.
 //
 // An automaton that counts the characters of the whole name would have too many states. So the
 // function allows only host names in one of these three forms:
@@ -88,7 +89,7 @@ const char kByte[] = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])";
 
 string ipv4() { return string(kByte) + "(?:\\." + kByte + "){3}"; }
 
-// Returns IPv6 addresses as in RFC 3986. Zone identifiers are left out.
+// Returns a regular expression for IPv6 addresses (RFC 3986). Zone identifiers are left out.
 string ipv6() {
   const string group = "[0-9A-Fa-f]{1,4}", part = "(?:" + group + ":)";
   const string last = "(?:" + group + ":" + group + "|" + ipv4() + ")";
@@ -133,7 +134,8 @@ struct Uri {
         "(?:[A-Za-z0-9._\\~-]+@)?(?:" + (letters.empty() ? host(1) : international_host(1)) +
         "|\\[" + ipv6() + "\\])(?:" + port + ")?";
   }
-  // Returns the part of a URI after the scheme: an optional authority and a path.
+  // Returns a regular expression for the part of a URI after the scheme. This part consists of an
+  // optional authority and a path.
   string hierarchy() const {
     return "(?://" + authority + "(?:/" + segment + ")*|/(?:" + character + "+(?:/" + segment +
            ")*)?";
@@ -142,8 +144,9 @@ struct Uri {
     return "[A-Za-z][A-Za-z0-9+.-]*:" + hierarchy() + "|" + character + "+(?:/" + segment + ")*)" +
            tail;
   }
-  // Returns relative references, including the empty reference. The first segment must not contain
-  // a colon. Otherwise programs would interpret the text before the colon as a scheme.
+  // Returns a regular expression for relative references, including the empty reference. The first
+  // segment must not contain a colon. Otherwise programs would interpret the text before the colon
+  // as a scheme.
   string reference() const {
     string first = character;
     first.erase(first.find(":@]"), 1);
@@ -155,7 +158,8 @@ struct Uri {
 const char kBeyondAscii[] =
     "\\u{A1}-\\u{1FFF}\\u{2070}-\\u{D7FF}\\u{F900}-\\u{FDCF}\\u{FDF0}-\\u{FEFE}";
 
-// Returns URI templates (RFC 6570). Escapes in the names of variables are left out.
+// Returns a regular expression for URI templates (RFC 6570). Escapes in the names of variables are
+// left out.
 string uri_template() {
   const string name = "[A-Za-z0-9_]+(?:\\.[A-Za-z0-9_]+)*";
   const string variable = name + "(?::[1-9][0-9]{0,2}|\\*)?";
@@ -163,8 +167,9 @@ string uri_template() {
          variable + ")*\\})*";
 }
 
-// Returns simple regular expressions that all engines accept. Their groups are nested at most
-// twice. Their ranges contain only letters or only digits.
+// Returns a regular expression that matches simple regular expressions. All engines accept these
+// expressions. Their groups are nested at most twice, and their ranges contain only letters or only
+// digits.
 string expression() {
   // JSON writes each backslash as two backslashes.
   const string plain = "(?:[A-Za-z0-9 _:;,<>@%=!'/`.-]|\\\\\\\\[dDwWsS.*+?()\\[\\]{}|^$/])";

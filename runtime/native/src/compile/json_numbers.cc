@@ -31,8 +31,8 @@ constexpr int64_t kSixDigits = 1000000;
 
 // A lower or upper bound of a range of non-negative numbers.
 struct Bound {
-  std::string whole = "0";  // digits before the decimal point, without leading zeros
-  std::string fraction;     // digits after the point, padded with zeros
+  std::string whole = "0";  // the digits before the decimal point, without leading zeros
+  std::string fraction;     // the digits after the decimal point, padded with zeros
   bool is_excluded = false;
   // True if the schema writes the number without a decimal point and exponent. Then programs parse
   // the number as an integer.
@@ -123,7 +123,7 @@ class Naturals {
   }
 
  private:
-  // The texts that may follow a digit, with the indices [is_low][is_high].
+  // The texts that may follow a digit, as an array with the indices [is_low][is_high].
   using Tight = std::array<std::array<Node, 2>, 2>;
 
   static ByteSet set(char low, char high) {
@@ -270,9 +270,9 @@ Node in_range(Expressions& e, const NumberRange& range, size_t fraction_digits) 
 // caller must intersect the result with the texts of valid numbers.
 Node with_remainder(Expressions& expressions, uint64_t divisor, size_t places) {
   if (divisor > kMostRemainders) refuse("multipleOf with so many digits is not supported");
-  // State 0 is the start state. Every other state is a pair of a phase and a remainder. Before the
-  // decimal point, the phase is 0. After the decimal point, the phase is the number of characters
-  // from the decimal point on, including the decimal point.
+  // State 0 is the start state. Every other state is a pair of a phase and a remainder. The phase
+  // is 0 before the decimal point. The decimal point and each digit after it increase the phase by
+  // 1.
   const size_t phases = places == 0 ? 1 : places + 2;
   const auto state = [&](size_t phase, uint64_t remainder) {
     return static_cast<int32_t>(1 + phase * divisor + remainder % divisor);

@@ -359,8 +359,8 @@ class Minimiser {
       for (size_t i = 1; i < runs.size(); ++i)
         if (runs[i].second - runs[i].first > runs[largest].second - runs[largest].first)
           largest = i;
-      // The members of the class that are not in `changed` form a part of their own. Their edges
-      // lead only to classes that kept their numbers. But each member in `changed` has an edge to a
+      // The members of the class that are not in `changed` form a separate part. Their edges lead
+      // only to classes that kept their numbers. But each member in `changed` has an edge to a
       // class with a new number.
       const bool keeps_unchanged = unchanged >= runs[largest].second - runs[largest].first;
       std::vector<std::vector<int32_t>> others;
@@ -530,8 +530,9 @@ class Minimiser {
   const ByteAutomaton& raw_;
   const int32_t first_;
   Budget& budget_;
-  std::vector<int32_t> distances_, component_;  // one entry for each old state
-  std::vector<int32_t> canonical_;              // for each finished old state: the new state
+  // For each old state: its distance to an end, and its component.
+  std::vector<int32_t> distances_, component_;
+  std::vector<int32_t> canonical_;  // for each finished old state: the new state
   int32_t components_ = 0;
   ByteAutomaton made_;
   HashIndex by_edges_;  // finds new states by their edges

@@ -96,8 +96,8 @@ bool RegexText::escaped_set(CodePoints& set) {
   return true;
 }
 
-// Parses the name in \p{name} or \p{name=value}. If the name is followed by != instead of =,
-// inverts `is_negated`.
+// Parses the name in \p{name} or \p{name=value}, and returns the characters that have this
+// property. If != follows the name instead of =, inverts `is_negated`.
 CodePoints RegexText::property(bool& is_negated) {
   skip();
   std::string name;

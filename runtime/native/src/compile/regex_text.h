@@ -34,7 +34,8 @@ class RegexText {
   // Skips white space and comments if the flag x is set. Otherwise does nothing.
   void skip();
 
-  // If the flag i is set, adds the characters that differ only in case from a character of the set.
+  // Returns the characters in `points`. If the flag i is set, also returns all characters that
+  // differ only in case from a character in `points`.
   CodePoints folded(const CodePoints& points) const;
   // Parses \d, \p{...} and similar sets. The backslash was parsed already. Returns false if there
   // is no such set at the current position.

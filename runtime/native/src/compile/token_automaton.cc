@@ -17,8 +17,8 @@ namespace {
 
 constexpr int32_t kNone = -1;
 
-// Builds an automaton over token ids. Its states are the states of the byte automaton `texts` that
-// tokens reach, and a state for the end tokens.
+// Builds an automaton over token ids. Its states are those states of the byte automaton `texts` to
+// which tokens lead. One more state comes after the end tokens.
 class Assembly {
  public:
   Assembly(const ByteAutomaton& texts, const Vocabulary& vocabulary, TokenEdges edges,

@@ -2,9 +2,10 @@
 // of nodes to the next (token_walks.h). So it processes many tokens at once.
 //
 // A state of an automaton divides the bytes into parts. All bytes of a part lead to the same next
-// state. For each part, the nodes of a set have a set of children: the children whose last byte is
-// in the part. For example, the tokens "hello" and "world" go through the same sets if the first
-// state is inside a string. Each set is computed only once, when the compiler first needs it.
+// state. So a set of nodes has one set of children for each part. This set contains the children
+// whose last byte is in the part. For example, the tokens "hello" and "world" go through the same
+// sets if the first state is inside a string. Each set is computed only once, when the compiler
+// first needs it.
 #pragma once
 
 #include <cstddef>
@@ -51,8 +52,9 @@ class TokenSets {
   // shape if it is new.
   int32_t shape_of(const std::vector<Range>& ranges);
 
-  // Returns the sets of children of a set that are not empty, in the order of the shape's parts.
-  // The result is a pair of indices for child(): the first index, and the index after the last.
+  // Returns the sets of children of a set, in the order of the shape's parts. Leaves out empty sets
+  // of children. The result is a pair of indices for child(): the first index, and the index after
+  // the last index.
   std::pair<size_t, size_t> children(int32_t set, int32_t shape, Budget& budget);
   const Child& child(size_t at) const { return children_[at]; }
 

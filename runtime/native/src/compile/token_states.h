@@ -32,8 +32,7 @@ class TokenStates {
   // Returns true if many bytes lead from the state back to itself. Tokens from many other states
   // lead to such a state.
   bool is_hub(int32_t state) const { return states_[static_cast<size_t>(state)].is_hub; }
-  // Returns the text that must follow a state. The text is cut to kEncodedBytes bytes and to whole
-  // characters.
+  // Returns the text that must follow a state. The text is cut to 96 bytes and to whole characters.
   std::string text_after(int32_t state) const;
   size_t bytes() const;
 

@@ -1,5 +1,5 @@
-// Finds the tokens that lead from state to state. A walk follows all tokens from one state. The
-// code walks only from states to which tokens lead. Three things make the walks short:
+// Finds the tokens that lead from state to state. A walk follows all tokens from one state. Only
+// states to which tokens lead need a walk. Three things make the walks short:
 //
 // - A walk does not visit single tokens. Instead, a walk visits sets of nodes of the token tree
 //   (token_sets.h). So in one step, a walk visits all tokens that a state treats alike.

@@ -14,9 +14,10 @@ CodePoints intersection(const CodePoints& first, const CodePoints& second);
 CodePoints joined(const CodePoints& first, const CodePoints& second);
 bool contains(const CodePoints& points, char32_t point);
 
-// Returns the characters that have a Unicode property. unicode_property("Alphabetic") is
-// \p{Alphabetic}, and unicode_property("Script", "Greek") is \p{Script=Greek}. The comparison of
-// names ignores case, spaces, - and _ (UAX #44, LM3). Returns nullopt if there is no such property.
+// Returns the characters that have a Unicode property. For example, unicode_property("Alphabetic")
+// returns the characters of \p{Alphabetic}, and unicode_property("Script", "Greek") returns those
+// of \p{Script=Greek}. The comparison of names ignores case, spaces, - and _ (UAX #44, LM3).
+// Returns nullopt if there is no such property.
 std::optional<CodePoints> unicode_property(std::string_view name,
                                            std::optional<std::string_view> value = std::nullopt);
 

@@ -52,7 +52,7 @@ class Vocabulary {
   const std::vector<int32_t> ends_;
   const FirstToken first_token_;
   TokenTree tree_;
-  std::vector<int32_t> node_of_;  // [vocab_size]: -1 if the token has no node
+  std::vector<int32_t> node_of_;  // [vocab_size]: the node of each token, or -1
 
   mutable std::mutex mutex_;
   mutable std::unique_ptr<TokenSets> kept_;

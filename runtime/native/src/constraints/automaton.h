@@ -1,10 +1,10 @@
 // Defines Automaton, a compiled constraint. An automaton reads token ids, and accepts exactly the
 // texts that a request may produce.
 //
-// The folder compile/ builds automata. Two tokens are in the same class if, in every state, both
-// tokens lead to the same next state. A group consists of all classes that lead from one state to
-// the same next state. So the work per pass depends on the numbers of classes and groups, not on
-// the number of tokens.
+// The folder compile/ builds automata. Two tokens are in the same class if both tokens lead to the
+// same next state from every state. A group consists of all classes that lead from one state to the
+// same next state. So the work per pass depends on the numbers of classes and groups, not on the
+// number of tokens.
 //
 // An automaton can be stored in a file. All its numbers are little-endian. The file has these
 // parts:

@@ -1,8 +1,8 @@
 // Defines Constrained, the proposer of a request with a constraint. After each pass, the proposer
 // finds one text that the automaton accepts. This text is the most likely text, or a random sample.
 // All proposals come from this text, so any number of proposals can commit at the same time. If a
-// request ends early, the proposer completes the request's text with as few tokens as possible. For
-// this text, the proposer uses the tokens that the last pass proposed.
+// request ends early, the proposer completes the request's text with as few tokens as possible. In
+// doing so, the proposer keeps the tokens that the last pass proposed.
 //
 // The constraint covers a range of the canvas. The range starts at the request's first undecided
 // position and ends at the last undecided position. The range also includes the `given` tokens

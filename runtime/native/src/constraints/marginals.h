@@ -1,11 +1,11 @@
 // Defines Texts, the probability distribution over all texts that a constraint accepts at some
 // positions of a canvas. A text's probability is proportional to the product of the probabilities
-// of its tokens. Texts can draw texts from this distribution, and compute the marginal
+// of its tokens. The class can draw texts from this distribution, and compute the marginal
 // probabilities of tokens.
 //
 // The algorithm is forward filtering, backward sampling (Carter and Kohn, 1994), with both
 // directions reversed. First, the algorithm goes from the last position to the first. At each
-// position, it adds up the weights of all possible rests of the text. Then it goes from the first
+// position, it adds up the weights of all ways to continue the text. Then it goes from the first
 // position to the last, and draws one token at each position. This method is exact: the probability
 // of drawing a text is the text's probability at the given temperature, divided by the total
 // probability of all texts that the constraint accepts.
@@ -33,10 +33,9 @@
 
 namespace dlm {
 
-// Describes one position of all texts. `prob` is the marginal probability of one token at this
-// position. `margin` is the largest marginal probability of any token at this position, minus the
-// second largest. `entropy` is the sum of p ln p over all tokens, where p is the token's marginal
-// probability.
+// `prob` is the marginal probability of one token at one position, over all texts. `margin` is the
+// largest marginal probability of any token at this position, minus the second largest. `entropy`
+// is the sum of p ln p over all tokens, where p is the token's marginal probability.
 struct Marginal {
   double prob, margin, entropy;
 };

@@ -2,10 +2,10 @@
 // of questions, and each question has several options.
 //
 // In a block, the probability of an option is the total probability of the texts that complete this
-// option. Some texts end before they complete an option of a question. The probability of such a
-// text is divided equally among the options that can still follow. In the next block, the committed
-// tokens rule out some of the options. The texts of the next block then divide the total
-// probability of the remaining options among these options.
+// option. Some texts reach the end of the block before they complete an option of a question. The
+// probability of such a text is divided equally among the options that can still follow. In the
+// next block, the committed tokens rule out some of the options. The texts of the next block then
+// divide the total probability of the remaining options among these options.
 #pragma once
 
 #include <cstdint>
@@ -18,21 +18,21 @@ namespace dlm {
 
 class OptionProbs {
  public:
-  // The automaton must be compiled from a decision, and must outlive this object. There is room for
-  // `room` tokens, for the answer and for the text after the answer.
+  // The automaton must be compiled from a decision, and must outlive this object. `room` is the
+  // largest number of tokens that the answer and the text after the answer may have together.
   OptionProbs(const Automaton& automaton, int32_t room);
 
-  // Adds the texts of a block. These texts start in `state`, and `texts` contains their sums. There
-  // is room for `room` tokens from the start of the block on, and for `room_behind` tokens after
-  // the end of the block.
+  // Adds the texts of a block. These texts start in `state`, and `texts` contains their sums.
+  // `room` is the largest number of tokens from the start of the block on. `room_behind` is the
+  // largest number of tokens after the end of the block.
   void add_block(int32_t state, int32_t room, Texts& texts, int32_t room_behind);
 
   // Returns one probability for each option, in the order of the options.
   const std::vector<double>& probs() const { return probs_; }
 
  private:
-  // Sets follows_ to 1 for each option that a text can still complete after `state`. The option
-  // counts only if `room` tokens are enough for the rest of the answer.
+  // Sets follows_ to 1 for each option that a text can still complete after `state`. An option
+  // counts only if the rest of the answer then fits into `room` tokens.
   void find_following(int32_t state, int32_t room);
   // Returns the number of options of a question for which follows_ is 1.
   double count_following(size_t question) const;

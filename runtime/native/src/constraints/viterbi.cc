@@ -73,7 +73,8 @@ void fetch_run(const float* logits) {
 // Returns the first token that has the highest logit. If every logit is -inf, returns the first
 // token.
 int32_t find_best(const float* logits, const View<int32_t>& tokens) {
-  constexpr size_t kStretch = 32 * kLanes;  // number of tokens that are searched again
+  // Number of tokens in the part that is searched a second time.
+  constexpr size_t kStretch = 32 * kLanes;
   float highest = kNone;
   size_t found = 0;
   for (size_t start = 0; start < tokens.size; start += kStretch) {

@@ -2,9 +2,9 @@
 // uses the Viterbi algorithm (1967). DINGO (arXiv:2505.23061) applies this algorithm to diffusion
 // language models.
 //
-// The weight of a token is its logit minus the best logit of its row. If a row has no logits, the
-// weight of a token is 0, or -1 if a different token is marked as the best token. Texts are
-// compared in this order:
+// A row contains the logits of all tokens at one position. The weight of a token is its logit minus
+// the highest logit of its row. If a row has no logits, the weight of a token is 0, or -1 if a
+// different token is marked as the best token. Texts are compared in this order:
 //   1. The text with fewer ruled-out tokens (logit -inf) wins.
 //   2. If the numbers of ruled-out tokens are equal, the text with the larger sum of weights wins.
 //   3. If the sums are equal too, the search compares the texts at the first position where their
@@ -13,11 +13,11 @@
 // `solve` searches again with exact sums (decode/exact_sum.h). So large logits never hide small
 // logits. tests/constrained_reference.py implements the same search in exact arithmetic.
 //
-// A row has one logit for each token of the vocabulary, so the search reads as few logits as
-// possible. At each place, the search skips the classes that no possible text uses at this place.
-// If a group contains the row's best token, this token is the best token of the group. For large
-// classes, the search first finds the tokens with the highest logits of the row. Then, for each
-// class that contains none of the found tokens, the search reads the logits of the class.
+// Rows are long, so the search reads as few logits as possible. At each place, the search skips the
+// classes that no possible text uses at this place. If a group contains the row's best token, this
+// token is the best token of the group. For large classes, the search first finds the tokens with
+// the highest logits of the row. Then, for each class that contains none of the found tokens, the
+// search reads the logits of the class.
 #pragma once
 
 #include <cstdint>

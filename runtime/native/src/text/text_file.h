@@ -18,8 +18,8 @@ namespace dlm {
 
 using Numbers = View<int32_t>;  // an array of int32 numbers in the file
 
-// A table with one byte for each code point. The table is stored in pages of 256 code points. A
-// table without pages is empty.
+// A table with one byte for each code point. The table is stored in pages of 256 code points. If
+// there are no pages, the table is empty.
 struct CodePointTable {
   Numbers pages;
   View<uint8_t> values;
@@ -80,8 +80,8 @@ struct TextFile {
   bool starts_with_space = false;  // true: encoding adds a space at the start of the text
   // True for WordPiece, which encodes a word as its longest tokens from left to right. With
   // WordPiece, the flag `whole` marks the tokens of the vocabulary, and byte_ids[0] is the unknown
-  // token. `tokens` contains the text that each token adds after other tokens. If a token has the
-  // flag `continues`, the token continues a word.
+  // token. `tokens` contains the text that each token adds if other tokens come before it. If a
+  // token has the flag `continues`, the token continues a word.
   bool has_word_pieces = false;
   bool drops_space = false;  // true: pieces of white space are not encoded
   // True if adjacent byte tokens are decoded together. If their bytes are not valid UTF-8, each of
@@ -135,7 +135,7 @@ struct TextFile {
   Numbers empty_contexts;  // contexts in which the content must not be empty
 };
 
-// Reads and checks the content of a text file. `where` is the start of error messages. Throws
+// Reads and checks the content of a text file. Error messages start with `where`. Throws
 // Error(DLM_BAD_BUNDLE) if the content is not valid. Throws Error(DLM_UNSUPPORTED) if the version
 // of the file is unknown.
 TextFile read_text_file(const void* data, size_t size, const std::string& where);

@@ -21,7 +21,7 @@ namespace dlm {
 // The largest size of a text that one call encodes, in bytes.
 constexpr size_t kMostTextBytes = size_t{1} << 28;
 
-// An open-addressing hash index of numbers. The load factor is at most 1/2.
+// A hash index of numbers with open addressing. The load factor is at most 1/2.
 class Index {
  public:
   void reserve(size_t count);
@@ -49,7 +49,7 @@ struct Encode {
 
 class Text {
  public:
-  // Reads and checks the content of a text file. Throws the same errors as read_text_file.
+  // Reads and checks the content of a text file. Throws the same errors as read_text_file().
   Text(const void* data, size_t size, const std::string& where);
 
   const TextFile& file() const { return file_; }

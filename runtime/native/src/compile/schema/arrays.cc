@@ -1,5 +1,5 @@
-// Writes the arrays of one case (see writer.h). Each of the first items can have a schema of its
-// own. All remaining items have the same schema.
+// Writes the arrays of one case (see writer.h). Each of the first items can have a different
+// schema. All remaining items have the same schema.
 #include <algorithm>
 
 #include "compile/schema/keywords.h"

@@ -18,7 +18,7 @@ using Kind = Value::Kind;
 
 constexpr int kMostNesting = 256;       // largest nesting depth of the schema's JSON text
 constexpr size_t kMostText = 16 << 20;  // largest size of the schema's JSON text, in bytes
-// The largest memory of parsed JSON per byte of text (see base/json.h).
+// The largest number of bytes of memory that parsed JSON needs per byte of text (see base/json.h).
 constexpr size_t kBytesPerByte = 100;
 // The largest number of characters of a value that a message contains.
 constexpr size_t kMostShown = 60;
@@ -121,7 +121,7 @@ void Document::read_root() {
   index(*root_, nullptr, resources_[0].get(), true);
 }
 
-// Returns the resource of an object. If $id gives the object a URI of its own, creates a new
+// Returns the resource of an object. If the object has its own URI because of $id, creates a new
 // resource and returns it. Otherwise returns `around`, the resource around the object.
 Resource* Document::resource_of(const Value& value, Resource* around) {
   bool is_named = around->names_draft;

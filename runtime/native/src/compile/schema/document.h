@@ -90,13 +90,13 @@ enum Kinds : uint8_t {
   kAllKinds = 127
 };
 
-// A resource is the whole document, or a subschema with its own $id. References are relative to the
-// URI of their resource.
+// A resource is the whole document, or a subschema that has its own $id. A reference is relative to
+// the URI of the resource that contains the reference.
 struct Resource {
   const json::Value* root;
   std::string uri;  // the URI of the resource, without a fragment
   int draft;
-  bool names_draft;  // true if $schema selects the draft
+  bool names_draft;  // true if the keyword $schema selects the draft
   std::unordered_map<std::string, const json::Value*> anchors, dynamic_anchors;
 };
 
@@ -168,7 +168,7 @@ class Document {
   const json::Value* root_;
   std::vector<std::unique_ptr<Resource>> resources_;
   std::unordered_map<std::string, Resource*> by_uri_;
-  std::unordered_map<const json::Value*, Place> places_;  // contains only arrays and objects
+  std::unordered_map<const json::Value*, Place> places_;  // only for arrays and objects
   // The objects that contain a $ref, $dynamicRef or $recursiveRef.
   std::vector<const json::Value*> references_;
   std::unordered_map<const json::Value*, std::vector<const json::Value*>> destinations_;

@@ -199,7 +199,8 @@ Formula Formulas::differs(const Value& value, const Schema& schema) {
   }
   if (is_array) {
     ways.push_back(range(Atom::item_count, schema, kArray, inner.size(), inner.size(), false));
-    // The object has all properties of `value` and at least one more property.
+    // An object is also different if it has all properties of `value` and at least one more
+    // property.
   } else {
     names.push_back(range(Atom::property_count, schema, kObject, 0, inner.size(), false));
     ways.push_back(all(names));

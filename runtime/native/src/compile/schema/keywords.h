@@ -5,7 +5,7 @@
 
 namespace dlm::compile::schema {
 
-// The schemas of an array's items. Each of the first items can have a schema of its own. All
+// The schemas of an array's items. Each of the first items can have a different schema. All
 // remaining items have the schema `others`, or may have any value if `others` is nullptr.
 struct ItemSchemas {
   const json::Value* prefix = nullptr;  // the list of the first items' schemas, or nullptr

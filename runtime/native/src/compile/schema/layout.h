@@ -12,10 +12,10 @@ namespace dlm::compile::schema {
 struct Layout {
   std::string item_separator = ",";  // the text between items of an array and between properties
   std::string key_separator = ":";   // the text between a property's name and its value
-  // The number of spaces by which each level is indented. Each item is then on a line of its own.
-  // If `indent` is negative, there are no line breaks.
+  // The number of spaces by which each level is indented. Each item is then on a separate line. If
+  // `indent` is negative, there are no line breaks.
   int32_t indent = -1;
-  bool has_lines = false;  // true: each item of a top-level array is on a line of its own
+  bool has_lines = false;  // true: each item of a top-level array is on a separate line
 
   // The texts around the items of a container (an array or object) that is not empty. `start` comes
   // after the opening bracket, `between` comes between two items, and `end` comes before the

@@ -23,8 +23,8 @@ class Recursion {
   Recursion(Document& document, Budget& budget);
 
   // Chooses the counted targets, and numbers them. Usually, these are all targets that are in a
-  // cycle. A group is a set of targets whose cycles are connected. The writer needs one counter for
-  // each counted target, and the number of combinations of these counters grows quickly. If a group
+  // cycle. Targets whose cycles are connected form a group. The writer needs one counter for each
+  // counted target, and the number of combinations of these counters grows quickly. If a group
   // would have too many combinations, only some of its targets are counted. These targets are
   // enough to break all cycles of the group. If there are still too many combinations, the counted
   // targets of the group share one number.
@@ -51,7 +51,7 @@ class Recursion {
   std::vector<uint8_t> is_cyclic_;  // for each vertex: 1 if the vertex is in a cycle
   std::vector<uint8_t> is_head_;    // for each vertex: 1 if a back edge of the search leads to it
   uint32_t components_ = 0;
-  // For each vertex: the number of the target, or kNotCounted.
+  // For each vertex: the number of the counted target, or kNotCounted.
   std::vector<uint32_t> numbers_;
   // For each component: the numbers of the counted targets that can be reached from it.
   std::vector<std::vector<uint32_t>> reached_;

@@ -15,8 +15,9 @@ Node Writer::end_of_row(const Row& row, bool is_array, const Layout::Around& aro
   const Node closing = expressions_.bytes(is_array ? "]" : "}");
   const Node ended = expressions_.sequence(expressions_.bytes(around.end), closing);
   const Node between = expressions_.sequence(expressions_.bytes(around.between), row.more);
-  // All unlisted properties may have the same name, and programs then keep only one of them. So all
-  // unlisted properties together count as one property towards the minimum.
+  // An unlisted property is a property that the schema does not list. All unlisted properties may
+  // have the same name, and programs then keep only one of them. So all unlisted properties
+  // together count as one property towards the minimum.
   const uint64_t missing = row.low > count ? row.low - count : 0;
   const uint64_t most = row.high == kNoLimit ? kUnbounded : row.high - std::min(count, row.high);
   const auto limit = static_cast<uint32_t>(most);
@@ -61,7 +62,8 @@ Node Writer::row(const Row& row, bool is_array, uint32_t level) {
   constexpr uint32_t kNone = UINT32_MAX;
   struct Step {
     State state;
-    // The next states if the slot is absent or present, as indices into the next layer.
+    // The next state if the slot is absent, and the next state if the slot is present. Both are
+    // indices into the next layer.
     uint32_t without = kNone, with = kNone;
   };
   std::vector<std::vector<Step>> layers(slots + 1);

@@ -28,8 +28,8 @@ struct Extent {
 // because the decoded text rarely has room for long strings.
 constexpr Extent kExtents[] = {{3, 3, kUnbounded}, {3, 3, 2048}, {3, 3, 1024}, {2, 3, 1024},
                                {2, 2, 1024},       {1, 2, 1024}, {1, 1, 256},  {0, 1, 256}};
-// By default, the estimated number of states should be at most this fraction of the limit: 1 /
-// kComfort.
+// By default, the estimated number of states should be at most 1 / kComfort of the limit for
+// states.
 constexpr double kComfort = 4;
 // The code uses smaller limits only if they reduce the estimate to at most this fraction of the
 // first estimate.
@@ -177,7 +177,7 @@ class Tree {
     return options;
   }
 
-  // Returns texts that contain several values of a schema. Each value is on a line of its own.
+  // Returns texts that contain several values of a schema. Each value is on a separate line.
   Texts lines_of(const Value& schema, std::pair<uint32_t, uint32_t> times) {
     const auto [low, high] = times;
     Options options = options_;

@@ -60,7 +60,8 @@ class Writer {
   bool has_cut_strings() const { return has_cut_strings_; }
 
  private:
-  // Pairs of a schema's number in Recursion and a count, in ascending order of the numbers.
+  // Each pair consists of a schema's number in Recursion, and a count. The numbers are in ascending
+  // order.
   using Counts = std::vector<std::pair<uint32_t, uint32_t>>;
 
   // Describes the containers and schemas around a value.
@@ -95,8 +96,8 @@ class Writer {
     std::vector<Slot> slots;
     std::vector<Clause> clauses;  // in each clause, at least one literal must be true
     uint64_t low = 0, high = kNoLimit;
-    // The texts of one property that the schema does not list. Any number of such properties may
-    // come after the slots.
+    // The texts of any one property that the schema does not list. Several such properties may come
+    // after the slots.
     Node more = 0;
   };
 
