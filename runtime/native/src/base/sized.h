@@ -31,8 +31,8 @@ Struct take(const Struct& given, Struct defaults, const char* name) {
   if (size > sizeof(Struct) && size % alignof(Struct) == 0 && size < 16 * sizeof(Struct))
     fail(DLM_INVALID_ARGUMENT,
          "%s: struct_size is %zu, but this library (%s) supports %zu bytes: the program was "
-         "compiled with the dlm_runtime.h of a newer library. Install that one, or compile with "
-         "this one's header",
+         "compiled with the dlm_runtime.h of a newer library. Install the newer library, or "
+         "compile with the header of this library",
          name, size, dlm_version(), sizeof(Struct));
   if (size <= sizeof given.struct_size || size > sizeof(Struct) || size % alignof(Struct) != 0)
     fail(DLM_INVALID_ARGUMENT, "%s: struct_size is %zu, expected %zu: start from %s_init", name,

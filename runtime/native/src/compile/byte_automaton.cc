@@ -157,11 +157,11 @@ ByteAutomaton between(const ByteAutomaton& texts, const std::string& before,
   cut.starts.push_back(static_cast<uint32_t>(cut.edges.size()));
   ByteAutomaton out = minimised(cut, first, budget);
   if (out.is_empty())
-    throw Error(DLM_INVALID_ARGUMENT,
-                before.empty() && behind.empty()
-                    ? std::string("regex: no text matches it, but for texts with a NUL")
-                    : "no text of the constraint starts with " + json::quoted(before) +
-                          " and ends with " + json::quoted(behind));
+    throw Error(DLM_INVALID_ARGUMENT, before.empty() && behind.empty()
+                                          ? std::string("regex: only texts with a NUL match it")
+                                          : "no text of the constraint starts with " +
+                                                json::quoted(before) + " and ends with " +
+                                                json::quoted(behind));
   return out;
 }
 

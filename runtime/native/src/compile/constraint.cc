@@ -92,8 +92,8 @@ std::unique_ptr<const Vocabulary> read_vocabulary(std::shared_ptr<const Text> te
   const TextFile& file = text->file();
   if (file.is_byte_fallback || file.has_space_letter)
     fail(DLM_UNSUPPORTED,
-         "constraints need a byte-level tokenizer, and this one decodes by characters: its texts "
-         "are not those of its tokens one behind the other");
+         "constraints need a byte-level tokenizer, but this tokenizer decodes characters: the text "
+         "of several tokens is not always the texts of the tokens one after another");
   std::vector<std::string> tokens(static_cast<size_t>(std::min(vocab_size, file.vocab_size)));
   for (size_t token = 0; token < tokens.size(); ++token)
     if ((file.token_flags[token] & TextFile::special) == 0)

@@ -31,7 +31,7 @@ Vocabulary::Vocabulary(std::vector<std::string> tokens, int32_t vocab_size,
       first_token_(std::move(first_token)) {
   if (ends_.empty())
     fail(DLM_INVALID_ARGUMENT,
-         "constraints need an end token, to stand behind texts, and this bundle has none");
+         "constraints need an end token after the text, but this bundle has no end token");
   for (const int32_t end : ends_)
     if (end < 0 || end >= vocab_size_)
       fail(DLM_INVALID_ARGUMENT, "the end token %d is outside the vocabulary (0..%d)", end,

@@ -153,11 +153,11 @@ void read_composition(TextFile& file, const Sizes& s, Reader& reader) {
   file.decomposition_points =
       reader.numbers("decomposition_points", s.decomposition_points, 0, last);
   if (!std::all_of(file.decomposition_points.begin(), file.decomposition_points.end(), is_scalar))
-    reader.refuse("decomposition_points", "have half a character");
+    reader.refuse("decomposition_points", "contain an invalid code point");
   file.compositions = reader.numbers("compositions", int64_t{3} * s.compositions, 0, last);
   for (size_t i = 0; i < file.compositions.size; i += 3) {
     const int32_t* const entry = file.compositions.data + i;
-    if (!is_scalar(entry[2])) reader.refuse("compositions", "have half a character");
+    if (!is_scalar(entry[2])) reader.refuse("compositions", "contain an invalid code point");
     if (i > 0 && !std::lexicographical_compare(entry - 3, entry - 1, entry, entry + 2))
       reader.refuse("compositions", "do not ascend");
   }
@@ -186,16 +186,16 @@ void check_strings(const TextFile& file, const Reader& reader) {
     for (size_t i = 0; i < strings->size(); ++i)
       if (!is_utf8((*strings)[i])) reader.refuse("strings", "are not all UTF-8");
   for (size_t i = 0; i < file.added.size(); ++i) {
-    if (file.added[i].empty()) reader.refuse("added", "have an empty one");
+    if (file.added[i].empty()) reader.refuse("added", "contain an empty text");
     if (i > 0 && i != file.raw_added && file.added[i - 1] >= file.added[i])
       reader.refuse("added", "do not ascend");
   }
   for (const int32_t literal : file.literals)
-    if (file.chat_strings[literal].empty()) reader.refuse("literals", "have an empty one");
+    if (file.chat_strings[literal].empty()) reader.refuse("literals", "contain an empty text");
   for (size_t token = 0; token < file.tokens.size(); ++token) {
     const bool is_byte = (file.token_flags[token] & TextFile::byte) != 0;
     if (file.tokens[token].size() > kMostTokenBytes)
-      reader.refuse("tokens", "have one longer than 65536 bytes");
+      reader.refuse("tokens", "contain a token of more than 65536 bytes");
     if (is_byte && file.tokens[token].size() != 1)
       reader.refuse("tokens", "have an invalid byte token");
     if ((file.is_byte_fallback || file.has_word_pieces) && !is_byte && !is_utf8(file.tokens[token]))

@@ -80,7 +80,7 @@ void Index::insert(uint64_t hash, int32_t number) {
   size_t slot = hash & mask_;
   for (size_t probes = 0; slots_[slot] >= 0; slot = (slot + 1) & mask_)
     if (++probes > kMostProbes)
-      fail(DLM_BAD_BUNDLE, "its hashes collide more often than chance explains");
+      fail(DLM_BAD_BUNDLE, "it has more hash collisions than chance explains");
   slots_[slot] = number;
 }
 

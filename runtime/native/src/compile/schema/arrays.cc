@@ -102,12 +102,12 @@ Writer::Made Writer::array(const Case& found, const Place& place) {
                   : std::nullopt;
     if (made.has_value()) return *made;
     if (low > 1)
-      document_.refuse(*unique->schema, Keyword::unique_items,
-                       "is supported for items of a finite set, such as an enum: give one, or "
-                       "leave it out");
+      document_.refuse(
+          *unique->schema, Keyword::unique_items,
+          "is only supported for items of a finite set: give the items an enum, or leave it out");
     document_.warn("schema: " + document_.place(*unique->schema->value) +
-                   ": keyword 'uniqueItems' is not regular for these items: at most one is "
-                   "written. An enum of items, or no uniqueItems, allows more");
+                   ": keyword 'uniqueItems' is not regular for these items: at most one item is "
+                   "written. To allow more, give the items an enum, or leave out uniqueItems");
     high = 1;
   }
   const Layout::Around around = options_.layout.around(place.level, true);

@@ -150,8 +150,8 @@ Resource* Document::resource_of(const Value& value, Resource* around) {
   }
   if (made == around && !is_root && draft != around->draft)
     throw Error(DLM_INVALID_ARGUMENT, "schema: " + place(value) +
-                                          ": keyword '$schema' names another draft than the "
-                                          "schema around it: give it an $id too");
+                                          ": keyword '$schema' selects a different draft than the "
+                                          "schema around it: add an $id to this schema");
   for (const char* const keyword : {"$anchor", "$dynamicAnchor"}) {
     const Value* const anchor = value.find(keyword);
     if (anchor == nullptr || anchor->kind() != Kind::string) continue;

@@ -177,7 +177,7 @@ void Document::read_keywords(Schema& schema) {
   }
   if (schema[Keyword::prefix_items] != nullptr && schema.draft() < kDraft2020)
     refuse(schema, Keyword::prefix_items,
-           "does not exist in the draft that $schema names: items is what it has");
+           "does not exist in the draft that $schema selects: use items instead");
 }
 
 void Document::check_shape(const Schema& schema, Keyword keyword, const Value& value) const {

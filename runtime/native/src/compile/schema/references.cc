@@ -86,7 +86,7 @@ const Value& Document::target_value(const Schema& from, Keyword keyword) {
   const auto resource = by_uri_.find(uri);
   if (resource == by_uri_.end())
     refuse_it(
-        "is not in this schema, and other documents are never retrieved: copy what it names into "
+        "is not in this schema, and other documents are never retrieved: copy the target into "
         "$defs");
   const Value* found = nullptr;
   const bool is_pointer = fragment.has_value() && (fragment->empty() || (*fragment)[0] == '/');
@@ -128,7 +128,7 @@ const Value& Document::target_value(const Schema& from, Keyword keyword) {
   }
   if (same.size() > 1)
     refuse(from, keyword,
-           "leads to different schemas, as it depends on how it is reached: name one with $ref");
+           "leads to different schemas, depending on the path to it: select one of them with $ref");
   return *found;
 }
 

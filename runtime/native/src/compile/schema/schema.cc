@@ -184,7 +184,8 @@ class Tree {
     options.layout.indent = -1, options.layout.has_lines = false;
     for (const std::string& mark : {options.layout.item_separator, options.layout.key_separator})
       if (mark.find_first_of("\r\n") != std::string::npos)
-        schema.refuse("a line has no line breaks, and the JSON layout has one");
+        schema.refuse(
+            "a line must not contain line breaks, but the JSON layout contains a line break");
     Document document(schema, expressions_.budget());
     Texts made = texts_of(expressions_, document, options);
     made.node = separated(expressions_, made.node, expressions_.bytes("\n"), low, high);

@@ -40,9 +40,10 @@ Writer::Made Writer::anything(uint32_t level, uint32_t around) {
   if (known != any_.end()) return known->second;
   constexpr uint32_t kMostDepth = 100;
   if (depth > kMostDepth)
-    throw Error(DLM_INVALID_ARGUMENT,
-                "max_depth " + std::to_string(options_.any_depth) +
-                    " is too much for values that a schema leaves open: 3 is usual");
+    throw Error(
+        DLM_INVALID_ARGUMENT,
+        "max_depth " + std::to_string(options_.any_depth) +
+            " is too large for values that the schema does not constrain: the default is 3");
   const Node scalar = expressions_.either({any_string(expressions_), any_number(expressions_),
                                            expressions_.bytes("true"), expressions_.bytes("false"),
                                            expressions_.bytes("null")});
