@@ -23,7 +23,7 @@ class Sha256 {
   std::array<uint8_t, 32> digest();
   std::string hex();
 
-  // Returns true if this processor has SHA instructions that the code uses.
+  // Returns true if the code uses SHA instructions of this processor.
   static bool is_accelerated();
 
  private:

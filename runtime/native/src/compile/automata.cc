@@ -86,7 +86,7 @@ class Utf8 {
     }
   }
 
-  // Returns the state that accepts all values of the last `bits` bits.
+  // Returns the state that accepts all values of the remaining `bits` bits.
   int32_t whole(int bits, Budget& budget) {
     int32_t& made = whole_[static_cast<size_t>(bits / 6)];
     if (made >= 0) return made;
@@ -174,7 +174,7 @@ class GraphMaker {
   // Builds the node `top`, followed by the state kEnd. Returns the start state.
   State enter(Node top) {
     std::vector<Frame> frames{{top, kEnd, 0, 0, 0}};
-    State result = kUnknown;  // start state of the frame that finished last
+    State result = kUnknown;  // the start state of the node that was built last
     while (!frames.empty()) {
       budget_.check();
       budget_.check_memory(graph_.bytes() + entered_.size() * 64 + frames.size() * sizeof(Frame));
@@ -492,12 +492,12 @@ class Subsets {
   const Graph& graph_;
   Budget& budget_;
   ByteAutomaton out_;
-  std::vector<State> content_;  // the elements of all lists, one list after another
-  // List s consists of the elements begins_[s] to begins_[s + 1] - 1 of content_.
+  std::vector<State> content_;  // the states of all subsets, one subset after another
+  // Subset s consists of content_[begins_[s]] to content_[begins_[s + 1] - 1].
   std::vector<size_t> begins_{0};
   // Finds the number of a subset. Subsets of exactly one state are in alone_ instead.
   HashIndex numbers_;
-  std::vector<uint32_t> seen_;  // for each state: the last round_ that visited the state
+  std::vector<uint32_t> seen_;  // for each state: the value of round_ at the last visit
   // For each state: the number of the subset of only this state, or -1 if there is no such subset
   // yet.
   std::vector<int32_t> alone_;

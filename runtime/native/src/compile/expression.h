@@ -59,7 +59,7 @@ class Expressions {
     characters,  // matches the UTF-8 bytes of one code point of a set
     machine,     // matches each text that a given automaton accepts
     sequence,    // matches a text of `first`, followed by a text of `second`
-    either,      // matches a text of any of the nodes choices(), which are in ascending order
+    either,      // matches a text of one of the nodes in choices(), which are sorted
     repeat,      // matches `low` to `high` texts of `first`, one after another
     both,        // matches the texts of `first` that are also texts of `second`
     without      // matches the texts of `first` that are not texts of `second`
@@ -71,9 +71,11 @@ class Expressions {
   Node set(const ByteSet& bytes);
   // `points` must be normalised. Surrogates are left out.
   Node characters(const CodePoints& points);
-  Node machine(const ByteAutomaton& automaton);  // makes `automaton` minimal
+  // Adds a node for the texts that `automaton` accepts. Stores a minimal copy of `automaton`.
+  Node machine(const ByteAutomaton& automaton);
   Node sequence(Node first, Node second);
-  Node sequence(const std::vector<Node>& parts);  // one part after another
+  // Adds a node for a text of each part, in the order of `parts`.
+  Node sequence(const std::vector<Node>& parts);
   Node either(Node first, Node second);
   Node either(std::vector<Node> choices);
   Node repeat(Node part, uint32_t low, uint32_t high);  // `high` may be kUnbounded

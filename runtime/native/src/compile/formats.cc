@@ -218,7 +218,7 @@ string written(std::string_view name) {
   if (name == "iri-reference") return Uri(kBeyondAscii).reference();
   if (name == "uri-template") return uri_template();
   if (name == "regex") return expression();
-  return "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}";  // uuid
+  return "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}";  // the format "uuid"
 }
 
 }  // namespace

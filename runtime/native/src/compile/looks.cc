@@ -344,7 +344,7 @@ Looks::Rest Looks::rest_from_endless(Piece piece, const Rest& rest) {
       made.push_back(rest_from_node(endless(piece, before, 0), rest)[before]);
       continue;
     }
-    std::vector<Node> choices{rest[before]};  // the texts without a repetition
+    std::vector<Node> choices{rest[before]};  // the texts with zero repetitions
     for (size_t end = 1; end < rest.size(); ++end) {
       for (size_t after = 0; after <= last; ++after) {
         Node head = not_empty(endless(piece, before, after));

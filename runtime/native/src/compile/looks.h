@@ -70,7 +70,7 @@ class Looks {
     uint32_t low = 0, high = 0;
     std::vector<Piece> parts = {};
     Look look = {};
-    std::vector<Node> steps = {};  // filled by close()
+    std::vector<Node> steps = {};  // close() fills this list
   };
   // The texts that may follow a position. These texts depend on the character before the position,
   // so there is one node for each class of this character. Node 0 is for the start of the text,
@@ -135,7 +135,7 @@ class Looks {
   Expressions& expressions_;
   const Spell spell_;
   const std::string subject_;
-  std::vector<Item> items_{Item{}};  // index 0 is unused
+  std::vector<Item> items_{Item{}};  // item 0 is unused
   // The classes of characters before and after a position. All conditions treat the characters of a
   // class in the same way.
   std::vector<CodePoints> before_, after_;

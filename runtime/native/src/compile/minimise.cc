@@ -237,7 +237,7 @@ class Minimiser {
     size_t found = 0;
     for (int round = 0; round < kMostRounds; ++round) {
       HashIndex by_key;
-      std::vector<uint64_t> keys;  // one key for each class
+      std::vector<uint64_t> keys;  // for each class: its distance and hash
       class_.assign(count, kNone);
       for (const int32_t member : order) {
         budget_.check();
@@ -312,8 +312,8 @@ class Minimiser {
   void split(const std::vector<int32_t>& changed, Relabelled relabelled) {
     struct Signature {
       uint64_t hash;
-      int32_t number;        // class of the member
-      uint32_t start, size;  // index of the first edge in `content`, and number of edges
+      int32_t number;        // the class of the member
+      uint32_t start, size;  // the index of the first edge in `content`, and the number of edges
       int32_t member;
     };
     std::vector<ByteEdge> content;
@@ -535,11 +535,11 @@ class Minimiser {
   std::vector<int32_t> canonical_;  // for each finished old state: the new state
   int32_t components_ = 0;
   ByteAutomaton made_;
-  HashIndex by_edges_;  // finds new states by their edges
+  HashIndex by_edges_;  // finds a new state by its edges
   HashIndex by_shape_;  // finds the first new state with a given hash_shape()
   // For each new state: the next new state with the same hash_shape(), or -1.
   std::vector<int32_t> next_shape_;
-  std::vector<ByteEdge> edges_;  // edges of the current state
+  std::vector<ByteEdge> edges_;  // the edges of the current state
 
   // The data of the current component. Members are numbered by their index in members_.
   std::vector<int32_t> members_, local_, class_;

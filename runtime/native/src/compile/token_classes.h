@@ -37,7 +37,7 @@ class Partition {
   int32_t round_ = 0;
 };
 
-// Both arguments must outlive this object.
+// Divides tokens into classes. `groups` and `budget` must outlive this object.
 class TokenClasses {
  public:
   TokenClasses(const TokenGroups& groups, Budget& budget) : groups_(groups), budget_(budget) {}

@@ -68,7 +68,7 @@ class TokenSets {
   int32_t alone(int32_t set, size_t number) {
     return set_of({nodes_[sets_[index(set)].first + number]}, depth(set));
   }
-  // Returns true if the set contains only this node.
+  // Returns true if `node` is the only node of the set.
   bool is_node(int32_t set, int32_t node) const {
     return sets_[index(set)].count == 1 && nodes_[sets_[index(set)].first] == node;
   }
@@ -108,9 +108,10 @@ class TokenSets {
   std::vector<Shape> shapes_;
   std::vector<Range> ranges_;  // the ranges of all shapes
   std::vector<Opened> opened_;
-  std::vector<Child> children_;  // the children of all opened sets
+  std::vector<Child> children_;  // the results of children(), one after another
   HashIndex set_index_, shape_index_, opened_index_;
-  // For each part of the shape: the children of the set that is being opened.
+  // Scratch memory of children(). For each part of the shape, it contains the children in this
+  // part.
   std::vector<std::vector<int32_t>> found_;
 };
 

@@ -12,7 +12,7 @@
 
 namespace dlm::compile {
 
-// Both arguments must outlive this object.
+// The tables of the states of `texts`. `texts` and `budget` must outlive this object.
 class TokenStates {
  public:
   TokenStates(const ByteAutomaton& texts, TokenSets& sets, Budget& budget);
@@ -39,7 +39,7 @@ class TokenStates {
  private:
   struct State {
     int32_t shape;
-    uint32_t first;  // index in targets_ of the first next state
+    uint32_t first;  // the index of the first next state in targets_
     bool is_wide, is_hub;
   };
 
@@ -49,7 +49,7 @@ class TokenStates {
   const ByteAutomaton& texts_;
   Budget& budget_;
   std::vector<State> states_;
-  std::vector<int32_t> targets_;  // the next state for each part of each state
+  std::vector<int32_t> targets_;  // for each state and each part: the next state
   std::vector<int32_t> forced_;   // [states]: the number of forced bytes after the state
 };
 

@@ -19,7 +19,7 @@
 namespace dlm::compile {
 namespace {
 
-// The result of a walk over more nodes than this may be stored.
+// The code may store the result of a walk if the walk is over more nodes than this.
 constexpr int32_t kSharedNodes = 8;
 constexpr int kMostNesting = 16;  // largest depth of nested walks
 // A hub is a state from which many bytes lead back to the hub itself. Suppose that "abc" may occur
@@ -28,7 +28,7 @@ constexpr int kMostNesting = 16;  // largest depth of nested walks
 // first byte separately, and stores these results.
 constexpr int32_t kLargeSet = 4096;  // a large set has more nodes below it than this
 constexpr int kMostLargeSets = 3;
-constexpr size_t kTextBytes = 192;  // estimated memory of an entry in first_nodes_, in bytes
+constexpr size_t kTextBytes = 192;  // estimated size of an entry in first_nodes_, in bytes
 constexpr int32_t kNone = -1;
 
 }  // namespace

@@ -133,8 +133,9 @@ class TokenWalks {
   int nesting_ = 0;
   std::vector<Step> shared_;
   std::vector<Shared> gone_on_;
-  HashIndex gone_on_index_;                      // finds entries of gone_on_
-  std::unordered_map<int32_t, int> large_sets_;  // for each hub: number of walks over large sets
+  HashIndex gone_on_index_;  // finds an entry of gone_on_ by its set and state
+  // For each hub: the number of walks over large sets.
+  std::unordered_map<int32_t, int> large_sets_;
   // For each forced text: the node of the text's first token, or -1.
   std::unordered_map<std::string, int32_t> first_nodes_;
 };

@@ -32,7 +32,7 @@ struct UnicodeName {
   const char* name;
   uint16_t set;
 };
-extern const UnicodeName kUnicodeNames[];  // sorted by name
+extern const UnicodeName kUnicodeNames[];  // the names are in ascending order
 extern const size_t kUnicodeNameCount;
 
 struct UnicodeAlias {

@@ -41,7 +41,7 @@ struct Automaton {
   // a text may end in this state.
   std::vector<int32_t> distances;
   std::vector<int32_t> class_starts, class_tokens;
-  std::array<uint8_t, 32> made_of{};  // identifies the source of the constraint
+  std::array<uint8_t, 32> made_of{};  // identifies the source from which the automaton was compiled
 
   // The next arrays are only for decisions (compile/decisions.h). For other constraints, they are
   // empty. The options of all questions are numbered consecutively: question q has the options

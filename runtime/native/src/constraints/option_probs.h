@@ -39,7 +39,7 @@ class OptionProbs {
 
   const Automaton& automaton_;
   std::vector<double> probs_, found_, visits_, last_;
-  std::vector<uint8_t> follows_;  // for each option: set by find_following()
+  std::vector<uint8_t> follows_;  // for each option: 0 or 1, set by find_following()
   // For each state: the smallest number of tokens that lead to the state, or -1 if there is no path
   // to it.
   std::vector<int32_t> steps_;

@@ -57,7 +57,7 @@ class Viterbi {
     int32_t group, token;
     double weight;
   };
-  // The results of the search for one place.
+  // The results of solve() for one place.
   struct Layer {
     std::vector<double> ahead;    // for each visited state: the weight of the best path to the end
     std::vector<Weighed> groups;  // the groups that the paths of `ahead` use

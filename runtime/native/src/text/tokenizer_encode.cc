@@ -18,7 +18,7 @@ constexpr size_t kMostProbes = 1024;
 constexpr size_t kStepsPerChar = 64;
 // In WordPiece, a word with more characters than this becomes the unknown token.
 constexpr size_t kLongestWord = 100;
-constexpr std::string_view kSpaceLetter = "\xE2\x96\x81";  // U+2581
+constexpr std::string_view kSpaceLetter = "\xE2\x96\x81";  // U+2581 in UTF-8
 
 uint64_t mixed(uint64_t value) {
   value *= 0x9E3779B97F4A7C15;
@@ -285,7 +285,7 @@ class Encoding {
       const auto at = static_cast<size_t>(top & 0xFFFFFFFF);
       Symbol& left = symbols_[at];
       if (left.merge != static_cast<int32_t>(top >> 32))
-        continue;  // one of the two symbols was already merged
+        continue;  // one of the two tokens was already merged
       const size_t behind = left.next;
       left.id = file_.merges[3 * static_cast<size_t>(left.merge) + 2];
       left.next = symbols_[behind].next;

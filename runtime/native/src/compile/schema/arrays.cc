@@ -8,7 +8,7 @@
 namespace dlm::compile::schema {
 namespace {
 
-// Largest number of `contains` and similar keywords in one array.
+// The largest number of schemas in array_with_matches().
 constexpr size_t kMostMatches = 3;
 constexpr size_t kMostStates = 20'000;  // largest number of states in array_with_matches()
 // unique_array() writes the items of a larger set in one order only.

@@ -8,7 +8,8 @@ namespace {
 
 constexpr size_t kMostCases = 4096;  // largest number of cases of one array or object
 constexpr size_t kMostCasesInAll = 50'000;
-constexpr size_t kMostClauses = 64;  // largest number of clauses of one choice, and of one object
+// The largest number of clauses of one choice. Also the largest number of clauses of one object.
+constexpr size_t kMostClauses = 64;
 
 bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();

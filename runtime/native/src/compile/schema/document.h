@@ -168,7 +168,8 @@ class Document {
   const json::Value* root_;
   std::vector<std::unique_ptr<Resource>> resources_;
   std::unordered_map<std::string, Resource*> by_uri_;
-  std::unordered_map<const json::Value*, Place> places_;  // only for arrays and objects
+  // For each array and each object of the document.
+  std::unordered_map<const json::Value*, Place> places_;
   // The objects that contain a $ref, $dynamicRef or $recursiveRef.
   std::vector<const json::Value*> references_;
   std::unordered_map<const json::Value*, std::vector<const json::Value*>> destinations_;

@@ -36,8 +36,9 @@ enum class Op : uint8_t { no, yes, atom, all, any, one };
 // Term::positive is false. For the comments with "(or not: inner)", Term::inner is false instead.
 // The comments name other members of Term, such as `low` and `schema`.
 enum class Atom : uint8_t {
-  enter,    // always true; records that a recursive reference enters the target with number `low`
-  type,     // the value has one of `kinds`; if `low` is not 0, 1.0 is no integer (Draft 4)
+  enter,  // always true; records that a recursive reference enters the target with number `low`
+  // The value has one of the kinds in `kinds`. If `low` is not 0, 1.0 is not an integer (Draft 4).
+  type,
   values,   // the value is in a list of values (or not)
   integer,  // the number is an integer (or not); `low` has the same meaning as in `type`
   // `number` is a minimum if `high` is 0, otherwise a maximum. It is exclusive if `low` is not 0.
@@ -79,7 +80,7 @@ struct Term {
   bool positive = true;
   bool inner = true;
   uint8_t kinds = kAllKinds;  // the formula is false for values of other kinds
-  uint8_t speaks_of = 0;      // the kinds of values to which its keywords apply
+  uint8_t speaks_of = 0;      // the kinds of values to which the formula's keywords apply
   bool is_typed = false;      // true if the formula limits the kinds, like "type"
   Keyword keyword = Keyword::count;
   const Schema* schema = nullptr;

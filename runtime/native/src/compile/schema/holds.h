@@ -40,7 +40,8 @@ class Holds {
   Expressions& expressions_;
   Formulas& formulas_;
   Automata automata_;
-  std::array<std::unordered_map<std::string, Node>, 2> patterns_;  // the index is of type Found
+  // For each Found: a node for each pattern.
+  std::array<std::unordered_map<std::string, Node>, 2> patterns_;
   std::unordered_map<std::string, Node> formats_;
 };
 

@@ -25,7 +25,7 @@ enum class Shape : uint8_t {
   schema,
   schemas,
   map,
-  // A schema. Before Draft 2020-12, a list of schemas is allowed too.
+  // A schema. Before Draft 2020-12, the value may also be a list of schemas.
   items,
   // An object whose values are lists of names, as in dependentRequired.
   names_by_name,

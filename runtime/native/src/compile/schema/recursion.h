@@ -49,7 +49,8 @@ class Recursion {
   // numbered in reverse topological order.
   std::vector<uint32_t> component_;
   std::vector<uint8_t> is_cyclic_;  // for each vertex: 1 if the vertex is in a cycle
-  std::vector<uint8_t> is_head_;    // for each vertex: 1 if a back edge of the search leads to it
+  // For each vertex: 1 if a back edge of the depth-first search leads to the vertex.
+  std::vector<uint8_t> is_head_;
   uint32_t components_ = 0;
   // For each vertex: the number of the counted target, or kNotCounted.
   std::vector<uint32_t> numbers_;

@@ -9,7 +9,7 @@
 namespace dlm::compile::schema {
 namespace {
 
-// The largest number of characters, items or properties that is counted.
+// The largest supported count of characters, items or properties.
 constexpr uint64_t kMostCount = 10'000;
 
 Node digits(Expressions& expressions, char low, char high, uint32_t fewest, uint32_t most) {
