@@ -2,11 +2,11 @@
 // after another, from the ends of texts to the starts. It replaces the states of each component by
 // new states. The new states are the states of the minimal automaton.
 //
-// Two states are equal if they accept the same continuations. For a state outside of cycles, a
-// single look-up finds the equal new state, as in Revuz (1992). Inside a component with cycles,
-// partition refinement separates the states that differ (Hopcroft 1971). Afterwards, either all
-// states of the component are equal to new states that already exist, or no state is. Most states
-// of real constraints are outside cycles, so most states are visited only once.
+// Two states are equal if they accept the same continuations. If a state is outside of cycles, a
+// single look-up finds the equal new state, as in Revuz (1992). If a component contains cycles,
+// partition refinement separates its states that are not equal (Hopcroft 1971). Then either all
+// states of the component are equal to new states that already exist, or none of them is. In real
+// constraints, most states are outside of cycles, so the code visits most states only once.
 #include <algorithm>
 #include <utility>
 

@@ -1,11 +1,11 @@
 // Assigns classes to tokens. Two tokens get the same class if they are in the same groups.
 //
 // A group consists of items, and an item is a set of nodes in the token tree (token_sets.h). The
-// code works in three steps. First, it separates items that are not in the same groups. Then it
-// separates tokens that are not in the same parts of items. These two steps are cheaper than
-// visiting all tokens of all groups, because there are far fewer items than tokens. But they
-// separate more tokens than necessary, because items are only parts of groups. So the last step
-// joins tokens that are in the same groups.
+// code works in three steps. First, it divides the items into parts: two items are in the same part
+// if they are in the same groups. Then it divides the tokens into parts: two tokens are in the same
+// part if they are in the same parts of items. These two steps are cheaper than visiting all tokens
+// of all groups, because there are far fewer items than tokens. But they separate more tokens than
+// necessary. So the last step joins the tokens that are in the same groups.
 #include "compile/token_classes.h"
 
 #include <algorithm>

@@ -23,9 +23,9 @@ class Recursion {
   Recursion(Document& document, Budget& budget);
 
   // Chooses the counted targets, and numbers them. Usually, these are all targets that are in a
-  // cycle. Targets whose cycles are connected form a group. The writer needs one counter for each
-  // counted target, and the number of combinations of these counters grows quickly. If a group
-  // would have too many combinations, only some of its targets are counted. These targets are
+  // cycle. Targets whose cycles are connected form a group. The writer has one counter for each
+  // counted target, and each combination of counter values needs separate states. If a group would
+  // have too many combinations, the function counts only some of its targets. These targets are
   // enough to break all cycles of the group. If there are still too many combinations, the counted
   // targets of the group share one number.
   void count(uint32_t max_depth);

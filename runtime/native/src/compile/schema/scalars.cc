@@ -66,8 +66,8 @@ uint32_t Writer::high_count(const Term& term, Keyword keyword) {
   if (term.high > kMostCount)
     document_.warn("schema: " + document_.place(*term.schema->value) + ": keyword '" +
                    std::string(Document::name(keyword)) + "' = " + std::to_string(term.high) +
-                   " is more than " + std::to_string(kMostCount) + ": " +
-                   std::to_string(kMostCount) + " is used instead");
+                   " is more than " + std::to_string(kMostCount) +
+                   ", so this smaller number is used instead");
   return static_cast<uint32_t>(std::min(term.high, kMostCount));
 }
 
