@@ -50,9 +50,9 @@ Node any_number(Expressions& expressions);
 // the range has a bound, the texts contain no exponent, and only a few digits after the decimal
 // point. With so few digits, a number stays inside the bounds when a program rounds it to a double.
 //
-// If a divisor in `multiples` is an integer, all numbers are integers. A divisor such as 0.01 has
-// no exact double. Validators divide the number by this divisor in doubles, and check that the
-// quotient is an integer. The function returns only multiples that pass this check. First, the
+// If a divisor in `multiples` is an integer, the function returns only integers. A divisor such as
+// 0.01 has no exact double. Validators divide the number by this divisor in doubles, and check that
+// the quotient is an integer. The function returns only multiples that pass this check. First, the
 // function lists up to 10,000 multiples around the number inside the bounds that is nearest to
 // zero. Then the function adds all multiples that are integers of up to six digits, but only if all
 // of these integers pass the check.

@@ -9,7 +9,7 @@
 // An automaton can be stored in a file. All its numbers are little-endian. The file has these
 // parts:
 //   - the magic "DLMAUTO" and the version 1
-//   - six int32 counts: tokens in the vocabulary, states, classes, groups, members of all groups,
+//   - six int32 counts: tokens in the vocabulary, states, classes, groups, classes in all groups,
 //     and edges
 //   - 32 bytes that identify the source of the constraint
 //   - the first seven arrays of the struct, in order

@@ -23,8 +23,8 @@ class OptionProbs {
   OptionProbs(const Automaton& automaton, int32_t room);
 
   // Adds the texts of a block. These texts start in `state`, and `texts` contains their sums.
-  // `room` is the largest number of tokens from the start of the block on. `room_behind` is the
-  // largest number of tokens after the end of the block.
+  // `room` is the largest number of tokens that may follow from the start of the block on.
+  // `room_behind` is the largest number of tokens that may follow after the block.
   void add_block(int32_t state, int32_t room, Texts& texts, int32_t room_behind);
 
   // Returns one probability for each option, in the order of the options.

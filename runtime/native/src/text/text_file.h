@@ -115,10 +115,10 @@ struct TextFile {
   Numbers prefix, suffix;  // token ids that are added before and after a prompt
 
   // Tables for chats. The context of a message is the number 2 * role, plus 1 if the message is the
-  // last message. The text before a message depends on its context and on the previous role. (The
-  // previous role is stored as role + 1. 0 means that there is no previous message.) The text after
-  // the last message depends on the role of that message. In these tables, -1 means that the
-  // conversation is not allowed.
+  // last message. The text before a message depends on the context of the message and on the role
+  // of the previous message. The previous role is stored as role + 1, or as 0 if there is no
+  // previous message. The text after the last message depends on the role of the last message. In
+  // these tables, -1 means that the conversation is not allowed.
   Strings chat_strings;
   // In this table and the next tables, strings are indices into chat_strings. [R]: the names of the
   // R roles. If a name is listed twice, the first entry applies only to the first message of a

@@ -331,9 +331,9 @@ class Encoding {
     });
   }
 
-  // Appends an id. Throws an error if the id belongs to a special token, and special tokens are not
-  // allowed. Merging can produce the id of a special token if the vocabulary also contains the text
-  // of the special token as an ordinary token.
+  // Appends an id. Throws an error if special tokens are not allowed and the id belongs to a
+  // special token. Merging can produce the id of a special token if the vocabulary also contains
+  // the text of the special token as an ordinary token.
   void put(int32_t id) {
     if (!special_tokens_ && text_.is_special(id))
       fail(DLM_INVALID_ARGUMENT,
