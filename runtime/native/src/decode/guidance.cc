@@ -19,9 +19,9 @@ Predictions Guided::guide(const Denoiser& denoiser, double scale, const Predicti
     const float with = conditional.logits[i], without = unconditional[i];
     const double guided = static_cast<double>(without) +
                           (scale + 1) * (static_cast<double>(with) - static_cast<double>(without));
-    // If one of the two logits rules a token out (-inf), the token stays ruled out. But if a guided
-    // logit overflows to -inf, the logit must not rule the token out. So this logit becomes the
-    // lowest finite number.
+    // If one of the two predictions rules a token out (-inf), the token stays ruled out. A guided
+    // logit that overflows to -inf must not rule its token out, so it becomes the lowest finite
+    // number.
     logits_[i] = with == -kInfinite || without == -kInfinite ? -kInfinite
                  : guided < static_cast<double>(kLowest)     ? kLowest
                  : guided > -static_cast<double>(kLowest)    ? kInfinite
