@@ -2,8 +2,8 @@
 // errors that the library reports.
 //
 // This code is compiled with the headers of one of these two libraries. The loaded library must
-// have the same major version as the headers, because its C++ classes are called through their
-// virtual tables.
+// have the same major version as the headers, because the code calls virtual functions of the
+// library's C++ classes.
 #pragma once
 
 #include <NvInferRuntime.h>
@@ -26,8 +26,8 @@ class Logger final : public nvinfer1::ILogger {
  public:
   void log(Severity severity, const char* message) noexcept override;
 
-  // Returns the first error since the last call of this function, and forgets the error. Callers
-  // append the returned text to a sentence.
+  // Returns the first error since the last call of take(), and clears it. The text is written so
+  // that callers can append it to a sentence.
   std::string take();
 
  private:
