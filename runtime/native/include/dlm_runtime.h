@@ -481,30 +481,26 @@ typedef struct dlm_constraint {
   const char* content; /* the source text of the constraint, in the form that `kind` selects; must
                           be set (NULL) */
   size_t content_size; /* bytes (0) */
-  const char* before;  /* fixed text before the generated text; NULL if there is no such text. The
-                          constraint applies to the fixed texts and the generated text together
-                          (NULL) */
-  const char* behind;  /* fixed text after the generated text; NULL if there is no such text. The
-                          constraint applies to the fixed texts and the generated text together
-                          (NULL) */
+  const char* before;  /* fixed text before the generated text; NULL: no such text. The constraint
+                          applies to both fixed texts and the generated text together (NULL) */
+  const char* behind;  /* fixed text after the generated text; NULL: no such text (NULL) */
 
   /* Options for JSON. */
   const char* item_separator; /* text between items and between properties (",") */
   const char* key_separator;  /* text between a property's name and its value (":") */
-  int32_t indent;    /* spaces of indentation per level, 0..64. Each item then is on a line of its
-                        own. -1: the JSON text has no line breaks (-1) */
-  int32_t has_lines; /* 1: if the whole text is an array, each item of this array is on a line of
-                        its own (0) */
+  int32_t indent;    /* spaces of indentation per level, 0..64; then each item is on a separate
+                        line. -1: the JSON text has no line breaks (-1) */
+  int32_t has_lines; /* 1: if the whole text is an array, each of its items is on a separate line
+                        (0) */
   int32_t max_depth; /* largest number of times that a recursive schema may contain itself, 0..64.
-                        If a part of a schema allows any value, max_depth is also the largest
-                        nesting depth of arrays and objects in this value. In a grammar, max_depth
-                        is the largest nesting depth of recursive references. -1 (default): the
-                        library uses 3, or a smaller number if the automaton would exceed the
-                        limits */
-  int32_t any_order; /* 1: if an object has at most 6 properties, the properties may be in any
+                        This is also the largest nesting depth of a value for which the schema
+                        allows anything, and of recursive references in a grammar. -1 (default): 3,
+                        or less if the automaton would exceed the limits */
+  int32_t any_order; /* 1: the properties of an object with at most 6 properties may be in any
                         order. 0 (default): properties are in the order of the schema */
-  int32_t more_properties; /* 1: objects may have properties that the schema allows but does not
-                              name. 0 (default): objects must not have such properties */
+  int32_t more_properties; /* 1: objects may have properties that the schema allows without naming
+                              them. 0 (default): objects have only the properties that the schema
+                              names */
 
   /* Limits. If compiling reaches a limit, the call fails with INVALID_ARGUMENT. */
   double seconds;        /* largest processor time for compiling, in seconds, 0 or more (30) */
@@ -514,22 +510,22 @@ typedef struct dlm_constraint {
   int64_t edges;         /* largest number of edges of the automaton, 0 or more (4194304) */
 
   /* The vocabulary. Only programs that have their own tokenizer set these fields. */
-  const char* const* tokens; /* [token_count], the bytes of each token. If a token never occurs in a
-                                text, the token's entry is NULL. If `tokens` itself is NULL, the
-                                bundle's vocabulary is used (NULL) */
+  const char* const* tokens; /* [token_count], the bytes of each token; NULL for a token that never
+                                occurs in a text. If `tokens` itself is NULL, the bundle's
+                                vocabulary is used (NULL) */
   const size_t* token_sizes; /* [token_count], the size of each token in bytes (NULL) */
   size_t token_count;        /* (0) */
-  int32_t vocab_size; /* size of the denoiser's vocabulary, 1..2^24; used only if the program passes
-                         no bundle (0) */
-  const int32_t* eos_token_ids;   /* [eos_count], ids of the end tokens; used only if the program
-                                     passes no bundle (NULL) */
+  int32_t vocab_size; /* size of the denoiser's vocabulary, 1..2^24; used only without a bundle
+                         (0) */
+  const int32_t* eos_token_ids;   /* [eos_count], ids of the end tokens; used only without a bundle
+                                     (NULL) */
   size_t eos_count;               /* (0) */
-  dlm_first_token_fn first_token; /* finds the first token of a text. If first_token is NULL, the
-                                     library does not know the first token of any text (NULL) */
+  dlm_first_token_fn first_token; /* finds the first token of a text; NULL: the library never knows
+                                     the first token (NULL) */
   void* user;                     /* passed to first_token (NULL) */
 
-  const uint8_t* made_of; /* 32 bytes that identify the constraint's source. dlm_automaton_write
-                             stores these bytes. If made_of is NULL, all 32 bytes are 0 (NULL) */
+  const uint8_t* made_of; /* 32 bytes that identify the source of the constraint;
+                             dlm_automaton_write stores them. NULL: 32 zeros (NULL) */
 } dlm_constraint;
 DLM_API void dlm_constraint_init(dlm_constraint* constraint, size_t struct_size);
 
@@ -654,8 +650,8 @@ typedef struct dlm_request {
   const dlm_automaton*
       constraint; /* NULL (default): any text is allowed. Otherwise the tokens from the first to the
                      last undecided position are a text that the automaton accepts. End tokens
-                     follow the text if there is room. The text satisfies the constraint with every
-                     policy, and for every reason why the request may end */
+                     follow the text if there is room. This is so with every policy, and for
+                     every way in which the request may end */
   int32_t constrained_tokens; /* number of given tokens with which the constrained text starts (0).
                                  These are the last tokens before the first undecided position. The
                                  tokenizer must split their text into the same tokens */
@@ -669,7 +665,7 @@ typedef struct dlm_request {
                                       before the stop string that is complete first */
   size_t stop_count;
 
-  /* What the request returns. */
+  /* The outputs of the request. */
   int32_t text;         /* DLM_TEXT_... (DLM_TEXT_NONE) */
   int32_t text_start;   /* canvas position where the result's text starts. -1 (default): after the
                            given tokens, or at position 0 if max_new_tokens is 0 */

@@ -472,7 +472,7 @@ void test_all_texts(std::mt19937& random) {
 
 // ---- Extreme logits and temperatures, compared with all texts in exact arithmetic ----
 
-// A text, and what the exact reference computes for it.
+// A text, and the numbers that the exact reference computes for it.
 struct Known {
   std::vector<int32_t> tokens;
   int32_t ruled_out = 0, cut = 0;

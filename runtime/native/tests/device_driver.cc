@@ -8,16 +8,17 @@
 // of the bundle. Each pass works on a copy of the rows in the bundle's layout.
 //
 //   device_driver BUNDLE [KEY=VALUE ...]
-//     layers            KV_HEADSxHEAD_SIZE of each layer, separated by commas
-//     cycle             round r adds r % cycle tokens
-//     alternate         1: every second round adds none
-//     batch             requests at once, all with the same tokens, in batches of max_batch
+//     layers            for each layer KV_HEADSxHEAD_SIZE, separated by commas
+//     cycle             round r generates r % cycle tokens more than round 0
+//     alternate         1: every second round generates as many tokens as round 0
+//     batch             number of requests per call, all with the same tokens
+//     max_batch         number of these requests that run at the same time
 //     cache, refresh, commit, score, block, given, new, infill, rounds, threads, logits, engine,
 //     provider, device, allow_fallback
 //
-// The first line of the output is "open STATUS text". For every round and thread there is a line
-// "round STATUS text", where text is "same" if both engines gave the same canvas or logits. After
-// every round comes "counts NAME=NUMBER ...". The last line is "live N".
+// The first line of the output is "open STATUS text". Then each thread prints a line "round STATUS
+// text" per round. Its text is "same" if both engines gave the same canvas or logits. The line
+// "counts NAME=NUMBER ..." follows each round. The last line is "live N".
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>

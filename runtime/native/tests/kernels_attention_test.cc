@@ -1,5 +1,5 @@
-// Tests of attention with a cache, whose results must be right within a tolerance, and of the
-// formats of cached rows.
+// Tests of attention with a cache, and of the formats of cached rows. The results of attention must
+// be right within a tolerance.
 #include <array>
 #include <numeric>
 

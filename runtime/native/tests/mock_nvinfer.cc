@@ -1,7 +1,7 @@
 // A mock of libnvinfer. It implements the classes of TensorRT 10.14's headers, and runs the
 // denoiser of mock_denoiser.h.
 //
-// Its "engine file" is text, in which types are the numbers of nvinfer1::DataType:
+// Its "engine file" is a text with these lines. Types are numbers of nvinfer1::DataType.
 //   mock-engine
 //   denoiser VOCAB MASK TOP_K CACHE_TYPE
 //   layer KV_HEADS HEAD_SIZE               (once per layer)

@@ -2,7 +2,7 @@
 // calls, and runs the denoiser of mock_denoiser.h. A GPU provider computes in the device memory of
 // mock_cuda, which the host cannot read.
 //
-// Its "graph" is text, in which types are the numbers of ONNXTensorElementDataType:
+// Its "graph" is a text with these lines. Types are numbers of ONNXTensorElementDataType.
 //   mock-graph
 //   denoiser VOCAB MASK TOP_K CACHE_TYPE
 //   layer KV_HEADS HEAD_SIZE                  (once per layer)
@@ -11,8 +11,8 @@
 //
 // $MOCK_ORT_VERSION is the version (default 1.31.1). $MOCK_ORT_PROVIDERS lists the providers
 // (default: TensorRT, CUDA, CPU). $MOCK_ORT_LIBRARIES lists the libraries that a provider cannot
-// load. $MOCK_ORT_FULL is the call that finds the device full ("Run:2"). $MOCK_CUDA_FAIL lists the
-// calls that fail.
+// load. $MOCK_ORT_FULL is the call that fails because the device is full ("Run:2"). $MOCK_CUDA_FAIL
+// lists the calls that fail.
 //
 // The mock is stricter than ONNX Runtime. Keys and values must be complete and on the provider's
 // device, and all other arrays must be in host memory. If work is still queued on our streams when

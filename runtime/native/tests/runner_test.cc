@@ -46,7 +46,7 @@ void note(bool holds, int line, const std::string& what) {
 }
 #define CHECK(condition) note((condition), __LINE__, #condition)
 
-// Which call of a proposer throws, or `none`.
+// The call in which a proposer throws, or `none`.
 enum class Fault { none, needs, propose, end, end_foreign, end_memory, step };
 
 struct NotAnException {};

@@ -35,8 +35,8 @@ class Arena {
   // The part of a pass that belongs to one canvas.
   struct Part {
     Handle place;
-    // The pass computes positions `first` to `first + tokens - 1`. Of the other positions, it reads
-    // the first `cached` ones.
+    // The pass computes positions `first` to `first + tokens - 1`. It also reads the first `cached`
+    // positions of the canvas that are not among these.
     int32_t first, tokens, cached;
     CacheUse use;
   };

@@ -1,5 +1,5 @@
-// Predicts the time of a pass with a linear model. `dlm-export bench --cost` measures passes and
-// fits the model's coefficients to the measured times.
+// Predicts the time of a pass with a linear model. `dlm-export bench --cost` measures passes, and
+// fits the coefficients of the model to the measured times.
 #pragma once
 
 namespace dlm {

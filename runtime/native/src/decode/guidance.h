@@ -5,7 +5,6 @@
 // is the guidance scale, l_c are the logits with the prompt, and l_u are the logits without the
 // prompt. To compute l_u, the denoiser runs a second canvas, in which mask tokens replace the
 // prompt and all other tokens that the caller gave. One pass runs both canvases.
-// both canvases.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,4 @@
-// A job is a request that was submitted, together with the request's options, result, statistics
-// and error.
+// A job is a submitted request, together with its options, result, statistics and error.
 #pragma once
 
 #include <atomic>

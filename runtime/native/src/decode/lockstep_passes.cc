@@ -133,7 +133,7 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
                       rows});
   dlm_pass pass = prepare_pass(pieces, static_cast<int32_t>(pieces.size()), buffers);
   pass.cached = stage.cached;
-  size_t most = 1;  // a pass scores at least one row, even if no request reads this row
+  size_t most = 1;  // a pass must score at least one row, even if no request needs it
   for (const Member* const member : members)
     most = std::max(most, member->request.positions().size());
   // All canvases of a pass must score the same number of rows. A canvas with fewer positions to

@@ -26,8 +26,8 @@
 
 namespace dlm {
 
-// The arrays of a pass. The arrays are reused, so a second pass of the same size allocates no
-// memory.
+// The arrays of a pass. They are used again for the next pass. So a second pass of the same size
+// allocates no memory.
 struct Buffers {
   std::vector<int64_t> input_ids, position_ids, score_rows;
   std::vector<int32_t> top_tokens;
@@ -68,8 +68,8 @@ dlm_pass prepare_pass(const std::vector<Piece>& pieces, int32_t batch, Buffers& 
 // memory for the candidates, and for the other outputs that `needs` selects.
 void prepare_scores(const Denoiser& denoiser, dlm_pass& pass, const Needs& needs, Buffers& buffers);
 
-// Returns one request's part of the outputs. `first` is Member::first_row and `apart` is
-// Member::apart of the request.
+// Returns the part of the outputs that belongs to one request. `first` and `apart` are the fields
+// first_row and apart of the request's Member.
 Predictions predictions_of(const Denoiser& denoiser, const Request& request, const dlm_pass& pass,
                            size_t first, size_t apart, Buffers& buffers);
 

@@ -88,7 +88,7 @@ constexpr bool is_full(Cache cache) { return cache == Cache::prefix || cache == 
   CHOICE(reserve, Reserve)                         \
   NUMBER(reuse_prompt, int32_t, 0, 0, 1)
 
-// A policy that check_policy has checked. dlm_runtime.h documents the fields.
+// A policy whose fields check_policy has checked. dlm_runtime.h documents the fields.
 struct Policy {
 #define DLM_CHOICE(field, type) type field;
 #define DLM_NUMBER(field, type, ...) type field;
@@ -133,7 +133,7 @@ dlm_policy default_policy();
 // choices of `field`.
 const char* canonical_choice(const dlm_policy_field& field, const std::string& value);
 
-// Sets a field of a dlm_policy. `Value` must be the C type of the field's kind.
+// Sets a field of a dlm_policy. `Value` must be the C type that belongs to the field's kind.
 template <class Value>
 void set_field(dlm_policy& policy, const dlm_policy_field& field, Value value) {
   std::memcpy(reinterpret_cast<char*>(&policy) + field.offset, &value, sizeof value);

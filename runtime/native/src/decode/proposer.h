@@ -36,7 +36,7 @@ struct Predictions {
 // The part of a request's state that a proposer sees after a pass.
 struct Turn {
   const std::vector<int32_t>& canvas;     // the canvas that the pass ran over
-  const std::vector<uint8_t>& undecided;  // one entry per canvas position: 1 if the position is
+  const std::vector<uint8_t>& undecided;  // for each canvas position: 1 if the position is
                                           // undecided, otherwise 0
   const std::vector<int32_t>& positions;  // the positions whose tokens the pass predicts, in
                                           // ascending order
@@ -49,10 +49,10 @@ struct Turn {
 // A proposer's results: one proposal per scored row.
 struct Proposals {
   std::vector<int32_t> tokens;  // proposed tokens, never the mask token
-  // A higher score means a more certain proposal. Scores are between 0 and 1, except that entropies
-  // are at most 0.
+  // A higher score means a more certain proposal. Entropies are at most 0. All other scores are
+  // between 0 and 1.
   std::vector<double> scores;
-  std::vector<double> probs;  // probability of each proposed token in the softmax of the logits
+  std::vector<double> probs;  // the softmax probability of each proposed token
   // How much each row loses because of a constraint: ln p of the best token minus ln p of the
   // proposed token. The decoding loop fills this array, not the proposer.
   std::vector<double> losses;
@@ -90,7 +90,7 @@ class Proposer {
   virtual void scaffold(const std::vector<int32_t>& /*canvas*/, const std::vector<uint8_t>&,
                         Range /*range*/, std::vector<Certain>& /*certain*/) {}
 
-  // Returns true if the text is complete once all positions are decided, even without an end token.
+  // Returns true if the text is complete when all positions are decided, even without an end token.
   virtual bool is_whole() const { return false; }
 
   // Completes a request that ends early. `guess` contains one entry for each position of the
@@ -116,9 +116,9 @@ std::unique_ptr<Proposer> make_proposer(const Denoiser& denoiser, const Policy& 
 // best token) and from the probability of the best token.
 double prob_of(int32_t token, const float* logits, int32_t best, float best_prob);
 
-// Finds the most likely tokens of a row of logits, at most `count`, most likely first. Tokens with
-// equal logits are sorted by ascending id. The mask token is left out. Returns the number of tokens
-// found.
+// Finds the `count` most likely tokens of a row of logits, most likely first. Tokens with equal
+// logits are sorted by ascending id. The mask token is skipped. Returns the number of tokens found,
+// which may be less than `count`.
 size_t rank_tokens(const Denoiser& denoiser, const float* logits, size_t count, int32_t* best);
 
 // Computes the policy's score of a row from the denoiser's predictions. `prob` is the probability

@@ -295,7 +295,7 @@ void Request::commit(const Predictions& predictions, const Proposals& proposals)
   take(predictions, proposals, order_);
 }
 
-// Replaces a decided token if a different token is clearly more likely (as in LLaDA2.1).
+// Replaces decided tokens for which another token is clearly more likely (as in LLaDA2.1).
 void Request::edit(const Predictions& predictions, const Proposals& proposals) {
   order_.clear();
   for (size_t row = 0; row < positions_.size(); ++row)

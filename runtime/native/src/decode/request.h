@@ -104,9 +104,10 @@ class Request {
   void step(const Predictions& predictions, Proposals& proposals);
 
   // Ends a request early and fills its canvas. Does nothing if the request is done. Each undecided
-  // position gets the token that the last pass proposed there. If there is none, the position gets
-  // the token that the proposer's complete() chooses, or else an end token. The positions that
-  // end() fills still count as undecided. `why` is a DLM_FINISH_ constant.
+  // position gets the token that the last pass proposed there. If the last pass proposed no token
+  // there, the position gets the token that the proposer's complete() chooses. If complete()
+  // chooses no token, the position gets an end token. The positions that end() fills still count as
+  // undecided. `why` is a DLM_FINISH_ constant.
   void end(int32_t why);
   void drop() noexcept;  // like end(), but leaves the canvas unchanged, and so needs no memory
 

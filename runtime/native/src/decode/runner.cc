@@ -49,7 +49,7 @@ void Runner::fail_job(Job& job, const Failure& failure) noexcept {
   }
 }
 
-// Ends every job with the exception that is being handled. Also stores the exception, so that
+// Ends every job with the exception that is being handled. Also stores this exception, so that
 // submit() can throw it.
 void Runner::fail_all_with_thrown() noexcept {
   {

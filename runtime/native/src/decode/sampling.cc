@@ -42,7 +42,7 @@ struct Best {
 
 Best find_best(const float* logits, int32_t vocab_size, int32_t left_out) {
   constexpr float kInfinite = std::numeric_limits<float>::infinity();
-  // Eight independent maxima, so that the processor can update them in parallel.
+  // Computes eight maxima independently, so that the processor can update them in parallel.
   std::array<float, 8> largest;
   largest.fill(-kInfinite);
   std::array<int32_t, 8> bad{};
@@ -99,7 +99,7 @@ void Winner::prepare(int32_t vocab_size, std::vector<float>& spare) {
   spare_ = spare.data();
 }
 
-// Does the same as see(), for a range of tokens.
+// Like see(), but for a range of tokens.
 void Winner::see_row(const float* logits, int32_t first, int32_t last, float best,
                      double temperature) {
   constexpr int32_t kSome = 128;
@@ -186,7 +186,7 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out,
   }
   temper(tempered, vocab_size, left_out);
   double sum = 1, second = 0, product = 0;
-  // `best` is copied, because in C++17 a lambda cannot capture a structured binding.
+  // `best` is copied, because a lambda in C++17 cannot capture a structured binding.
   const auto count = [&, best = best](int32_t token) {
     const double weight = weights_[token];
     if (weight == 0 || token == best) return;
@@ -206,7 +206,7 @@ Draw Sampler::draw(const float* logits, int32_t vocab_size, int32_t left_out,
           product / sum - std::log(sum)};
 }
 
-// Reduces kept_ to its top_k best tokens. If top_k is 0, changes nothing.
+// Reduces kept_ to its top_k best tokens. If top_k is 0, does nothing.
 void Sampler::keep_best(const float* logits, int32_t top_k) {
   const auto count = static_cast<size_t>(top_k);
   if (count == 0 || count >= kept_.size()) return;

@@ -87,8 +87,8 @@ struct Draw {
                            // sum p ln p
 };
 
-// Which fields of a Draw to compute. `token`: only the token. `distribution`: the token, prob and
-// margin. `entropy`: all fields.
+// Selects the fields of a Draw that are computed. `token`: only the token. `distribution`: the
+// token, prob and margin. `entropy`: all fields.
 enum class Told { token, distribution, entropy };
 
 // Draws tokens from one row of logits [vocab_size]. Never draws the token `left_out`. The object

@@ -67,7 +67,7 @@ enum class CacheUse {
   append    // reads the rows of positions 0 to S - 1, and stores the T new rows after them
 };
 
-// Returns true if a pass with this use stores its new rows.
+// Returns true if a pass with this CacheUse stores its new rows.
 constexpr bool keeps_rows(CacheUse use) { return use != CacheUse::none && use != CacheUse::read; }
 
 // Returns the number of rows to allocate if `rows` rows are needed. If the memory must grow, its
@@ -84,7 +84,8 @@ class KeyValues {
     for (const int i : {0, 1}) past_[i].resize(layers), present_[i].resize(layers);
   }
 
-  // Tensor 2i contains the keys of layer i, and tensor 2i + 1 contains the values.
+  // Sets the address of one tensor. Tensor 2i contains the keys of layer i, and tensor 2i + 1
+  // contains the values.
   void set_past(size_t tensor, const void* rows) { past_[tensor % 2][tensor / 2] = rows; }
   void set_present(size_t tensor, void* rows) { present_[tensor % 2][tensor / 2] = rows; }
 
@@ -186,7 +187,7 @@ struct PortNames {
   std::vector<Layer> layers{};
 };
 
-// What the manifest says about the bundle's graph, as far as engines need it.
+// The properties of a bundle's graph that engines need. They come from the manifest.
 struct GraphSpec {
   std::string path;         // path of denoiser.onnx
   std::string device_path;  // path of device.onnx, a version of the graph for GPUs; may be empty
@@ -222,8 +223,8 @@ struct EngineSpec {
   Profile prefill, block;   // the engine's profiles 0 and 1
 };
 
-// Which provider of ONNX Runtime runs the graph. The fields have the same names and defaults as in
-// dlm_open_options.
+// Selects the provider of ONNX Runtime that runs the graph. The fields have the same names and
+// defaults as in dlm_open_options.
 struct ProviderChoice {
   std::string name = "cpu";
   int32_t device = 0;

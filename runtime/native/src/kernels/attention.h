@@ -347,7 +347,8 @@ class QueryTiles {
   void hold(int64_t count, const int64_t* positions, Copy copy) {
     for (int64_t row = 0; row < count; ++row, ++held_) {
       copy(row, held_keys_ + held_ * head_size_, held_values_ + held_ * head_size_);
-      // Position 0 stands for cached rows, because every query sees both of them.
+      // Cached rows get position 0. Every query sees position 0, and every query sees all cached
+      // rows.
       held_positions_[held_] = positions == nullptr ? 0 : positions[row];
     }
     if (held_ == group_) finish();
@@ -490,7 +491,7 @@ void attend(const dlm::CachedAttention& a, dlm::Parallel& parallel) {
     int32_t first_seen[kQueries], last_seen[kQueries];
     for (int64_t tile = 0; tile < tiles; ++tile) {
       for (int64_t lane = 0; lane < kQueries; ++lane) {
-        // A lane without a query of its own repeats the last query.
+        // A lane for which there is no query repeats the last query.
         const int64_t query = least(first + tile * kQueries + lane, last - 1);
         const int64_t position = a.positions[part.token(a, query / group)];
         norm_and_turn(a, a.q + offset(query), a.q_norm, position, row);

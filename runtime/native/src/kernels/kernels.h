@@ -105,7 +105,7 @@ struct Linear {
 // fp32 matrices are stored in panels [N / 32, K, 32] without scales.
 enum class ExpertFormat { fp32, int8, int4 };
 
-// The weight matrices of one layer of all experts, one expert after another.
+// The weight matrices of the same layer of all experts. The matrices are stored one after another.
 struct ExpertWeights {
   const uint8_t* panels;
   const void* scales;
@@ -197,7 +197,8 @@ enum class CacheType { fp32, fp16, int8 };
 // new rows of its own block and of earlier blocks. If window is not 0, a query sees only the new
 // rows that are at most `window` positions away. Then visible_block must be 0, and there must be no
 // cached rows. With segments, B is 1, and a query sees only the rows of its own segment. The kernel
-// uses cached rows as they are stored, which may be rounded, and new rows as they were computed.
+// uses new rows as they were computed, and cached rows as they are stored. Storing may round
+// numbers.
 struct CachedAttention {
   CacheType cache;
   // q: [B, T, H, D]; k and v: [B, T, Hkv, D]. H is the number of query heads, and Hkv is the number

@@ -40,8 +40,8 @@ struct Library {
   std::string version;  // for example "10.14.1.48"
 };
 
-// Loads the library at the path `given`. If `given` is empty, loads the library as the comment of
-// dlm_open_options.engine_library describes. Throws Error(DLM_ENGINE_MISSING).
+// Loads the library at the path `given`. If `given` is empty, searches for the library as described
+// in dlm_runtime.h at dlm_open_options.engine_library. Throws Error(DLM_ENGINE_MISSING).
 Library load_library(const std::string& given);
 
 }  // namespace dlm::trt

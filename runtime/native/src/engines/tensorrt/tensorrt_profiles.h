@@ -1,5 +1,5 @@
-// Decisions of the TensorRT engine that can be tested without a GPU: whether an engine can run,
-// which of its profiles runs a pass, and how many rows the pass scores.
+// Decisions of the TensorRT engine that tests can check without a GPU: whether an engine can run,
+// which of its profiles runs a pass, and how many rows a pass scores.
 #pragma once
 
 #include <algorithm>
