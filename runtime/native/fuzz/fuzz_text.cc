@@ -1,7 +1,8 @@
 // A fuzz target that reads a compiled text file. With this file, it encodes a text, decodes the ids
 // at once and in pieces, and encodes a chat.
 //
-// The input consists of one byte that gives the size of the text, the text, and the text file.
+// The input has three parts: one byte with the size of the text, the text itself, and the text
+// file.
 #include <vector>
 
 #include "api/handles.h"

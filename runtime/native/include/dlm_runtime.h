@@ -331,9 +331,9 @@ DLM_API const dlm_kernel_set* dlm_kernel_set_at(size_t index);
 DLM_API dlm_status dlm_bundle_open(const char* path, const dlm_open_options* options, char* message,
                                    size_t message_capacity, dlm_bundle** bundle);
 
-/* Creates a bundle without files. Its passes are run by the function `run`, on the thread that runs
- * the session or scheduler. So several threads may call `run` at the same time. The library copies
- * *denoiser. `user` must outlive the bundle. */
+/* Creates a bundle without files. The function `run` runs its passes. The library calls `run` on
+ * the thread that runs the session or scheduler, so several threads may call `run` at the same
+ * time. The library copies *denoiser. `user` must outlive the bundle. */
 DLM_API dlm_status dlm_bundle_from_callback(const dlm_denoiser* denoiser, dlm_pass_fn run,
                                             void* user, char* message, size_t message_capacity,
                                             dlm_bundle** bundle);
@@ -650,8 +650,8 @@ typedef struct dlm_request {
   const dlm_automaton*
       constraint; /* NULL (default): any text is allowed. Otherwise the tokens from the first to the
                      last undecided position are a text that the automaton accepts. End tokens
-                     follow the text if there is room. This is so with every policy, and for
-                     every way in which the request may end */
+                     follow the text if there is room. This holds with every policy, and
+                     whatever ends the request */
   int32_t constrained_tokens; /* number of given tokens with which the constrained text starts (0).
                                  These are the last tokens before the first undecided position. The
                                  tokenizer must split their text into the same tokens */

@@ -1,5 +1,5 @@
-// Tests the decision whether AMX may be used. They cover each reason for refusing AMX, and the test
-// that the kernels multiply correctly.
+// Tests of the decision whether AMX may be used. They cover each reason for refusing AMX, and the
+// check that the kernels multiply correctly.
 #include <cerrno>
 
 #include "kernels/x86/amx.h"

@@ -3,8 +3,8 @@
 // when a caller waits for the stream. Calls without a current context fail.
 //
 // Environment variables configure it. $MOCK_CUDA_SM is the compute capability of the devices
-// (default 120). $MOCK_CUDA_DEVICES is the number of devices (default 1), and $MOCK_CUDA_BYTES
-// their memory (default 1 GiB). $MOCK_CUDA_FAIL lists the calls that fail.
+// (default 120). $MOCK_CUDA_DEVICES is the number of devices (default 1). $MOCK_CUDA_BYTES is
+// the memory of each device (default 1 GiB). $MOCK_CUDA_FAIL lists the calls that fail.
 #include "mock_cuda.h"
 
 #include <cstdlib>

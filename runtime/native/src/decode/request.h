@@ -86,8 +86,8 @@ class Request {
   int32_t planned_nfe() const { return nfe_ + skipped_; }
   dlm_step view() const;
 
-  // Returns the load of the next pass, which predicts the time of the pass. Call find_positions()
-  // first.
+  // Returns the load of the next pass. PassCost predicts the time of the pass from this load. Call
+  // find_positions() first.
   PassLoad load() const { return load_of(stage(), positions_.size()); }
   // Returns the load of the most expensive repeated stage that remains.
   PassLoad usual_load(const PassCost& cost) const;

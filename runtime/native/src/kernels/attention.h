@@ -295,7 +295,8 @@ class QueryTiles {
   void add_stored(const uint8_t* keys, const uint8_t* values, int64_t rows) {
     const int64_t size = head_size_, bytes = Rows::bytes(size);
     alignas(64) float wide_keys[kWidened], more[kVectors == 1 ? 1 : kWidened];
-    // If there is only one tile, the keys are no longer needed when the values are added.
+    // If there is only one tile, the keys are no longer needed when the values are added. So the
+    // values may overwrite the keys.
     float* const wide_values = kVectors == 1 ? wide_keys : more;
     const auto widen = [size, bytes](const uint8_t* stored, int64_t count, float* wide)
                            __attribute__((always_inline)) {
@@ -339,7 +340,7 @@ class QueryTiles {
 
   // Returns how many of the next `rows` rows belong to the current group.
   int64_t next(int64_t rows) const { return least(rows, group_ - held_); }
-  // Returns true if the next `count` rows do not fill a group, so that they must be copied.
+  // Returns true if the next `count` rows must be copied, because they do not fill a whole group.
   bool is_held(int64_t count) const { return kHolds && count < group_; }
 
   // Copies rows of a group that is not complete yet.
