@@ -101,7 +101,7 @@ inline size_t mutate_numbers(uint8_t* data, size_t size, size_t max_size, size_t
         break;
       case 2:
         std::memcpy(&value, data + first + 4 * draw(numbers), 4);
-        break;  // replaces the number by a different number of the file
+        break;  // replaces the number with another number of the file
       default:
         value ^= 1 << draw(32);
     }

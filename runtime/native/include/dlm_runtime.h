@@ -755,8 +755,8 @@ typedef struct dlm_result {
    * position, all its entries are unused. The last entries are unused if the vocabulary has fewer
    * than top_count tokens. */
   const int32_t* top_tokens;  /* [length, top_count] */
-  const float* top_log_probs; /* [length, top_count], ln p of each token in top_tokens; p as in
-                                 log_probs */
+  const float* top_log_probs; /* [length, top_count], ln p of each token in top_tokens; p is defined
+                                 at log_probs */
   size_t top_count;           /* dlm_request.top_log_probs */
   const double* option_probs; /* [option_count], for DLM_CONSTRAINT_DECISIONS: the probability of
                                  each option of the first question, then of each option of the
