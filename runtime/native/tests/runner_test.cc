@@ -497,8 +497,7 @@ void test_long_prompts_are_split(int32_t shift) {
     CHECK(same(*one, run_alone(of, other, brief)) && same(*two, alone));
     CHECK(alone->result().stats->prefill_passes == 1);
     // A prompt of 88 tokens is computed in parts of at most 16 tokens. With the cost model, parts
-    // get
-    // smaller as passes read more rows.
+    // get smaller as passes read more rows.
     const int32_t parts = two->result().stats->prefill_passes;
     CHECK(most_ms > 0 ? parts >= 4 : parts == 6);
     CHECK(most_ms == 0 || engine.costliest_shared() <= most_ms);
