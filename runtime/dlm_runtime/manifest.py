@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError
 
 MANIFEST_FILE = "manifest.json"
-_MESSAGE_LIMIT = 300  # characters, because a name or value may be as long as the manifest
+_MESSAGE_LIMIT = 300  # in characters; without a limit, a message could be as long as the manifest
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def check_manifest(manifest: Mapping[str, Any], folder: Path) -> None:
 
 
 def text_files(manifest: Mapping[str, Any], folder: Path) -> TextFiles:
-    """Find the text files that a manifest names. Raises BundleError if one of these files is
-    missing in the manifest's member ``files``.
+    """Find the text files that a manifest names. Raises BundleError if the manifest's member
+    ``files`` does not list one of them.
     """
 
     def listed(name: object, place: str) -> Path:

@@ -21,8 +21,8 @@ class NumberFormat:
         code_type: The dtype of a stored code in numpy (with ml_dtypes).
         levels: The largest value that the format represents when the scale is 1.
         code_limits: The range to which codes are clipped. If None, codes are looked up in a table.
-        least_sm: The compute capability, times 10, of the oldest GPU that can compute in the
-            format. 89 means 8.9.
+        least_sm: The lowest compute capability of GPUs that can compute in the format, times 10.
+            For example, 89 means 8.9.
         tensorrt: The names that TensorRT and TensorRT's inspector use for the format.
         is_simulated_on_cpu: True if a CPU cannot compute in the format. In this case, the CPU
             multiplies the quantised numbers in fp32.
@@ -91,8 +91,7 @@ class LayerFormat:
 
     @property
     def least_sm(self) -> int:
-        """The compute capability of the oldest GPU on which TensorRT can compute this format, as in
-        ``NumberFormat.least_sm``.
+        """The lowest compute capability with which TensorRT can compute this format, times 10.
         """
         return 0 if self.weights is None else NUMBER_FORMATS[self.weights].least_sm
 

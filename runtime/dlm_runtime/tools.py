@@ -35,8 +35,8 @@ class ToolCall:
         name: Name of the function.
         arguments: A dict of the arguments of the call.
         id: An identifier: ``call_`` and 24 hexadecimal digits. The message with the function's
-            result refers to this identifier. The digits are random and do not depend on the seed. A
-            comparison of two calls ignores their ids.
+            result refers to this identifier. The digits are random and do not depend on the seed.
+            When two calls are compared, the ids are ignored.
     """
 
     name: str
@@ -173,9 +173,10 @@ class Tools:
     def calls(self, text: str | None) -> list[ToolCall]:
         """Return the calls in a text.
 
-        The text must consist of calls, or contain calls between the start and end texts of the
-        format. For any other text, the list is empty. A call must name one of these functions, and
-        its arguments must be an object. The arguments are not checked further.
+        Calls are found in two kinds of text: a text that consists only of calls, and a text with
+        calls between the start and end texts of the format. For any other text, the list is empty.
+        A call must name one of these functions, and its arguments must be an object. The arguments
+        are not checked further.
         """
         if text is None or self.choice == "none":
             return []
@@ -251,7 +252,7 @@ def _name_of(tool: Any, where: str) -> str:
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return the "tree" constraint for a function's arguments.
 
-    Properties that the schema does not list are allowed only if the schema says so.
+    Properties that the schema does not list are allowed only if the schema allows them explicitly.
     """
     schema = {"type": "object", **(function.get("parameters") or {})}
     if not schema.get("properties"):

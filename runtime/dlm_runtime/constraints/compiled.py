@@ -25,7 +25,7 @@ FILE_LIMIT_BYTES = 1 << 30
 # automaton.
 _FORMAT = 5
 _HASH_BYTES = 32
-_MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # the bytes of made_of in a file
+_MADE_OF = slice(8 + 6 * 4, 8 + 6 * 4 + _HASH_BYTES)  # the place of made_of in a file
 
 
 @dataclass(frozen=True)
@@ -131,10 +131,10 @@ def compile_content(
 ) -> Constraint:
     """Compile a constraint from its source, for one vocabulary.
 
-    The vocabulary is the vocabulary of a native bundle, or the ids below ``vocab_size`` of
-    ``vocabulary``. ``made_of`` is a hash of 32 bytes, which is stored in the file. Raises
-    RequestError if the constraint cannot be compiled within ``limits``. Warns with SchemaWarning
-    about keywords that look misspelled.
+    Pass a native ``bundle`` to use its vocabulary. Otherwise, pass ``vocabulary`` and
+    ``vocab_size``: ids from ``vocab_size`` on are not used. ``made_of`` is a hash of 32 bytes,
+    which is stored in the file. Raises RequestError if the constraint cannot be compiled within
+    ``limits``. Warns with SchemaWarning about keywords that look misspelled.
     """
     chosen = limits or CompileLimits()
     given = _native.initialised(_native.Constraint)

@@ -39,7 +39,7 @@ from dlm_runtime.text.tokenizer import Tokenizer
 from dlm_runtime.tools import Tools
 
 KEPT = 64  # compiled constraints
-MOST_RECORDS = 1_000_000  # bounds on lines and rows
+MOST_RECORDS = 1_000_000  # the largest number of lines or rows that a caller may set as a limit
 RECORD_KINDS = ("json_lines", "csv", "xml")
 UNLIKELY_NATS = 1.0
 """A bundle warns if its constraints cost more nats per token than this limit on average.
@@ -109,8 +109,8 @@ class Constraints:
         limits: CompileLimits | None = None,
         cache_dir: str | Path | None = "",
     ) -> compiled.Constraint:
-        """Return the constraint for the arguments of ``Bundle.constraint``. If no constraint is
-        stored for these arguments, the constraint is compiled.
+        """Return the constraint for the arguments of ``Bundle.constraint``. The constraint is
+        compiled, unless it is already stored.
 
         ``asked`` contains the arguments that define the allowed texts, by name. Exactly one
         argument must be set. None and False mean that an argument is not set. Raises RequestError
@@ -175,8 +175,8 @@ class Constraints:
         limits: CompileLimits,
         folder: Path | None,
     ) -> compiled.Constraint:
-        """Return the constraint that is stored for ``key``. If no constraint is stored, compile one
-        and store it.
+        """Return the constraint that is stored for ``key``. If there is no such constraint, compile
+        it and store it.
         """
         with self._lock:
             made = self._kept.get(key)

@@ -1,4 +1,4 @@
-"""Tells coroutines when jobs have ended. Each scheduler has one thread for all its jobs."""
+"""Wakes coroutines when their jobs have ended. Each scheduler uses one thread for this task."""
 
 from __future__ import annotations
 

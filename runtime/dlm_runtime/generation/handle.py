@@ -31,11 +31,11 @@ class Handle:
 
     Args:
         pointer: The ``dlm_bundle``.
-        default_policy: The policy of requests that name no preset. If None, the bundle's default
-            preset is used.
+        default_policy: The policy of requests that do not name a preset. If None, the bundle's
+            default preset is used.
         owned: An object that must live as long as the bundle, such as a callback.
-        causes: If a callback raises an exception, the callback stores this exception in
-            ``causes.error``. None if the bundle has no callback.
+        causes: The object in which callbacks store exceptions: ``causes.error`` is the exception
+            that a callback raised. None if the bundle has no callback.
         prefix_cache_bytes: The most bytes of keys and values that each session keeps between calls.
     """
 
@@ -54,7 +54,7 @@ class Handle:
         self._lock = threading.Lock()
         self._idle: list[C.c_void_p] = []
         self._prefix_cache_bytes = prefix_cache_bytes
-        self._busy = 0  # number of running users of the bundle; the last user frees a closed bundle
+        self._busy = 0  # number of calls that use the bundle; the last of these calls frees a closed bundle
         self._is_closed = False
         self._with: list[SupportsClose] = []
         about = self._library.dlm_bundle_describe(pointer).contents
@@ -108,7 +108,7 @@ class Handle:
 
     def begin(self) -> None:
         """Keep the engine alive until ``end`` is called. Each ``begin`` needs one ``end``."""
-        self.origin.check()  # checked first: another thread may have held the lock at the fork
+        self.origin.check()  # The origin is checked before the lock: after a fork, the lock may stay locked forever.
         with self._lock:
             self.check_open()
             self._busy += 1

@@ -56,8 +56,9 @@ class Options:
             special token. By default, the text is encoded as ordinary text, so that a user cannot
             end or mask an answer. Tokens that the tokenizer and the chat template add are not
             affected.
-        constraint: A constraint that ``Bundle.constraint`` compiled. With every policy and limit,
-            the text satisfies the constraint, unless a stop string cuts the text.
+        constraint: A constraint that ``Bundle.constraint`` compiled. The text satisfies the
+            constraint with every policy and every limit. The only exception is a text that a stop
+            string cuts off.
         schema, regex, grammar, enum, json_object, json_lines, csv, xml: A constraint, as an
             argument of ``Bundle.constraint``. The constraint is compiled when it is first used. The
             constrained text includes ``prefix``. (For a compiled ``constraint``, pass the prefix to
@@ -151,7 +152,9 @@ class Options:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Options:
-        """Create options from ``values``. Names that are not options must be policy fields."""
+        """Create options from ``values``. A name that is not an option must be the name of a policy
+        field.
+        """
         own = {name: value for name, value in values.items() if name in OPTION_NAMES}
         return cls(**own, policy={name: value for name, value in values.items() if name not in own})
 
@@ -340,7 +343,7 @@ class Request:
             *(stop.encode().replace(b"\0", b"\xff") for stop in stop_strings)
         )
         self._decode = _native.DecodeFn(self.decoded) if tokenizer is not None else None
-        self.error: BaseException | None = None  # raised by the tokenizer
+        self.error: BaseException | None = None  # the exception that the tokenizer raised
         native.tokens = C.cast(self._tokens, _native.i32p)
         native.token_count = len(self.given)
         native.policy = C.pointer(self._policy)
@@ -404,7 +407,7 @@ class Request:
         return made
 
     def event(self, step: Any, text: str | None) -> Event:
-        """Convert a native step to an ``Event`` without a result. ``text`` is the text up to the
+        """Convert a native step to an ``Event`` without a result. ``text`` is the text after the
         previous step.
         """
         length = step.length
@@ -428,7 +431,7 @@ TIMINGS = ("prefill", "passes", "selection", "cache", "total")
 PASSES = ("prefill", "denoise", "store")
 
 MOST_COUNT = (1 << 24) - 1
-MOST_INDENT = 64  # spaces per level of a JSON layout
+MOST_INDENT = 64  # largest number of spaces per level in a JSON layout
 
 
 def _alternatives(result: Any) -> list[list[tuple[int, float]]]:

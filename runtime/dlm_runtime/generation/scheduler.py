@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from dlm_runtime.generation.handle import Handle
 
 WAIT_S = 0.1  # seconds between a waiting thread's checks for signals
-EVENT_WAIT_S = 0.02  # seconds between checks whether a request has ended without a last step
+EVENT_WAIT_S = 0.02  # seconds between checks for requests that ended without a last step
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class SchedulerStats:
 
     Args:
         waiting, running: The number of requests that wait now, and the number that run now.
-        submitted, finished, refused: Numbers of requests so far. For refused requests, ``submit``
-            raised BusyError.
+        submitted, finished, refused: The number of requests that were submitted, that ended, and
+            that were refused. ``submit`` raises BusyError when it refuses a request.
         passes: Number of passes.
-        shares: Number of requests in each pass, summed over all passes.
+        shares: The sum over all passes of the number of requests in the pass.
         busy_s: Seconds spent in passes and commits.
         cache_bytes: The largest number of bytes of keys and values that were in memory at the same
             time.
@@ -64,7 +64,7 @@ class SchedulerStats:
             scheduler has no ``cost``, or if requests take turns.
         prefix_hits: Number of requests that reused keys and values of other requests.
         prefix_tokens: Number of tokens that these requests did not compute.
-        prefix_bytes: Number of bytes of keys and values that new requests can reuse.
+        prefix_bytes: Number of bytes of the keys and values that new requests can reuse.
     """
 
     waiting: int
@@ -100,7 +100,7 @@ class Job:
         self._wake: Callable[[], object] | None = None  # called after an event was added
         self._has_ended = False
         self._result: Generation | None = None
-        self._error: Exception | None = None  # raised by _step
+        self._error: Exception | None = None  # the exception that _step raised
         runner = scheduler._runner
         self._ends = runner.ends
         runner.keep(self, request)
@@ -415,7 +415,7 @@ class _Runner:
         """Keep the native scheduler alive within a ``with`` block. Raises the errors of
         ``check_open``.
         """
-        self.origin.check()  # checked first: another thread may have held the lock at the fork
+        self.origin.check()  # The origin is checked before the lock: after a fork, the lock may stay locked forever.
         with self._changed:
             self.check_open()
             self._users += 1

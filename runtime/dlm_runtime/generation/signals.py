@@ -1,5 +1,4 @@
-"""Handles Python's signals, and cancellations by other threads, between the passes of a native
-call.
+"""Handles signals and cancellations between the passes of a native call.
 
 Python runs signal handlers only on the main thread, and only while this thread runs Python code.
 Without this module, a handler would have to wait until a native call has finished the whole

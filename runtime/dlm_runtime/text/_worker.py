@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 SECONDS, SECONDS_PER_BYTE = 1.0, 2.0**-20
-REASON_LIMIT = 300  # characters of a library's message
+REASON_LIMIT = 300  # largest number of characters of a library's message
 PRIVATE_USE = range(0xF0000, 0xFFFFE)  # private-use code points, which have no assigned characters
 
 
@@ -166,7 +166,7 @@ class Text:
             while places := [
                 at for at in self._spelled(text) if ord(text[at]) not in marks.letters
             ]:
-                text = marks.put(text, places)  # another special token may overlap the replaced one
+                text = marks.put(text, places)  # another special token may overlap it
             return text
 
         marked_messages = [
@@ -197,7 +197,7 @@ class Text:
         return found
 
     def _spelled(self, text: str) -> list[int]:
-        """Return the positions in a text at which special tokens start.
+        """Return the positions at which the text of a special token starts.
 
         If the last characters of the text may be the start of a special token, the position of
         these characters is included.
@@ -295,7 +295,7 @@ class Marks:
     """Replaces letters in texts by private-use characters that do not occur in these texts."""
 
     def __init__(self, texts: str) -> None:
-        """``texts`` contains all texts in which the private-use characters must not occur."""
+        """The private-use characters will be characters that do not occur in ``texts``."""
         used = {*texts}
         self._free = (point for point in map(chr, PRIVATE_USE) if point not in used)
         self._by_letter: dict[str, str] = {}
@@ -353,7 +353,7 @@ def main(limits: dict[str, Any]) -> None:
         limits["memory_bytes"] if inherited < 0 else min(limits["memory_bytes"], inherited)
     )
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # both are inherited
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the process inherits both settings
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     source, out, text = sys.stdin.buffer, sys.stdout.buffer, Text()
     while len(sizes := source.read(16)) == 16:

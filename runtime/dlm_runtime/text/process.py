@@ -59,7 +59,7 @@ class TextProcess:
         """Call a method of the worker's ``Text``. Raises Refused, TypeError or ValueError."""
         if (
             self._owner != os.getpid()
-        ):  # first use, or first use after a fork: then the process belongs to the parent
+        ):  # This is the first use, or the first use after a fork. After a fork, the process belongs to the parent.
             self._owner, self._lock, self._process = os.getpid(), threading.Lock(), None
         request = _pack({"do": do, **arguments})
         with self._lock:
@@ -89,7 +89,7 @@ class TextProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with contextlib.suppress(BrokenPipeError):  # its exit code gives the reason
+            with contextlib.suppress(BrokenPipeError):  # the exit code of the process gives the reason
                 _write(process.stdin, request)
             head = _read(process.stdout, 8)
             size = struct.unpack("<Q", head)[0] if len(head) == 8 else None
@@ -98,7 +98,7 @@ class TextProcess:
             reply = None if size is None else json.loads(_read(process.stdout, size))
             if reply is None:
                 raise Refused(_why(process.wait()))
-        except BaseException:  # Ctrl-C too: a late answer must not reach another request
+        except BaseException:  # also Ctrl-C: the next request must not get this answer
             self._stop()
             raise
         if "refused" in reply:
@@ -146,7 +146,9 @@ def _write(pipe: IO[bytes], data: bytes) -> None:
 
 
 def _read(pipe: IO[bytes], size: int) -> bytes:
-    """Read ``size`` bytes from an unbuffered pipe. The result is shorter if the pipe ends."""
+    """Read ``size`` bytes from an unbuffered pipe. If the pipe ends early, the result is
+    shorter.
+    """
     found = bytearray()
     while len(found) < size and (more := pipe.read(size - len(found))):
         found += more

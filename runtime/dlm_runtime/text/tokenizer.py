@@ -40,7 +40,7 @@ class Tokenizer:
         message names the file ``where``.
         """
         self.template = template
-        self.sha256 = hashlib.sha256(tokenizer).hexdigest()  # of its file
+        self.sha256 = hashlib.sha256(tokenizer).hexdigest()  # the hash of the tokenizer's file
         self._texts: dict[int, str] = {}
         self._added: dict[int, Mapping[str, Any]] | None = None
         try:
@@ -96,7 +96,8 @@ class Tokenizer:
         return str(self._ask("as_json", "the tokenizer cannot be written"))
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """Encode a prompt. The tokenizer may add tokens at its start and end. Raises RequestError.
+        """Encode a prompt. The tokenizer may add tokens at the start and the end. Raises
+        RequestError.
 
         The text of a special token, such as ``<|eos|>``, is ordinary text unless ``special_tokens``
         is True.
@@ -112,8 +113,8 @@ class Tokenizer:
     def encode_each(
         self, texts: Sequence[str], special_tokens: bool = False
     ) -> list[list[int] | None]:
-        """Encode several texts like ``encode_plain``. The result is None for a rejected text.
-        Raises RequestError.
+        """Encode several texts like ``encode_plain``. For a text that the tokenizer rejects, the
+        result is None. Raises RequestError.
         """
         what = "the bundle's tokenizer rejects these texts"
         found: list[list[int] | None] = self._ask(
