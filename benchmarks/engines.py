@@ -34,7 +34,7 @@ JUDGED = 64
 LEAST_TARGET = {
     "nvfp4": "rtx5090",
     "mixed": "rtx5090",
-}  # bundles are built for these targets; engines for the other targets use the bundle with the same SM
+}  # bundles in these precisions are built for these targets; all other bundles are built for rtx4090
 
 
 def bundle(size: str, precision: str) -> Path:

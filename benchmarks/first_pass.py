@@ -117,7 +117,7 @@ def run_ours(folder: str, length: int, part: int, threads: int) -> dict[str, Any
                 ends.append(time.perf_counter())
                 result = event.result
         assert result is not None
-        ends = ends[-PASSES - 1 :]  # the ends of the last pass over the prompt and of the passes over the block
+        ends = ends[-PASSES - 1 :]  # when the prompt and each pass over the block ended
         return {
             "prompt_s": result.timings["prefill"],
             "passes": result.nfe - PASSES,

@@ -5,8 +5,8 @@
 
 Each line of the file has a `prompt`. The variants take turns over the same requests. Prints medians
 and quartiles over the rounds, and how many canvases differ from those of the first variant. With
-`--effort`, the variants are the bundle's effort levels. The loops of the faster levels are also run
-with separate passes to store blocks.
+`--effort`, the variants are the bundle's effort levels. The faster levels have additional variants,
+which store blocks in separate passes.
 """
 
 from __future__ import annotations

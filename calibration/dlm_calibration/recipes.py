@@ -1,5 +1,5 @@
-"""Quantisation recipes. A recipe says which format each layer gets, and how ranges, scales and
-weights are found.
+"""Quantisation recipes. A recipe defines the format of each layer, and the methods that find
+ranges, scales and weights.
 
 A recipe is a preset of ``RECIPES`` or a TOML file:
 
@@ -200,7 +200,7 @@ RECIPES: dict[str, Recipe] = {
     )
 }
 _MOST_BYTES = 1 << 20
-# largest number of dots in a line, because tomllib is slow for keys with many dots (quadratic time)
+# largest number of dots in a line; for keys with many dots, tomllib takes quadratic time
 _MOST_PARTS = 200
 
 

@@ -1,5 +1,5 @@
-"""Changes weights so that a number format represents the weights better. The methods are smoothing,
-AWQ and rotation.
+"""Changes weights so that quantising them loses less accuracy. The methods are smoothing, AWQ and
+rotation.
 
 A weight is a matrix ``w`` ``[K, N]``, used as ``x @ w``. Smoothing (SmoothQuant, arXiv:2211.10438)
 and AWQ (arXiv:2306.00978) multiply each of the K input channels by a scale: ``(x / scales) @

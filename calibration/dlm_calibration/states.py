@@ -1,12 +1,12 @@
-"""Makes calibration states from samples. A calibration state is a canvas on which a denoiser is
-run.
+"""Makes calibration states from samples. To calibrate a denoiser, its inputs are observed on these
+states.
 
-There are three kinds of state. A masked state is a sample with random mask tokens, as in the
-forward process of masked diffusion (arXiv:2502.09992, section 2.1). The mask ratios are stratified,
-so that there are states for every range of ratios. A trajectory state is a canvas from a real
-generation. In this canvas, the denoiser has already committed the positions that were easy to
-predict. Random masking almost never produces such a canvas. A clean state is a sample without mask
-tokens.
+A calibration state is a canvas. There are three kinds of state. A masked state is a sample with
+random mask tokens, as in the forward process of masked diffusion (arXiv:2502.09992, section 2.1).
+The mask ratios are stratified, so that there are states for every range of ratios. A trajectory
+state is a canvas from a real generation. In this canvas, the denoiser has already committed the
+positions that were easy to predict. Random masking almost never produces such a canvas. A clean
+state is a sample without mask tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MASK_RATIOS = tuple(round(0.05 + 0.1 * i, 2) for i in range(10))
 TRAJECTORY_POINTS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 Source = Literal["masked", "trajectory", "clean"]
 SOURCES: tuple[Source, ...] = ("masked", "trajectory", "clean")
-MIX = (0.5, 0.4, 0.1)  # default share of each entry of SOURCES
+MIX = (0.5, 0.4, 0.1)  # the default share of each source in SOURCES
 PER_SAMPLE = 8
 
 Trajectories = Callable[[Sequence["Sample"]], Iterable[Sequence[np.ndarray]]]
