@@ -4,9 +4,9 @@ failing.
     python benchmarks/soak.py build/demo [--requests 10000]
 
 Several threads and schedulers run the requests. Two of five requests go to a bundle and share
-passes. The others go to a callback denoiser that sometimes fails. A third of the requests to the
-callback denoiser run without a scheduler. Prints resident memory after every tenth of the requests.
-Exits with 1 if a request ended in an unexpected way.
+passes. All other requests go to a callback denoiser that sometimes fails. A third of the requests
+to the callback denoiser run without a scheduler. Prints resident memory after every tenth of the
+requests. Exits with 1 if a request ended in an unexpected way.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""LLaDA (arXiv:2502.09992) as code that a checkpoint could contain, for tests of ``capture``. It
-was written for the tests, from the paper and the names of the tensors.
+"""LLaDA (arXiv:2502.09992) as code that a checkpoint could contain, for tests of ``capture``. This
+code was written for the tests, based on the paper and on the names of the tensors.
 
 It shares no code with dlm_export: RoPE multiplies complex numbers, attention is written out, and
 all sizes come from config.json.
