@@ -1,5 +1,5 @@
-"""Tests of the demos' training: the rows of the second demo match decoding, and a run resumes from
-where it was saved.
+"""Tests of the demos' training: the second demo trains on the states of decoding, and a run can be
+resumed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def test_a_noised_block_of_a_training_row_is_what_decoding_computes(
         canvas[:, begin:].masked_fill_(hidden, first.mask_token_id)
         decoded = denoiser.hidden(canvas, torch.arange(canvas.shape[1])[None])[0][:, begin:]
         there = trained[:, begin - batch.first : begin - batch.first + BLOCK_LENGTH]
-        # Sums over other numbers of keys round differently. 1e-5 applies to features of about 1.
+        # Sums over different numbers of keys are rounded differently. The features have magnitudes
+        # of about 1.
         torch.testing.assert_close(there, decoded, rtol=1e-5, atol=1e-5)
 
 
