@@ -117,9 +117,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--one", nargs=3, help=argparse.SUPPRESS
-    )  # arguments of the new process: BUNDLE CACHE LENGTH
+    # Arguments of the new process: BUNDLE CACHE LENGTH.
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         folder, cache, length = arguments.one
@@ -141,12 +140,13 @@ def main() -> None:
             )
     for length in map(int, filter(None, arguments.lengths.split(","))):
         for cache in CACHES:
+            # A process that does not import the exporter.
             one = [
                 "--one",
                 str(bundle_of("memory", cache)),
                 cache,
                 str(length),
-            ]  # a process that does not import the exporter
+            ]
             command = [sys.executable, __file__, "--threads", str(arguments.threads), *one]
             row = json.loads(
                 subprocess.run(command, check=True, capture_output=True, text=True).stdout

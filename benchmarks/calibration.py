@@ -34,8 +34,7 @@ OUTLIERS, FACTOR = 8, 30.0
 
 
 def with_outliers(source: Source) -> Source:
-    """Return the same network, with some channels of every norm's output ``FACTOR`` times larger.
-    """
+    """Return the same network, with some channels of every norm's output ``FACTOR`` times larger."""
     c, rng = source.network, np.random.default_rng(0)
     folded = numbers.Folded(source.parameters, c)
     for i in range(len(c.layers)):

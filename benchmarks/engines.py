@@ -31,10 +31,11 @@ from dlm_export import targets
 
 FEW = ("--calib-samples", "8", "--calib-states", "4", "--no-verify")
 JUDGED = 64
+# Bundles in these precisions are built for these targets; all other bundles are built for rtx4090.
 LEAST_TARGET = {
     "nvfp4": "rtx5090",
     "mixed": "rtx5090",
-}  # bundles in these precisions are built for these targets; all other bundles are built for rtx4090
+}
 
 
 def bundle(size: str, precision: str) -> Path:

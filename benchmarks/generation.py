@@ -56,9 +56,11 @@ KNOWN = f"{NATIVE}-PRECISION, {', '.join(TORCH_NAMES + LLAMA_NAMES)}"
 WAIT_POLICIES = ("passive", "active")  # values for OpenMP, which torch and llama.cpp use
 TRIED = {"B": 1, "T": 64, "S": 0, "R": 64}  # the pass used to compare settings
 QUICK = (*NATIVE_NAMES[:2], "torch-fp32", "torch-bf16", "llama.cpp-Q8_0")
-PASSES = ((32, 224, 32), (32, 0, 32), (256, 0, 256))  # tokens in the pass, cached tokens, scored rows
+# Tokens in the pass, cached tokens, scored rows.
+PASSES = ((32, 224, 32), (32, 0, 32), (256, 0, 256))
 DEMO_NEW = 64  # number of tokens of a demo answer, eos included, as in examples/demo/evaluate.py
-DEMO_TURN = 50  # commands per turn; with so many commands, a contestant mostly runs with warm caches
+# Commands per turn; with so many commands, a contestant mostly runs with warm caches.
+DEMO_TURN = 50
 
 
 @dataclass(frozen=True)
@@ -234,9 +236,8 @@ def generations(
     """Measure a whole generation of each contestant. Returns a row for each contestant, with the
     spread in ms, the tokens per second, the share of the generation that was timed, and the memory.
     """
-    sampled = sampled and max(
-        1, sampled // scenario.batch
-    )  # a pass of a batch costs as much as ``batch`` single passes
+    # A pass of a batch costs as much as ``batch`` single passes.
+    sampled = sampled and max(1, sampled // scenario.batch)
     numbers = random.Random(1)
     prompts = [
         [numbers.randrange(1000) for _ in range(scenario.prompt)] for _ in range(scenario.batch)
@@ -473,7 +474,8 @@ def main() -> None:
     scenarios = [
         Scenario(p, n, b) for b in options.batch for n in options.new for p in options.prompts
     ]
-    scenarios.sort(key=lambda s: s != Scenario(128, 128, 1))  # the memory after the first scenario is reported
+    # The memory after the first scenario is reported.
+    scenarios.sort(key=lambda s: s != Scenario(128, 128, 1))
     result: dict[str, Any] = {
         "date": date.today().isoformat(),
         "command": shlex.join(["python", "benchmarks/generation.py", *sys.argv[1:]]),

@@ -162,7 +162,8 @@ class Llama:
         """
         B, L = canvases.shape
         self.prepare(B, L)
-        if self.is_causal:  # forget earlier sequences; models without causal attention do not store sequences
+        # Forget earlier sequences; models without causal attention do not store sequences.
+        if self.is_causal:
             self.llama.llama_memory_clear(self.llama.llama_get_memory(self.context), True)
         np.ctypeslib.as_array(self.batch.token, shape=(B * L,))[:] = canvases.ravel()
         if self.llama.llama_decode(self.context, self.batch):

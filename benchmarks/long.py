@@ -90,9 +90,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--memory", type=float, default=8, help="GiB that a run may allocate.")
     parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--one", nargs=3, help=argparse.SUPPRESS
-    )  # arguments of the new process: BUNDLE LENGTH REFRESH
+    # Arguments of the new process: BUNDLE LENGTH REFRESH.
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         resource.setrlimit(resource.RLIMIT_DATA, (int(arguments.memory * 2**30),) * 2)

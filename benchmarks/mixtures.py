@@ -53,7 +53,8 @@ KINDS = {
     "all experts": (COUNT, 1),
 }
 """The number of experts per token, and whether layers have experts."""
-PASSES = ((1, 255, 1), (4, 252, 4), (32, 224, 32), (256, 0, 256))  # tokens in the pass, cached tokens, scored rows
+# Tokens in the pass, cached tokens, scored rows.
+PASSES = ((1, 255, 1), (4, 252, 4), (32, 224, 32), (256, 0, 256))
 
 
 def bundle_of(kind: str, layers: int, precision: str) -> Path:

@@ -29,13 +29,14 @@ from dlm_export import families
 from dlm_export.checkpoints.folder import Checkpoint
 from dlm_export.families.base import Overrides
 
+# requests, tokens in the pass, cached tokens, scored rows.
 PASSES = (
     (1, 32, 224, 32),
     (1, 256, 0, 256),
     (1, 256, 0, 32),
     (4, 32, 224, 32),
     (8, 32, 224, 32),
-)  # requests, tokens in the pass, cached tokens, scored rows
+)
 PRECISIONS = ("fp32", "fp16", "int8", "int8-static", "int4-rtn")
 
 

@@ -106,9 +106,8 @@ def values(
     scaled = (1 + 0.1 * pool if is_norm else pool * np.float32(scale)).view(np.uint32) >> 16
     bits, left = scaled.astype(np.uint16), math.prod(shape)
     while left:
-        start = int(
-            rng.integers(POOL // 2)
-        )  # each piece starts at a new random place, so no two pieces are equal
+        # Each piece starts at a new random place, so no two pieces are equal.
+        start = int(rng.integers(POOL // 2))
         piece = bits[start : start + min(left, POOL // 2)]
         left -= piece.size
         yield piece
@@ -138,9 +137,8 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) ->
         total += size
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(
-        json.dumps(config)
-    )  # This file is written last. If it exists, all other files are complete.
+    # This file is written last. If it exists, all other files are complete.
+    (folder / "config.json").write_text(json.dumps(config))
     return total
 
 

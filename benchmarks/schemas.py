@@ -52,7 +52,8 @@ class Ours(Compiler):
         import dlm_runtime
 
         self.bundle = dlm_runtime.open(bundle_with(tokenizer), threads=1)
-        self.bundle.constraint(enum=["a"], cache_dir=None)  # the first constraint reads the vocabulary
+        # The first constraint reads the vocabulary.
+        self.bundle.constraint(enum=["a"], cache_dir=None)
 
     def compile(self, schema: str) -> int | None:
         made = self.bundle.constraint(schema=schema, cache_dir=None)
@@ -121,7 +122,8 @@ END = 151_643  # Qwen3's <|endoftext|>
 
 def bundle_with(tokenizer: str) -> Path:
     """Return a bundle of a small random denoiser with this tokenizer. The bundle is built once."""
-    from shapes import built, random_checkpoint  # the import of shapes adds the tests' folder to the path
+    # The import of shapes adds the tests' folder to the path.
+    from shapes import built, random_checkpoint
 
     from checkpoints import sdar_config  # isort: skip
 

@@ -564,11 +564,12 @@ def write_checkpoint(
 # ---- Quantised, in the layout of modelopt's unified export ----
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+# In both layouts, the names of matrices end like this; the name of LLaDA's head ends like this too.
 LINEARS = (
     "proj.weight",
     "attn_out.weight",
     "ff_out.weight",
-)  # in both layouts, the names of matrices end like this; the name of LLaDA's head ends like this too
+)
 
 
 def quantised_fp8(

@@ -20,10 +20,11 @@ from typing import Any
 
 API = json.loads((Path(__file__).parent / "golden" / "tensorrt_api.json").read_text())
 VERSION = "10.13.3.9"  # the version in JetPack 7.0
+# These names are missing in TensorRT 10.3, the version in JetPack 6.
 STREAMING = {
     "IStreamWriter",
     "build_serialized_network_to_stream",
-}  # these names are missing in TensorRT 10.3, the version in JetPack 6
+}
 # According to NvInfer.h of 10.14, standard TensorRT cannot set a compute capability. An engine of
 # standard TensorRT only runs on the kind of GPU that built it.
 RTX_ONLY = {
@@ -167,9 +168,8 @@ def module(device: Device | None = None) -> Any:
 
 
 def _class(trt: Any, name: str, absent: set[str], behaviour: _Behaviour) -> type:
-    base: type = (
-        bytes if name == "IHostMemory" else object
-    )  # before Python 3.12, a Python class cannot export a buffer, so a bytes object is used
+    # Before Python 3.12, a Python class cannot export a buffer, so a bytes object is used.
+    base: type = bytes if name == "IHostMemory" else object
     described = API["classes"][name]
     settable = {key: value for key, value in described["properties"].items() if key not in absent}
 

@@ -316,7 +316,8 @@ def configs() -> dict[str, dict[str, Any]]:
         True,
     )
     single = {f"{key} is {value!r:.20}": {key: value} for key in keys for value in values}
-    for key in ("rms_norm_eps", "rope_theta", "vocab_size"):  # embedding_size is used instead of vocab_size
+    # embedding_size is used instead of vocab_size.
+    for key in ("rms_norm_eps", "rope_theta", "vocab_size"):
         del single[f"{key} is {1 << 24}"]
     return single | {
         "an architecture that clears the screen": {"architectures": ["\x1b[2J\0\u202e"]},

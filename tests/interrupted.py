@@ -77,9 +77,8 @@ def in_child(work: Callable[[], None]) -> tuple[int, str]:
     process = os.fork()
     if process == 0:
         os.close(read)
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # jobs in the background start with this signal ignored
+        # Jobs in the background start with this signal ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         code, said = 0, ""
         try:
             with dying_by_signal():
@@ -203,9 +202,8 @@ def run(kind: str, folder: Path, build: Build, name_of: Callable[[Path], str]) -
     old, parent = folder / "old", out.parent
     build(old, "old", False)
     parent.mkdir()
-    total = {
-        force: operations(build, out, force) for force in (False, True)
-    }  # the second build replaces the first bundle
+    # The second build replaces the first bundle.
+    total = {force: operations(build, out, force) for force in (False, True)}
     for number, sent, force, with_second in cases(kind, total):
         shutil.rmtree(parent)
         parent.mkdir()

@@ -1,5 +1,4 @@
-"""Random JSON Schemas of every supported kind, for tests of constraints.
-"""
+"""Random JSON Schemas of every supported kind, for tests of constraints."""
 
 from __future__ import annotations
 

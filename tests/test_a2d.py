@@ -56,8 +56,7 @@ def bundle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def forward(config: dict[str, Any], w: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """Compute logits ``[B, L, V]`` as in Qwen3's published layer, without the exporter's code.
-    """
+    """Compute logits ``[B, L, V]`` as in Qwen3's published layer, without the exporter's code."""
     eps, D = config["rms_norm_eps"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     x = w["model.embed_tokens.weight"][ids]

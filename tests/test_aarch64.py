@@ -39,16 +39,18 @@ SYSROOT = Path("/usr/aarch64-linux-gnu")
 CROSS, CROSS_C = "aarch64-linux-gnu-g++", "aarch64-linux-gnu-gcc"
 HERE = Path(_native.library()._name).parent  # folder of the library for this processor
 DEMO = REPOSITORY / "examples"
+# Number of held-out commands; the number is small, because an emulated pass in fp32 takes seconds.
 PROMPTS, PRESET = (
     {"fp32": 20, "int8": 50},
     "fast-dllm",
-)  # number of held-out commands; the number is small, because an emulated pass in fp32 takes seconds
+)
 # On the two processors, kernels add numbers in different orders. In INT8, an activation between two
 # codes may then get either code, which changes the inputs of all later layers. Logits had
 # magnitudes up to 22. They differed by at most 2.7e-5 in fp32, and by at most 0.43 in INT8 (median
 # 0.011).
 TOLERANCE, MEDIAN = {"fp32": 1e-4, "int8": 1.0}, {"fp32": 1e-5, "int8": 0.05}
-AGREEING = {"fp32": 1.0, "int8": 0.95}  # share of commands with the same answer and the same number of passes
+# Share of commands with the same answer and the same number of passes.
+AGREEING = {"fp32": 1.0, "int8": 0.95}
 # Linux's text for a Neoverse N1. ONNX Runtime reads /proc/cpuinfo when it is loaded. In qemu, it
 # would read the text of this x86-64 machine, and crash.
 CPUINFO = """processor\t: {}

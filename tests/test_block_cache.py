@@ -1,5 +1,4 @@
-"""Tests of block-causal decoding: planned passes, the exact cache, editing, and the reference loop.
-"""
+"""Tests of block-causal decoding: planned passes, the exact cache, editing, and the reference loop."""
 
 from __future__ import annotations
 
@@ -388,8 +387,7 @@ def test_what_is_reused_is_stored_without_a_pass_and_requests_do_not_share_it() 
 
 
 class Scripted:
-    """A denoiser that computes the prediction at a position from the position and the canvas.
-    """
+    """A denoiser that computes the prediction at a position from the position and the canvas."""
 
     def __init__(self, predict: Any, *, block: int, shift: int = 0) -> None:
         # For each pass: the positions computed, and the rows scored.

@@ -47,11 +47,12 @@ from dlm_runtime.tools import FORMATS as CALL_FORMATS
 
 SCHEMA = schema()
 VALIDATOR = validator()
+# Members that the native reader reads; of all other members, it only checks the names.
 NATIVE = (
     "schema_version",
     "loop",
     "files",
-)  # members that the native reader reads; of all other members, it only checks the names
+)
 READ = (*NATIVE, "text")  # "text" is read if it is present
 NATIVE_VALIDATOR = VALIDATOR.evolve(
     schema=SCHEMA
@@ -956,7 +957,8 @@ def test_ports_are_found_by_the_names_that_the_manifest_gives_them(bundle: Path)
         backwards = list(reversed(values))
         del values[:]
         values.extend(backwards)
-    for tensor in model.graph.initializer:  # the default value of an input that a pass may leave out
+    # The default value of an input that a pass may leave out.
+    for tensor in model.graph.initializer:
         tensor.name = called.get(tensor.name, tensor.name)
     for node in model.graph.node:
         for names in (node.input, node.output):
@@ -1149,7 +1151,8 @@ def test_an_engine_edited_by_hand_is_refused_with_the_command_that_builds_it_aga
     assert _opens(bundle, engine="none")
     _change(bundle, "loop", "engines", "rtx5090", *path, value=value)
     assert VALIDATOR.is_valid(_read(bundle))
-    assert _opens(bundle, engine="none")  # the bundle can still be opened without its engine, to build the engine again
+    # The bundle can still be opened without its engine, to build the engine again.
+    assert _opens(bundle, engine="none")
     message = _refusal(bundle, engine="tensorrt")
     assert "loop.engines.rtx5090: was edited after it was written" in message
     assert f"dlm-export engine {bundle} --target rtx5090 --force" in message

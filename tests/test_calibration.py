@@ -399,9 +399,8 @@ def test_the_mix_buckets_and_trajectory_points_hold_over_all_samples() -> None:
     )
     assert points.keys() == {40 - round(point * 39) for point in TRAJECTORY_POINTS}
     assert max(points.values()) - min(points.values()) <= 2
-    assert (
-        len({state.sha256 for state in states}) > 700
-    )  # of 800 states, some are equal, for example if all positions are masked
+    # Of 800 states, some are equal, for example if all positions are masked.
+    assert len({state.sha256 for state in states}) > 700
 
 
 def test_no_mask_ratio_goes_with_every_nth_sample() -> None:

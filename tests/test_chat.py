@@ -23,12 +23,13 @@ from click.testing import CliRunner, Result
 from dlm_export.cli import main
 
 LIGHTS = "turn on the kitchen lights"
+# One token per pass, and more tokens than the demo was trained with.
 SLOW = (
     "--preset",
     "llada",
     "--max-new-tokens",
     "400",
-)  # one token per pass, and more tokens than the demo was trained with
+)
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
@@ -101,9 +102,9 @@ def test_a_conversation_in_a_terminal(slow: Terminal) -> None:
     slow.until("> ")
     slow.type("half a line")
     slow.until("half a line")
-    time.sleep(
-        0.5
-    )  # if a signal arrives just before CPython waits for a key, CPython handles the signal only after the key
+    # If a signal arrives just before CPython waits for a key, CPython handles the signal only after
+    # the key.
+    time.sleep(0.5)
     slow.type("\x03")  # while the command waits for input, Ctrl-C starts a new line
     slow.until("> ")
     slow.type("/effort low\n")

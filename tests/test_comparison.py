@@ -1,5 +1,4 @@
-"""Tests of the page that compares bundles of one checkpoint: accepted bundles, content and data.
-"""
+"""Tests of the page that compares bundles of one checkpoint: accepted bundles, content and data."""
 
 from __future__ import annotations
 

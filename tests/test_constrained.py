@@ -1,5 +1,4 @@
-"""Tests of constrained decoding: the native loop equals the reference, and every text is allowed.
-"""
+"""Tests of constrained decoding: the native loop equals the reference, and every text is allowed."""
 
 from __future__ import annotations
 
@@ -409,9 +408,8 @@ def test_the_most_likely_text_over_a_large_vocabulary(
 ) -> None:
     spelled, constraint = large
     source = np.random.default_rng(seed)
-    logits = np.round(source.normal(0, spread, (PLACES, len(spelled)))).astype(
-        np.float32
-    )  # many weights are equal
+    # Many weights are equal.
+    logits = np.round(source.normal(0, spread, (PLACES, len(spelled)))).astype(np.float32)
     logits[source.random(logits.shape) < 0.001] += 9
     for row in logits:
         row[source.permutation(len(spelled))[:hidden]] = -np.inf
@@ -433,9 +431,8 @@ def test_the_most_likely_text_over_a_large_vocabulary(
         stop="none",
     )
     wide = logits.astype(np.float64)
-    weights = np.where(
-        np.isinf(wide), -(2.0**30), wide - wide.max(axis=1, keepdims=True)
-    )  # the weights are whole numbers, so sums are exact
+    # The weights are whole numbers, so sums are exact.
+    weights = np.where(np.isinf(wide), -(2.0**30), wide - wide.max(axis=1, keepdims=True))
     assert out.tokens[1:] == heaviest(spelled, weights)
 
 

@@ -97,7 +97,8 @@ class Answers:
         choices = [[part] if isinstance(part, str) else part for part in parts]
         self.questions = [at for at, part in enumerate(parts) if not isinstance(part, str)]
         self.sizes = [len(choices[at]) for at in self.questions]
-        self.picked: dict[bytes, list[int]] = {}  # maps each answer to the chosen option of each question
+        # Maps each answer to the chosen option of each question.
+        self.picked: dict[bytes, list[int]] = {}
         for picked in itertools.product(*(range(len(each)) for each in choices)):
             text = "".join(each[at] for each, at in zip(choices, picked, strict=True)).encode()
             assert text not in self.picked

@@ -1,5 +1,4 @@
-"""Tests of the trained first demo, which turns a command into a call, in the native runtime.
-"""
+"""Tests of the trained first demo, which turns a command into a call, in the native runtime."""
 
 from __future__ import annotations
 

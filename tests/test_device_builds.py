@@ -32,8 +32,7 @@ SCHEMA = schema()
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    """A copy of the demo in nvfp4 for thor, as a build on a machine without the device writes it.
-    """
+    """A copy of the demo in nvfp4 for thor, as a build on a machine without the device writes it."""
     return copy_of(gpu_bundle("nvfp4", "thor"), tmp_path / "nvfp4")
 
 

@@ -155,7 +155,8 @@ def test_a_device_graph_in_fp16_computes_exactly_what_was_judged(
         ("int4", "bf16", 4 * 2.0**-8),
         # If an input is close to a rounding boundary, the two graphs may give it neighbouring
         # codes, which differ by 1/16 or 1/4. With 64 inputs per layer, a few such inputs change a
-        # logit. The formats below do not quantise activations, so they are exact up to rounding.
+        # logit. The formats above do not quantise activations, so their results are exact up to
+        # rounding.
         ("fp8", "bf16", 0.08),
         ("nvfp4", "fp16", 0.16),
         ("nvfp4", "bf16", 0.16),

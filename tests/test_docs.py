@@ -118,7 +118,7 @@ for folder, words in json.loads(sys.argv[2]):
 @dataclass(frozen=True)
 class Block:
     """A fenced block, with its language and its text. If the line before the block names a file as
-    ```PATH`:``, ``file`` is this name.
+    ```PATH`:``, ``path`` is this name.
     """
 
     language: str
@@ -467,7 +467,8 @@ def test_every_command_line_is_one_that_its_program_takes(
     of ``make``, the extras of ``pip``, and files.
     """
     for kind in (options.CHECKPOINT, options.SOURCE, options.FILE):
-        monkeypatch.setattr(kind, "exists", False)  # the reader must have this file, so it need not exist here
+        # The reader must have this file, so it need not exist here.
+        monkeypatch.setattr(kind, "exists", False)
     made = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in _commands(page):
         if words[0] == "dlm-export":

@@ -1,5 +1,4 @@
-"""Tests of errors before an engine is built: the exit code, the advice, and no files are left.
-"""
+"""Tests of errors before an engine is built: the exit code, the advice, and no files are left."""
 
 from __future__ import annotations
 

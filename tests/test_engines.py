@@ -283,9 +283,7 @@ def test_an_engine_is_replaced_only_with_force(fp16: Path) -> None:
 
 
 class Interrupting:
-    """A progress display that raises KeyboardInterrupt, or kills the process, after the builder's
-    first step.
-    """
+    """A progress display that sends a signal to this process after the builder's first step."""
 
     def __init__(self, number: signal.Signals) -> None:
         self.number, self.total, self.steps = number, 0, 0
@@ -359,9 +357,8 @@ def test_a_damaged_engine_is_built_again_or_taken_out(fp16: Path, damage: str) -
         path.unlink()
     run = ("run", fp16, "--tokens", "1,2,3", "--max-new-tokens", 4)
     assert "engine" in dlm_export(*run).stderr
-    assert (
-        dlm_export(*run, "--engine", "onnxruntime").exit_code == 0
-    )  # the engine was built from a different graph
+    # The engine was built from a different graph.
+    assert dlm_export(*run, "--engine", "onnxruntime").exit_code == 0
     assert dlm_export("engine", fp16, "--target", "rtx5090", "--force").exit_code == 0
     assert read_manifest(fp16)["loop"]["engines"]["rtx5090"]["version"] == trt.__version__
     assert path.stat().st_size == read_manifest(fp16)["files"]["engines/rtx5090.engine"]["bytes"]

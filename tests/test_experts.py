@@ -1,5 +1,4 @@
-"""Tests of mixtures of experts as operators: definition and kernels compute the documented sum.
-"""
+"""Tests of mixtures of experts as operators: definition and kernels compute the documented sum."""
 
 from __future__ import annotations
 

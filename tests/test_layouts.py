@@ -32,8 +32,8 @@ def reference(value: Any, layout: str) -> str:
 
 
 def skeleton(text: str) -> str:
-    """The text without its strings, numbers and literals, because these can be spelled in several
-    ways.
+    """Return the text without its strings, numbers and literals, because these can be written in
+    several ways.
     """
     return SCALAR.sub("0", text)
 

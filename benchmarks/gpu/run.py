@@ -196,9 +196,8 @@ def prepare(options: argparse.Namespace, work: Path) -> tuple[Path, Path]:
             "--target",
             "cuda",
         ]
-        verify = (
-            [] if options.tiny else ["--no-verify"]
-        )  # a denoiser in fp32 would need twice the memory
+        # A denoiser in fp32 would need twice the memory.
+        verify = [] if options.tiny else ["--no-verify"]
         run([*build, "--precision", options.precision, *verify, "-o", str(bundle)])
     return checkpoint, bundle
 

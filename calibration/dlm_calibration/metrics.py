@@ -24,13 +24,14 @@ import numpy as np
 from dlm_calibration.samples import Sample
 from dlm_calibration.states import MASK_RATIOS
 
-RESAMPLES = 1000  # number of resamples of a bootstrap; a 95% interval excludes the lowest 25 and the highest 25
+# Number of resamples of a bootstrap; a 95% interval excludes the lowest 25 and the highest 25.
+RESAMPLES = 1000
 LEVEL = 0.95
 TOP = 5
 SHOWN_SAMPLES = 12  # largest number of free runs whose texts are reported
-_CHUNK_ELEMENTS = (
-    1 << 22
-)  # The number of logits that are processed at a time. They use 32 MB in float64. With a vocabulary of 126,464 tokens, they are 33 rows.
+# The number of logits that are processed at a time. They use 32 MB in float64. With a vocabulary of
+# 126,464 tokens, they are 33 rows.
+_CHUNK_ELEMENTS = 1 << 22
 
 Decode = Callable[[list[int]], str | None]
 
@@ -64,8 +65,7 @@ class Rows:
         return cls(*(np.concatenate(column) for column in columns))
 
     def take(self, chosen: np.ndarray) -> Rows:
-        """Return the metrics at some positions. ``chosen`` is bool ``[R]`` or an array of indices.
-        """
+        """Return the metrics at some positions. ``chosen`` is bool ``[R]`` or an array of indices."""
         return Rows(
             self.reference_ce[chosen], self.candidate_ce[chosen], self.kl[chosen], self.rank[chosen]
         )

@@ -332,7 +332,8 @@ def _kurtosis(powers: np.ndarray, count: int) -> float | None:
     """
     mean, second, third, fourth = (float(power) / count for power in powers)
     variance = second - mean**2
-    if variance <= 1e-12 * second:  # such a small variance is a rounding error, so all values are equal
+    # Such a small variance is a rounding error, so all values are equal.
+    if variance <= 1e-12 * second:
         return None
     return (fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4) / variance**2
 

@@ -57,8 +57,7 @@ class Bundle(Decides, UsesPromptCaches):
         checks_hashes: bool = True,
         provider: str = "cpu",
     ) -> None:
-        """``folder`` contains the tokenizer, if any. ``checks_hashes``: check the hashes of the tokenizer's files.
-        """
+        """``folder`` contains the tokenizer, if any. ``checks_hashes``: check the hashes of the tokenizer's files."""
         self._handle = handle
         self._library = _native.library()
         self._tokenizer: Tokenizer | None = None
@@ -216,8 +215,7 @@ class Bundle(Decides, UsesPromptCaches):
         parallel_tool_calls: bool | None = None,
         call_format: str | CallFormat | None = None,
     ) -> Tools:
-        """Check tools once, for many requests. ``Options`` describes the arguments. Raises RequestError.
-        """
+        """Check tools once, for many requests. ``Options`` describes the arguments. Raises RequestError."""
         how = {
             "tool_choice": tool_choice,
             "parallel_tool_calls": parallel_tool_calls,
@@ -255,8 +253,7 @@ class Bundle(Decides, UsesPromptCaches):
         return self._handle.policy(preset, effort).with_fields(changes)
 
     def _policy_for(self, method: str, options: Options) -> Policy:
-        """Like ``policy``. For an unknown field, the error may suggest an argument of the caller, ``method``.
-        """
+        """Like ``policy``. For an unknown field, the error may suggest an argument of the caller, ``method``."""
         beside = (*_arguments(method), *OPTION_NAMES)
         found = self._handle.policy(options.preset, options.effort)
         return found.with_fields(dict(options.policy), beside)

@@ -91,8 +91,7 @@ class LayerFormat:
 
     @property
     def least_sm(self) -> int:
-        """The lowest compute capability with which TensorRT can compute this format, times 10.
-        """
+        """The lowest compute capability with which TensorRT can compute this format, times 10."""
         return 0 if self.weights is None else NUMBER_FORMATS[self.weights].least_sm
 
     @property

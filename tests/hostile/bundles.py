@@ -133,9 +133,8 @@ def outside(name: str) -> Change:
 
 def a_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
-        here = os.open(
-            path.parent, os.O_RDONLY | os.O_DIRECTORY
-        )  # the path of the socket may be too long, so the name is relative to the folder
+        # The path of the socket may be too long, so the name is relative to the folder.
+        here = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             made.bind(f"/proc/self/fd/{here}/{path.name}")
         finally:

@@ -255,7 +255,8 @@ class Deciding:
             extra[at] = max(extra.get(at, 0), count - counts[0])
         answer = counts[0] + sum(extra.values())
         rest = self._rest or 1
-        if self._visible_block is not None:  # with block-causal attention, the answer does not see later blocks
+        # With block-causal attention, the answer does not see later blocks.
+        if self._visible_block is not None:
             rest = min(rest, max(1, -(len(self._given) + answer) % self._visible_block))
         return answer + rest
 

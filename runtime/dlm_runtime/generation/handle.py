@@ -54,7 +54,8 @@ class Handle:
         self._lock = threading.Lock()
         self._idle: list[C.c_void_p] = []
         self._prefix_cache_bytes = prefix_cache_bytes
-        self._busy = 0  # number of calls that use the bundle; the last of these calls frees a closed bundle
+        # Number of calls that use the bundle; the last of these calls frees a closed bundle.
+        self._busy = 0
         self._is_closed = False
         self._with: list[SupportsClose] = []
         about = self._library.dlm_bundle_describe(pointer).contents
@@ -108,7 +109,8 @@ class Handle:
 
     def begin(self) -> None:
         """Keep the engine alive until ``end`` is called. Each ``begin`` needs one ``end``."""
-        self.origin.check()  # The origin is checked before the lock: after a fork, the lock may stay locked forever.
+        # The origin is checked before the lock: after a fork, the lock may stay locked forever.
+        self.origin.check()
         with self._lock:
             self.check_open()
             self._busy += 1

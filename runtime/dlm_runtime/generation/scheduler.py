@@ -415,7 +415,8 @@ class _Runner:
         """Keep the native scheduler alive within a ``with`` block. Raises the errors of
         ``check_open``.
         """
-        self.origin.check()  # The origin is checked before the lock: after a fork, the lock may stay locked forever.
+        # The origin is checked before the lock: after a fork, the lock may stay locked forever.
+        self.origin.check()
         with self._changed:
             self.check_open()
             self._users += 1

@@ -57,9 +57,9 @@ class TextProcess:
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Call a method of the worker's ``Text``. Raises Refused, TypeError or ValueError."""
-        if (
-            self._owner != os.getpid()
-        ):  # This is the first use, or the first use after a fork. After a fork, the process belongs to the parent.
+        # This is the first use, or the first use after a fork. After a fork, the process belongs to
+        # the parent.
+        if self._owner != os.getpid():
             self._owner, self._lock, self._process = os.getpid(), threading.Lock(), None
         request = _pack({"do": do, **arguments})
         with self._lock:
@@ -89,7 +89,8 @@ class TextProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            with contextlib.suppress(BrokenPipeError):  # the exit code of the process gives the reason
+            # The exit code of the process gives the reason.
+            with contextlib.suppress(BrokenPipeError):
                 _write(process.stdin, request)
             head = _read(process.stdout, 8)
             size = struct.unpack("<Q", head)[0] if len(head) == 8 else None
