@@ -784,7 +784,7 @@ def test_a_candidate_that_hesitates_gets_a_lower_threshold_that_costs_nothing(
     assert (found.reference.quality, found.refitted.quality, found.quality) == (1, 1, quality)
     assert (found.difference, found.interval) == (0, (0, 0))
     assert found.samples == 4
-    # In a block of three tokens and the end token.
+    # The block consists of three tokens and the end token.
     assert found.curve[0] == Point(0.5, 0 if quality == "task" else 0.75, 8)
     assert len(calls) <= refit_steps(len(samples), POLICY, GRID)
     as_dict = found.as_dict()

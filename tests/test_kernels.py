@@ -721,7 +721,7 @@ def test_int4_panels_hold_every_code_and_scale_where_the_function_looks_for_them
     rng = np.random.default_rng(seed)
     w = rng.normal(size=(8 * pairs, columns)).astype(np.float32)
     weight = quantise_weight(w, "int4", group_size=group_size, scale_dtype=FP16, is_signed=True)
-    # Including codes that rounding never gives.
+    # The test also uses codes that rounding never gives.
     weight.codes[...] = rng.integers(-8, 8, weight.codes.shape)
     panels, scales = (
         functions.int4_panels(weight.codes),
