@@ -242,7 +242,8 @@ def test_canvases_are_those_of_the_callback_engine(
     if cache == "none":
         options = {key: value for key, value in options.items() if key != "refresh"}
     if cache == "prefix" and given + new > BLOCK:
-        # With a larger refresh, the first cached pass would be longer than a block.
+        # With a shorter prompt or more new tokens, the first cached pass might be longer than a
+        # block.
         options = options | {
             "given": min(given, 8),
             "new": 24,

@@ -54,7 +54,7 @@ def steady(position: int) -> tuple[int, float]:
     return 10 + position % 20, 1 / (2 + position)
 
 
-# ---- Why, how many, how sure ----
+# ---- Finish, counts and probabilities ----
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
@@ -101,7 +101,7 @@ def test_log_probs_of_draws_are_the_denoisers_whatever_the_temperature() -> None
     np.testing.assert_allclose(np.array(out.log_probs, float), wanted[out.tokens], atol=1e-5)
 
 
-# ---- Ended before all is decided ----
+# ---- Requests that end early ----
 
 
 @settings(max_examples=100, deadline=None)
@@ -191,7 +191,7 @@ def test_one_request_of_a_batch_is_cancelled(cache: str) -> None:
     fields: dict[str, Any] = {"max_new_tokens": 24, "block_length": 8, "cache": cache}
 
     def on_pass(number: int) -> None:
-        if number == 3 * 5:  # in each pass of a batch, this function is called once per request
+        if number == 3 * 5:  # this function is called once per request in each pass of a batch
             assert cancels[1] is not None
             cancels[1].set()
 
@@ -267,7 +267,7 @@ def test_lists_of_a_batch_have_an_entry_for_each_request() -> None:
             )
 
 
-# ---- Policies side by side ----
+# ---- Different policies in a batch ----
 
 
 drawing = st.builds(
@@ -345,7 +345,7 @@ BROKEN = "\ufffd"
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes. It counts how many tokens it decodes."""
+    """A tokenizer whose tokens are bytes. It counts the tokens that it decodes."""
 
     template = None
 

@@ -1,6 +1,4 @@
-"""Tests of tools: what the chat template receives, which texts are allowed, and which calls are
-read from a text.
-"""
+"""Tests of tools: inputs of the chat template, allowed texts, and calls that are read from a text."""
 
 from __future__ import annotations
 
@@ -80,11 +78,11 @@ def tools(choice: str = "required", form: str = "object", *, is_parallel: bool =
 
 
 def _accepts(given: Tools, text: str) -> bool:
-    """Whether the automaton of the calls accepts a text."""
+    """Return whether the automaton of the calls accepts a text."""
     return byte_automaton(Content("tree", json.dumps(given.tree()))).matches(text)
 
 
-# ---- What the template is told ----
+# ---- Inputs of the chat template ----
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +127,7 @@ def test_what_is_no_conversation_is_refused(tokenizer: Tokenizer, chat: Any) -> 
         tokenizer.encode_chat(chat)
 
 
-# ---- What a text has to be ----
+# ---- Allowed texts ----
 
 ONE, OTHER = (
     '{"name":"weather","arguments":{"place":"ulm","days":2}}',
