@@ -38,8 +38,8 @@ TURNS = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """The demo's tokenizer, which adds user and assistant tokens to a prompt, and a chat template
-    that does the same in every turn.
+    """The demo's tokenizer, with a chat template for several turns. The tokenizer adds user and
+    assistant tokens to a prompt, and the template adds them in every turn.
     """
     loaded = (DEMO_CHECKPOINT / "tokenizer.json").read_bytes()
     config = json.loads((DEMO_CHECKPOINT / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -60,7 +60,7 @@ def test_directions_have_the_fisher_information_as_their_covariance() -> None:
     for found, p in zip(torch.einsum("dnri,dnrj->rij", drawn, drawn) / count, probs, strict=True):
         assert (
             found - (p.diag() - torch.outer(p, p))
-        ).abs().max() < 0.01  # the mean of 20,000 random draws; the entries are up to 0.21
+        ).abs().max() < 0.01  # the limit is for a mean of 20,000 draws, with entries up to 0.21
 
 
 @pytest.mark.parametrize("family", ["llada_checkpoint", "dream_checkpoint"])

@@ -16,7 +16,8 @@ import click
 from constrained import call_schema
 from data import training_examples
 
-DRAWN = 20_000  # number of generated commands; enough to contain every function with every argument
+# Number of generated commands; so many commands contain every function with every argument.
+DRAWN = 20_000
 
 
 def tools() -> list[dict[str, Any]]:

@@ -1,5 +1,5 @@
-"""The training code that all demos use: the optimisers, the learning rate over a run, averaged
-weights, and saving the state.
+"""The training code that all demos use: optimisers, learning rates, averaged weights, and saved
+states.
 
 Muon (by Keller Jordan, with the constants of torch.optim.Muon) trains the matrices of the layers.
 AdamW trains all other weights. torch's own Muon is not used, because it always orthogonalises in
@@ -48,7 +48,7 @@ AVERAGED_STEPS = 200  # approximate length of the moving average
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Approximate the nearest matrix whose singular values are all equal, with five Newton-Schulz
+    """Approximate the nearest matrix whose singular values are all equal. Uses five Newton-Schulz
     steps.
     """
     a, b, c = COEFFICIENTS
@@ -85,8 +85,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def learning_rate(progress: float, step: int) -> float:
-    """The current learning rate, as a share of the peak learning rate. It rises over 50 steps and
-    is then constant until ``progress`` is 0.4. After that, it falls linearly to zero at 1.
+    """Return the current learning rate as a share of the peak learning rate. The rate rises during
+    the first 50 steps, and is then constant until ``progress`` is 0.4. After that, it falls
+    linearly, to zero when ``progress`` is 1.
     """
     return min(1.0, (step + 1) / 50) * min(1.0, max(0.0, (1 - progress) / 0.6))
 
