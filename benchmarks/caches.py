@@ -78,8 +78,10 @@ def held(folder: str, cache: str, length: int, threads: int) -> dict[str, int]:
 
 
 def timed(sizes: tuple[int, int, int], rounds: int, threads: int) -> dict[str, dict[str, float]]:
-    """Time a pass with each cache, in turns. Each time is the best of ten passes, because the first
-    of these passes runs just after the cache was filled.
+    """Time a pass with each cache, in turns.
+
+    Each time is the best of ten passes, because the first of these passes runs just after the cache
+    was filled.
     """
     import dlm_runtime
 

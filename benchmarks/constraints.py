@@ -109,8 +109,9 @@ def ready(vocab_size: int, block: int) -> Bundle:
 def compiled(
     found: Any, vocabulary: Vocabulary, vocab_size: int
 ) -> tuple[Constraint, dict[str, Any]]:
-    """Return a constraint, and the time and memory to compile it. The vocabulary is indexed again
-    each time, although a bundle indexes its vocabulary only once.
+    """Return a constraint, and the time and memory to compile it.
+
+    The vocabulary is indexed again each time, although a bundle indexes its vocabulary only once.
     """
     content, ends = Content("schema", json.dumps(found)), (vocab_size - 2,)
     began = time.thread_time()
@@ -129,8 +130,10 @@ def compiled(
 def of_selection(
     bundle: Bundle, block: int, constraint: Constraint | None, changes: Mapping[str, Any] = NOTHING
 ) -> float:
-    """Return the seconds that the loop takes per pass. By default, a block takes one pass, which
-    scores all of its positions. ``changes`` are changes to the policy.
+    """Return the seconds that the loop takes per pass.
+
+    By default, a block takes one pass, which scores all of its positions. ``changes`` are changes
+    to the policy.
     """
     fields: dict[str, Any] = {
         "block_length": block,

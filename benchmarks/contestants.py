@@ -30,8 +30,9 @@ class NotOffered(Exception):
 
 
 class Contestant(ABC):
-    """An engine with a denoiser. Times are in seconds. The ``B`` sequences of a batch have the same
-    length.
+    """An engine with a denoiser.
+
+    Times are in seconds. The ``B`` sequences of a batch have the same length.
     """
 
     weights_bytes: int
@@ -61,8 +62,9 @@ class Contestant(ABC):
 
     @abstractmethod
     def best_tokens(self, canvas: Canvas) -> list[int]:
-        """Return the most likely token of each row in a full pass. This token may be the mask
-        token.
+        """Return the most likely token of each row in a full pass.
+
+        This token may be the mask token.
         """
 
 
@@ -107,8 +109,9 @@ class Native(Contestant):
 
 
 def torch_pass(denoiser: Denoiser, B: int, T: int, S: int, R: int) -> Callable[[], Any]:
-    """Return a torch pass with the parts of the reference loop. The parts are the body, the head on
-    the scored rows, softmax, and the two most likely tokens.
+    """Return a torch pass with the parts of the reference loop.
+
+    The parts are the body, the head on the scored rows, softmax, and the two most likely tokens.
     """
     import torch
 

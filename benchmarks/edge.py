@@ -151,8 +151,9 @@ def work(side: str, size: str, kind: str, threads: str) -> None:
 
 
 class PlainRead:
-    """A mapped file. ``time`` returns the seconds to read the file once. Each thread reads a
-    part.
+    """A mapped file. ``time`` returns the seconds to read the file once.
+
+    Each thread reads a part.
     """
 
     def __init__(self, path: Path, threads: int) -> None:

@@ -61,8 +61,10 @@ def judged(folder: Path) -> dict[str, Any]:
 
 
 def measure(size: str, precision: str, target: str) -> dict[str, Any]:
-    """Build one engine and measure it. Returns the seconds of the process and of the builder, and
-    the peak resident bytes that the kernel reports.
+    """Build one engine and measure it.
+
+    Returns the seconds of the process and of the builder, and the peak resident bytes that the
+    kernel reports.
     """
     folder = bundle(size, precision)
     options = ["--target", target, "--force", "--json"]

@@ -24,8 +24,10 @@ CALIBRATION = ("--calib-samples", "8", "--calib-states", "4")
 
 
 def measure(size: str, precision: str, check_parity: bool) -> dict[str, Any]:
-    """Run one build and measure it. Returns the seconds of each stage that the build reports, and
-    the peak resident bytes that the kernel reports.
+    """Run one build and measure it.
+
+    Returns the seconds of each stage that the build reports, and the peak resident bytes that the
+    kernel reports.
     """
     source = checkpoint(size)
     with tempfile.TemporaryDirectory(dir=ROOT / "build" / "benchmarks") as folder:

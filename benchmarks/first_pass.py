@@ -89,9 +89,10 @@ def process_bytes(weights: str) -> int:
 
 
 def run_ours(folder: str, length: int, part: int, threads: int) -> dict[str, Any]:
-    """Run one request and measure it. Returns seconds: for all passes over the prompt together, and
-    for each pass over the block. Also returns the process's memory in bytes, after opening the
-    bundle and at the peak.
+    """Run one request and measure it.
+
+    Returns seconds: for all passes over the prompt together, and for each pass over the block. Also
+    returns the process's memory in bytes, after opening the bundle and at the peak.
     """
     import dlm_runtime
     from dlm_export.planning.bench import peak_rss_bytes
@@ -169,16 +170,18 @@ def rate(*arguments: object) -> float:
 
 
 def visible_pairs(length: int) -> int:
-    """Return the number of pairs of a query and a visible key, in a prompt of whole blocks. A query
-    sees its own block and all earlier blocks.
+    """Return the number of pairs of a query and a visible key, in a prompt of whole blocks.
+
+    A query sees its own block and all earlier blocks.
     """
     blocks = length // BLOCK
     return BLOCK * BLOCK * blocks * (blocks + 1) // 2
 
 
 def multiply_adds(network: Any, formats: dict[str, str], tokens: int, rows: int, pairs: int) -> Any:
-    """Return the multiply-adds of a pass in the linear layers and in attention. Attention has two
-    multiply-adds for each visible pair and each feature of the heads.
+    """Return the multiply-adds of a pass in the linear layers and in attention.
+
+    Attention has two multiply-adds for each visible pair and each feature of the heads.
     """
     from dlm_export.planning.roofline import work_of
 
@@ -346,8 +349,9 @@ def prompts_tables(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def measure_llama(wanted: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure every type and length in llama.cpp, and return a row for each. If a run takes longer
-    than the limit, ``runs`` is empty, and longer prompts are not tried.
+    """Measure every type and length in llama.cpp, and return a row for each.
+
+    If a run takes longer than the limit, ``runs`` is empty, and longer prompts are not tried.
     """
     from gguf_files import gguf_of
 

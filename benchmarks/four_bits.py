@@ -52,8 +52,9 @@ SUBJECTS: dict[str, Callable[[int], Subject]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A format and a solver for the layers, and a format and a solver for the head. The formats are
-    in ``FORMATS``.
+    """A format and a solver for the layers, and a format and a solver for the head.
+
+    The formats are in ``FORMATS``.
     """
 
     name: str

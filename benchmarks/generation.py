@@ -114,8 +114,9 @@ class Worker:
         self.about = self.ask(do="about")
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request and return the answer. If the process has ended, the answer is
-        ``not_offered`` with the reason.
+        """Send a request and return the answer.
+
+        If the process has ended, the answer is ``not_offered`` with the reason.
         """
         if self.ended:
             return {"not_offered": self.ended}
@@ -147,8 +148,10 @@ class Worker:
 
 
 def settle(name: str, size: str, threads: int) -> tuple[Settings, dict[str, float | None]]:
-    """Find the fastest settings of a contestant. Returns these settings, and a dict with the
-    milliseconds of all settings. The value is None for settings with which the process ended.
+    """Find the fastest settings of a contestant.
+
+    Returns these settings, and a dict with the milliseconds of all settings. The value is None for
+    settings with which the process ended.
     """
     waits = WAIT_POLICIES[:1] if name.startswith(NATIVE) else WAIT_POLICIES
     tried = {}
@@ -166,8 +169,9 @@ def settle(name: str, size: str, threads: int) -> tuple[Settings, dict[str, floa
 
 
 class Fleet:
-    """The workers for denoisers of one size, in the order of their names. Each worker uses the
-    fastest of its ``tried`` settings.
+    """The workers for denoisers of one size, in the order of their names.
+
+    Each worker uses the fastest of its ``tried`` settings.
     """
 
     def __init__(self, names: list[str], size: str, threads: int) -> None:
@@ -192,8 +196,10 @@ class Fleet:
 
 
 def prepare(name: str, size: str) -> None:
-    """Write the files that a contestant opens. This process writes the files, so that the memory
-    for writing does not count for the contestant's process.
+    """Write the files that a contestant opens.
+
+    This process writes the files, so that the memory for writing does not count for the
+    contestant's process.
     """
     engine, _, kind = name.partition("-")
     if engine == NATIVE:
@@ -220,8 +226,9 @@ def available(names: list[str]) -> tuple[list[str], str | None]:
 
 
 def with_ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Add to each row its median divided by the median of native int8. The ratio is None if native
-    int8 was not measured.
+    """Add to each row its median divided by the median of native int8.
+
+    The ratio is None if native int8 was not measured.
     """
     base = rows.get(NATIVE_NAMES[1], {}).get("median_ms")
     for row in rows.values():
@@ -233,8 +240,10 @@ def with_ratios(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def generations(
     workers: list[Worker], scenario: Scenario, rounds: int, sampled: int | None
 ) -> dict[str, dict[str, Any]]:
-    """Measure a whole generation of each contestant. Returns a row for each contestant, with the
-    spread in ms, the tokens per second, the share of the generation that was timed, and the memory.
+    """Measure a whole generation of each contestant.
+
+    Returns a row for each contestant, with the spread in ms, the tokens per second, the share of
+    the generation that was timed, and the memory.
     """
     # A pass of a batch costs as much as ``batch`` single passes.
     sampled = sampled and max(1, sampled // scenario.batch)
@@ -281,8 +290,10 @@ def in_turns(
     rounds: int,
     warm_ups: int,
 ) -> dict[str, dict[str, float]]:
-    """Time the contestants in turns. Returns the times of the contestants that answered in all
-    rounds. For the other contestants, the function puts the reason into ``rows``.
+    """Time the contestants in turns.
+
+    Returns the times of the contestants that answered in all rounds. For the other contestants, the
+    function puts the reason into ``rows``.
     """
     runs = {
         worker.name: partial(turn, worker)
@@ -312,8 +323,10 @@ def passes(
 
 
 def agreement(workers: list[Worker], size: str) -> dict[str, float]:
-    """Return how often each contestant agrees with the first contestant. The result is the share of
-    rows with the same most likely token. The canvas has 256 positions, and half of them are masked.
+    """Return how often each contestant agrees with the first contestant.
+
+    The result is the share of rows with the same most likely token. The canvas has 256 positions,
+    and half of them are masked.
     """
     numbers = random.Random(2)
     mask = json.loads((checkpoint(size) / "config.json").read_text())["mask_token_id"]
@@ -328,8 +341,9 @@ def agreement(workers: list[Worker], size: str) -> dict[str, float]:
 
 
 def demo(names: list[str], count: int, threads: int) -> dict[str, dict[str, Any]]:
-    """Run the demo's held-out commands, in turns. Returns ms per command, tokens per second of the
-    answers including eos, NFE, and exact match.
+    """Run the demo's held-out commands, in turns.
+
+    Returns ms per command, tokens per second of the answers including eos, NFE, and exact match.
     """
     import tokenizers
 

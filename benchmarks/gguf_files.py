@@ -26,9 +26,11 @@ LAYER_TENSORS = {
 
 
 def gguf_of(name: str, file_type: str, source: Path | None = None) -> Path:
-    """Return the GGUF file of a checkpoint. ``file_type`` is a type of llama.cpp's ``FILE_TYPES``. For all types except
-    F16, llama.cpp's quantiser makes the file. ``source`` is the folder of the checkpoint. If ``source`` is None,
-    ``shapes.checkpoint`` finds the checkpoint by ``name``.
+    """Return the GGUF file of a checkpoint.
+
+    ``file_type`` is a type of llama.cpp's ``FILE_TYPES``. For all types except F16, llama.cpp's quantiser makes the
+    file. ``source`` is the folder of the checkpoint. If ``source`` is None, ``shapes.checkpoint`` finds the checkpoint
+    by ``name``.
     """
     path = ROOT / "build" / "benchmarks" / f"{name}-{file_type}.gguf"
     if not path.is_file():
@@ -89,8 +91,9 @@ def _write(source: Path, path: Path) -> None:
     writer.add_file_type(FILE_TYPES["F16"])
 
     def add(name: str, parameter: str, heads: int = 0) -> None:
-        """Add a parameter in the form that llama.cpp needs. Matrices ``[in, out]`` are stored as
-        ``[out, in]`` in fp16, and norms are stored in fp32.
+        """Add a parameter in the form that llama.cpp needs.
+
+        Matrices ``[in, out]`` are stored as ``[out, in]`` in fp16, and norms are stored in fp32.
         """
         value = weights.read(parameter, np.dtype(np.float32))
         if value.ndim == 2:

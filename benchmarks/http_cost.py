@@ -88,8 +88,9 @@ def scheduler_row(
 
 
 def streamed_row(port: int, fields: dict[str, Any], *load: Any) -> dict[str, float]:
-    """Return the row of ``dlm-export serve`` with streamed answers. Each client uses one connection
-    for all its requests.
+    """Return the row of ``dlm-export serve`` with streamed answers.
+
+    Each client uses one connection for all its requests.
     """
 
     async def run() -> dict[str, float]:

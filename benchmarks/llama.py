@@ -63,8 +63,9 @@ def facts() -> dict[str, str]:
 
 
 class Llama:
-    """A GGUF file opened on the CPU. Keys and values are fp32. If the number of tokens changes, a
-    new context is created.
+    """A GGUF file opened on the CPU.
+
+    Keys and values are fp32. If the number of tokens changes, a new context is created.
     """
 
     def __init__(self, path: Path, threads: int, *, is_causal: bool) -> None:
@@ -157,8 +158,9 @@ class Llama:
         return seconds
 
     def logits(self, canvases: np.ndarray) -> np.ndarray:
-        """Return the logits ``[B, L, V]`` of a pass over canvases ``[B, L]``. The array is in the
-        engine's memory and only valid until the next pass.
+        """Return the logits ``[B, L, V]`` of a pass over canvases ``[B, L]``.
+
+        The array is in the engine's memory and only valid until the next pass.
         """
         B, L = canvases.shape
         self.prepare(B, L)

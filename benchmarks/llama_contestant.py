@@ -98,8 +98,9 @@ class LlamaCpp(Contestant):
 
 
 def _score(logits: np.ndarray, mask: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the best tokens and their probabilities ``[M]``, from logits ``[M, V]``. Overwrites
-    the logits.
+    """Return the best tokens and their probabilities ``[M]``, from logits ``[M, V]``.
+
+    Overwrites the logits.
     """
     logits[:, mask] = -np.inf
     best = logits.argmax(1)

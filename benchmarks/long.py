@@ -39,9 +39,10 @@ def bundle_of(precision: str) -> Path:
 
 
 def generate(path: Path, length: int, refresh: int, threads: int) -> dict[str, Any]:
-    """Run one generation and time its steps. Returns the seconds of the first pass of the
-    generation, the ms of the first pass of each later block, the ms of all other passes, and the
-    memory in bytes.
+    """Run one generation and time its steps.
+
+    Returns the seconds of the first pass of the generation, the ms of the first pass of each later
+    block, the ms of all other passes, and the memory in bytes.
     """
     import dlm_runtime
     from dlm_export.bundle.manifest import network_of

@@ -1,5 +1,7 @@
-"""Compare a mixture of experts with two other denoisers. One is dense and as large as the mixture's
-active part. The other computes all experts for every token.
+"""Compare a mixture of experts with two other denoisers.
+
+One is dense and as large as the mixture's active part. The other computes all experts for every
+token.
 
     python benchmarks/mixtures.py [--layers 8] [--precision int8] [--rounds 9] [--json FILE]
 
@@ -58,8 +60,9 @@ PASSES = ((1, 255, 1), (4, 252, 4), (32, 224, 32), (256, 0, 256))
 
 
 def bundle_of(kind: str, layers: int, precision: str) -> Path:
-    """Return a bundle, which is built once. All kinds of bundle with experts have the same
-    weights.
+    """Return a bundle, which is built once.
+
+    All kinds of bundle with experts have the same weights.
     """
     from checkpoints import llada_moe_config
 

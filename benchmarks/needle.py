@@ -59,8 +59,10 @@ EOS, MASK, VOCABULARY = 252, 253, 254
 
 
 def shape() -> NetworkSpec:
-    """Return the shape of the denoiser. It has two layers, because the answer needs two steps. First, each word finds
-    the marker before it. Then, each mask token finds the word at the same distance after the same marker.
+    """Return the shape of the denoiser.
+
+    It has two layers, because the answer needs two steps. First, each word finds the marker before it. Then, each mask
+    token finds the word at the same distance after the same marker.
     """
     attention = AttentionSpec(
         4, 2, 32, Rope(theta=1e6), qk_norm=True, visibility="block", block_length=BLOCK_LENGTH
@@ -92,8 +94,9 @@ class Haystack:
 def draw(
     length: int, needles: int, generator: torch.Generator, within: int | None = None
 ) -> Haystack:
-    """Return a haystack whose canvas has ``length`` tokens. All needles are in the first ``within`` tokens. If
-    ``within`` is None, the needles are anywhere.
+    """Return a haystack whose canvas has ``length`` tokens.
+
+    All needles are in the first ``within`` tokens. If ``within`` is None, the needles are anywhere.
     """
     size = length - VALUES - 1
     tokens = torch.randint(WORDS, (size,), generator=generator)
@@ -114,9 +117,10 @@ def draw(
 
 @dataclass(frozen=True)
 class Batch:
-    """B canvases ``[B, L]`` of L tokens, with their answers. ``near`` ``[B, N]`` contains the
-    positions near needles, before the last block. If a canvas lists a position several times,
-    ``is_repeated`` is True for all entries except the first.
+    """B canvases ``[B, L]`` of L tokens, with their answers.
+
+    ``near`` ``[B, N]`` contains the positions near needles, before the last block. If a canvas
+    lists a position several times, ``is_repeated`` is True for all entries except the first.
     """
 
     canvases: Tensor
@@ -126,8 +130,9 @@ class Batch:
 
 @torch.no_grad()
 def initialise(denoiser: Denoiser) -> None:
-    """Set random weights. The head starts near zero, and queries and keys start longer than
-    usual.
+    """Set random weights.
+
+    The head starts near zero, and queries and keys start longer than usual.
     """
     draw_layers(denoiser)
     denoiser.embed.weight.normal_()
@@ -141,9 +146,10 @@ def initialise(denoiser: Denoiser) -> None:
 def attend(
     block: Any, table: Any, x: Tensor, positions: Tensor, keys: Tensor, at: Tensor, bias: Tensor
 ) -> Tensor:
-    """Compute a layer for tokens ``x`` ``[B, T, d]`` at ``positions`` ``[B, T]``. The keys are computed from the tokens
-    ``keys`` ``[B, K, d]`` at the positions ``at``. ``bias`` ``[B, K]`` is added to the scores of the keys. A token does
-    not see keys of later blocks.
+    """Compute a layer for tokens ``x`` ``[B, T, d]`` at ``positions`` ``[B, T]``.
+
+    The keys are computed from the tokens ``keys`` ``[B, K, d]`` at the positions ``at``. ``bias`` ``[B, K]`` is added
+    to the scores of the keys. A token does not see keys of later blocks.
     """
     a = block.attention
     (B, T, _), K = x.shape, keys.shape[1]
@@ -162,8 +168,9 @@ def attend(
 
 
 def loss_of(denoiser: Denoiser, batch: Batch, generator: torch.Generator) -> Tensor:
-    """Return the mean cross-entropy in nats of the hidden words of the answers. In half of the
-    canvases, all four words are hidden.
+    """Return the mean cross-entropy in nats of the hidden words of the answers.
+
+    In half of the canvases, all four words are hidden.
 
     The second layer attends to all tokens near needles, and to ``SAMPLED`` other tokens. Each
     sampled token represents several tokens, so its weight in the softmax is multiplied by their
@@ -203,8 +210,9 @@ def loss_of(denoiser: Denoiser, batch: Batch, generator: torch.Generator) -> Ten
 
 
 class Curriculum:
-    """Makes canvases for training. The canvases become longer when the denoiser has learned the
-    shorter canvases.
+    """Makes canvases for training.
+
+    The canvases become longer when the denoiser has learned the shorter canvases.
     """
 
     ENOUGH, PACE = 0.2, 0.05  # loss; weight of the last loss
@@ -307,9 +315,10 @@ def haystacks(length: int, count: int) -> list[Haystack]:
 
 
 def found(bundle: Bundle, way: str, stacks: Sequence[Haystack]) -> tuple[int, int, int]:
-    """Ask a bundle for needles. The way ``reused`` asks for all needles of a haystack, and the
-    other ways ask for one needle. Returns the number of right answers, of questions, and of reused
-    tokens.
+    """Ask a bundle for needles.
+
+    The way ``reused`` asks for all needles of a haystack, and the other ways ask for one needle.
+    Returns the number of right answers, of questions, and of reused tokens.
     """
     asked = NEEDLES if way == "reused" else 1
     questions = [

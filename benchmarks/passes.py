@@ -53,8 +53,9 @@ def session(path: Path) -> onnxruntime.InferenceSession:
 def onnx_pass(
     engine: onnxruntime.InferenceSession, B: int, T: int, S: int, R: int
 ) -> Callable[[], Any]:
-    """Return a function that runs the graph. The results are the same as in the loop: the best
-    tokens and their probabilities.
+    """Return a function that runs the graph.
+
+    The results are the same as in the loop: the best tokens and their probabilities.
     """
     rng = np.random.default_rng(0)
     feeds = {

@@ -98,8 +98,10 @@ def header(shapes: Shapes) -> tuple[bytes, int]:
 def values(
     name: str, shape: tuple[int, ...], pool: np.ndarray, rng: np.random.Generator
 ) -> Iterator[np.ndarray]:
-    """Yield bf16 weights in pieces, as their bits. The weights have a normal distribution with
-    which activations stay near unit size. The weights of norms are near one.
+    """Yield bf16 weights in pieces, as their bits.
+
+    The weights have a normal distribution with which activations stay near unit size. The weights
+    of norms are near one.
     """
     is_norm = len(shape) == 1
     scale = 1.0 if name.endswith("wte.weight") else 1 / math.sqrt(shape[-1])
@@ -114,8 +116,10 @@ def values(
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) -> int:
-    """Write config.json, the index and its shards. Returns the bytes of the weights. With
-    ``has_data=False``, only the headers are written. In place of the data, the files have holes.
+    """Write config.json, the index and its shards.
+
+    Returns the bytes of the weights. With ``has_data=False``, only the headers are written. In
+    place of the data, the files have holes.
     """
     shapes = llada_shapes(config)
     files = shards(shapes)
@@ -146,8 +150,9 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *, has_data: bool) ->
 
 
 def forget(folder: Path) -> None:
-    """Ask the system to drop the files from its cache. The next reader then reads them from the
-    disk.
+    """Ask the system to drop the files from its cache.
+
+    The next reader then reads them from the disk.
     """
     for path in folder.rglob("*"):
         if path.is_file():
@@ -157,8 +162,9 @@ def forget(folder: Path) -> None:
 
 
 def step(name: str, arguments: list[str], reads: Path) -> dict[str, Any]:
-    """Run a command of dlm-export in a separate process and print its row. Returns the row with the
-    JSON output of the command.
+    """Run a command of dlm-export in a separate process and print its row.
+
+    Returns the row with the JSON output of the command.
     """
     forget(reads)
     text, moved = watched([*DLM_EXPORT, *arguments, "--json"])
@@ -219,8 +225,9 @@ def disk_rates(folder: Path) -> dict[str, float]:
 
 
 def measure_machine(folder: Path) -> dict[str, Any]:
-    """Return the rates of disk, memory and arithmetic. ``dlm-export bench`` measures memory and
-    arithmetic.
+    """Return the rates of disk, memory and arithmetic.
+
+    ``dlm-export bench`` measures memory and arithmetic.
     """
     from dlm_export.planning import roofline
 

@@ -90,8 +90,9 @@ class Judge:
         self.reference: list[np.ndarray] = []
 
     def compare(self, logits: Logits) -> dict[str, Any]:
-        """Return the loss of the next token, and the agreement with the reference. The first
-        network that is compared becomes the reference.
+        """Return the loss of the next token, and the agreement with the reference.
+
+        The first network that is compared becomes the reference.
         """
         is_reference, parts = not self.reference, []
         for i, window in enumerate(self.windows):

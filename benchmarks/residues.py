@@ -25,8 +25,9 @@ SAPIENS_CHAINS = {"heavy": "checkpoint_vh.pt", "light": "checkpoint_vl.pt"}
 def residue_tokenizer(
     names: Sequence[str], *, special: Sequence[str], unknown: str, start: str, end: str
 ) -> str:
-    """Return the tokenizer.json of a vocabulary in which each residue is a token. The tokenizer
-    adds ``start`` before a sequence and ``end`` after it.
+    """Return the tokenizer.json of a vocabulary in which each residue is a token.
+
+    The tokenizer adds ``start`` before a sequence and ``end`` after it.
     """
     vocab = {name: number for number, name in enumerate(names)}
     made = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
@@ -49,8 +50,9 @@ def write(folder: Path, config: dict[str, Any], state: dict[str, Any], tokenizer
 
 
 def antiberty_checkpoint(package: Path, folder: Path) -> Path:
-    """Convert AntiBERTy, a BERT of 26 M parameters. Its heads for species, chain and grafting are
-    left out.
+    """Convert AntiBERTy, a BERT of 26 M parameters.
+
+    Its heads for species, chain and grafting are left out.
     """
     trained = package / "trained_models"
     source = trained / "AntiBERTy_md_smooth"

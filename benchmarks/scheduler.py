@@ -64,8 +64,9 @@ def arrivals(moments: Sequence[float], hand_in: Callable[[int], None]) -> thread
 def in_batches(
     bundle: Bundle, wishes: list[dict[str, Any]], moments: Sequence[float], most: int
 ) -> Done:
-    """Start up to ``most`` waiting requests together. When all of them are done, start the next
-    batch.
+    """Start up to ``most`` waiting requests together.
+
+    When all of them are done, start the next batch.
     """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     done: Done = {}

@@ -309,8 +309,9 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a row of the table. Times and memory only include schemas that the compiler
-    accepts.
+    """Return a row of the table.
+
+    Times and memory only include schemas that the compiler accepts.
     """
     good = [row for row in rows if row["accepted"]]
     seconds, memory = [row["seconds"] for row in good], [row["mib"] for row in good]

@@ -83,8 +83,9 @@ class Server:
         return int(re.findall(r"VmRSS:\s*(\d+)", status)[0])
 
     def stop(self) -> dict[str, int]:
-        """Stop the service. Returns the counts that the service reported: answers by status,
-        ``taken`` and ``gone``.
+        """Stop the service.
+
+        Returns the counts that the service reported: answers by status, ``taken`` and ``gone``.
         """
         self.process.send_signal(signal.SIGTERM)
         said = self.process.communicate(timeout=60)[1]
@@ -96,8 +97,10 @@ class Server:
 
 
 def wrk(server: Any, folder: Path, connections: int, seconds: float) -> dict[str, float]:
-    """Run wrk once on the port of a server. ``requests`` is the number of answers. ``refused`` is
-    the number of answers with a status other than 2xx.
+    """Run wrk once on the port of a server.
+
+    ``requests`` is the number of answers. ``refused`` is the number of answers with a status other
+    than 2xx.
     """
     command = [
         "wrk",

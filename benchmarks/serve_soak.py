@@ -58,8 +58,9 @@ def body_of(draw: random.Random, model: str) -> dict[str, Any]:
 
 
 class Soak:
-    """Runs requests from several threads. ``ended`` counts the requests by the way in which they
-    ended.
+    """Runs requests from several threads.
+
+    ``ended`` counts the requests by the way in which they ended.
     """
 
     def __init__(self, served: Any) -> None:

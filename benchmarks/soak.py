@@ -1,5 +1,6 @@
-"""Watch the memory of a service over thousands of requests. Some requests are cancelled, late or
-failing.
+"""Watch the memory of a service over thousands of requests.
+
+Some requests are cancelled, late or failing.
 
     python benchmarks/soak.py build/demo [--requests 10000]
 
@@ -40,8 +41,9 @@ def failing(p: CallbackPass) -> None:
 
 
 class Soak:
-    """Runs requests from several threads. ``ended`` counts the requests by the way in which they
-    ended.
+    """Runs requests from several threads.
+
+    ``ended`` counts the requests by the way in which they ended.
     """
 
     def __init__(self, bundle: Bundle, callback: Bundle) -> None:

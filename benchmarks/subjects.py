@@ -104,8 +104,9 @@ class Subject(ABC):
         return metrics.summarise(metrics.Rows.join(parts), self.whose, count, SEED)
 
     def _look_up_exactly(self) -> RemovableHandle:
-        """Make the network look up rows of the original table. The head still uses the rounded
-        rows.
+        """Make the network look up rows of the original table.
+
+        The head still uses the rounded rows.
         """
         table = self.table
         assert table is not None
@@ -118,8 +119,9 @@ class Subject(ABC):
             return write_text(self.source.text, Path(folder)).tokenizer
 
     def ours(self, solver: str, name: str, layers: str) -> Quantisation:
-        """Round the layers that match a pattern to one of ``FORMATS`` with a solver. Results are
-        cached.
+        """Round the layers that match a pattern to one of ``FORMATS`` with a solver.
+
+        Results are cached.
         """
         key = solver, name, layers
         if key not in self._solved:
@@ -185,9 +187,10 @@ class Demo(Subject):
 
 
 class SmolLM2(Subject):
-    """SmolLM2, judged on ``count`` passages. Its weights are distributed in a four-bit format. With
-    ``fill_steps``, each weight is first moved at random within its step, so that no format can find
-    the original grid.
+    """SmolLM2, judged on ``count`` passages.
+
+    Its weights are distributed in a four-bit format. With ``fill_steps``, each weight is first
+    moved at random within its step, so that no format can find the original grid.
     """
 
     def __init__(self, count: int, *, fill_steps: bool) -> None:

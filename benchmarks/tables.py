@@ -143,8 +143,9 @@ def _demo(rows: Rows) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the facts about the measurement, followed by all tables. Times are medians
-    (quartiles). A ratio is a median divided by the median of native-int8.
+    """Return the facts about the measurement, followed by all tables.
+
+    Times are medians (quartiles). A ratio is a median divided by the median of native-int8.
     """
     machine = result["machine"]
     facts = {name: machine[name] for name in ("python", "torch", "onnxruntime")}

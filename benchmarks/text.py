@@ -69,8 +69,9 @@ def opened(data: bytes) -> dict[str, float]:
 
 
 def equal_chats(native: CompiledText, oracle: Tokenizer) -> dict[str, int]:
-    """Count the chats with equal results and the rejected chats. Raises AssertionError if the two
-    results for a chat differ.
+    """Count the chats with equal results and the rejected chats.
+
+    Raises AssertionError if the two results for a chat differ.
     """
     counts = {"equal": 0, "refused": 0, "refused_by_jinja": 0}
     chats = [*samples.chats(CHATS, ROLES, LITERALS, seed=21)]

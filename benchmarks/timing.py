@@ -1,5 +1,6 @@
-"""Interleaved timing. Contestants take turns, round after round, so that noise affects all
-contestants equally.
+"""Interleaved timing.
+
+Contestants take turns, round after round, so that noise affects all contestants equally.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ def clocked(run: Callable[[], Any]) -> Callable[[], float]:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Return the median and quartiles in ms. For a single value, all three are equal to this
-    value.
+    """Return the median and quartiles in ms.
+
+    For a single value, all three are equal to this value.
     """
     low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
     return {
@@ -36,8 +38,9 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 def interleave(
     runs: Mapping[str, Callable[[], float]], rounds: int, warm_ups: int = 2
 ) -> dict[str, dict[str, float]]:
-    """Call each contestant in turn, ``rounds`` times after the warm-ups. Returns the spread of the
-    seconds that each contestant reported.
+    """Call each contestant in turn, ``rounds`` times after the warm-ups.
+
+    Returns the spread of the seconds that each contestant reported.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(warm_ups + rounds):

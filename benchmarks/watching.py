@@ -28,8 +28,9 @@ def watched(command: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def figures(path: Path) -> dict[str, int]:
-    """Read the lines ``name: number`` of a file under /proc/PID. Values in kB are converted to
-    bytes.
+    """Read the lines ``name: number`` of a file under /proc/PID.
+
+    Values in kB are converted to bytes.
     """
     found = {}
     for line in path.read_text().splitlines():
@@ -49,8 +50,9 @@ def finished(command: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 class Watched:
-    """Records the highest memory of a process and the bytes that it read and wrote. Takes a sample
-    every ``SAMPLE_S`` seconds.
+    """Records the highest memory of a process and the bytes that it read and wrote.
+
+    Takes a sample every ``SAMPLE_S`` seconds.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -77,8 +79,10 @@ class Watched:
             time.sleep(SAMPLE_S)
 
     def row(self) -> dict[str, int]:
-        """Return the bytes by name. ``disk`` counts bytes that were read from and written to
-        storage. ``calls`` counts the bytes of all read and write calls, including cached reads.
+        """Return the bytes by name.
+
+        ``disk`` counts bytes that were read from and written to storage. ``calls`` counts the bytes
+        of all read and write calls, including cached reads.
         """
         self.thread.join()
         names = {

@@ -42,8 +42,10 @@ class Server:
         self.passes: dict[tuple[int, ...], Callable[[], float]] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Carry out a request. ``peak_rss_bytes`` in the answer is the peak memory of the process
-        so far, including mapped files.
+        """Carry out a request.
+
+        ``peak_rss_bytes`` in the answer is the peak memory of the process so far, including mapped
+        files.
         """
         kind = request.pop("do")
         try:

@@ -33,8 +33,9 @@ lib = _native.library()
 
 
 def usually(right: st.SearchStrategy[Any], wrong: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Choose a valid value with probability 0.9. Most calls must succeed, because later calls
-    depend on them.
+    """Choose a valid value with probability 0.9.
+
+    Most calls must succeed, because later calls depend on them.
     """
     return st.integers(0, 9).flatmap(lambda drawn: wrong if drawn == 9 else right)
 
@@ -81,8 +82,10 @@ def policies(draw: st.DrawFn) -> Any:
 
 
 class Calls(RuleBasedStateMachine):
-    """Random calls on a bundle with one session, one scheduler and its jobs. ``inside`` is the
-    number of session calls in progress. It can exceed 1, because callbacks can make calls too.
+    """Random calls on a bundle with one session, one scheduler and its jobs.
+
+    ``inside`` is the number of session calls in progress. It can exceed 1, because callbacks can
+    make calls too.
     """
 
     def __init__(self) -> None:

@@ -98,8 +98,9 @@ class Browser:
 
 @contextmanager
 def browsing() -> Iterator[Browser]:
-    """Open a browser without windows on the screen. The browser is closed at the end of the
-    block.
+    """Open a browser without windows on the screen.
+
+    The browser is closed at the end of the block.
     """
     from selenium.webdriver import Chrome, ChromeOptions
     from selenium.webdriver.chrome.service import Service

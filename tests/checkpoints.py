@@ -63,8 +63,10 @@ def dream_config(**changes: Any) -> dict[str, Any]:
 
 
 def a2d_qwen3_config(**changes: Any) -> dict[str, Any]:
-    """The config.json of a tiny Qwen3 that was converted to a denoiser (A2D). Its heads are wider
-    than hidden size / number of heads, and queries and keys have a norm per head.
+    """The config.json of a tiny Qwen3 that was converted to a denoiser (A2D).
+
+    Its heads are wider than hidden size / number of heads, and queries and keys have a norm per
+    head.
     """
     return {
         "architectures": ["A2DQwen3LMHeadModel"],
@@ -123,8 +125,9 @@ def llada_moe_config(**changes: Any) -> dict[str, Any]:
 
 
 def sdar_config(**changes: Any) -> dict[str, Any]:
-    """The config.json of a tiny SDAR, with the released keys. These are the keys of Qwen3 and the
-    block length.
+    """The config.json of a tiny SDAR, with the released keys.
+
+    These are the keys of Qwen3 and the block length.
     """
     other = {
         "architectures": ["SDARForCausalLM"],
@@ -136,8 +139,9 @@ def sdar_config(**changes: Any) -> dict[str, Any]:
 
 
 def fast_dllm_v2_config(**changes: Any) -> dict[str, Any]:
-    """The config.json of a tiny Fast-dLLM v2, with the released keys. These are the keys of Qwen2.5
-    and the block length. The config does not name a mask token.
+    """The config.json of a tiny Fast-dLLM v2, with the released keys.
+
+    These are the keys of Qwen2.5 and the block length. The config does not name a mask token.
     """
     other = {
         "architectures": ["Fast_dLLM_QwenForCausalLM"],
@@ -154,8 +158,9 @@ def a2d_config(trunk: str, **changes: Any) -> dict[str, Any]:
 
 
 def llada2_config(**changes: Any) -> dict[str, Any]:
-    """The config.json of a tiny LLaDA2, with the released keys. It has 16 experts in 4 groups, and
-    its first layer is dense.
+    """The config.json of a tiny LLaDA2, with the released keys.
+
+    It has 16 experts in 4 groups, and its first layer is dense.
     """
     return {
         "architectures": ["LLaDA2MoeModelLM"],
@@ -238,8 +243,10 @@ def roberta_config(**changes: Any) -> dict[str, Any]:
 
 
 def modern_bert_config(**changes: Any) -> dict[str, Any]:
-    """The config.json of a tiny ModernBERT, with the keys of the release. In every third layer, a
-    token sees all tokens. In the other layers, a token sees three tokens on each side.
+    """The config.json of a tiny ModernBERT, with the keys of the release.
+
+    In every third layer, a token sees all tokens. In the other layers, a token sees three tokens on
+    each side.
     """
     return {
         "architectures": ["ModernBertForMaskedLM"],
@@ -457,8 +464,9 @@ def _gated_shapes(prefix: str, hidden: int, size: int) -> dict[str, tuple[int, .
 def _qwen_shapes(
     config: dict[str, Any], *, bias: bool, attention: dict[str, tuple[int, ...]] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of a network with Qwen's layout. ``attention`` contains further weights of
-    attention, which only some of these layouts have.
+    """The shapes of a network with Qwen's layout.
+
+    ``attention`` contains further weights of attention, which only some of these layouts have.
     """
     hidden, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head_size = config.get("head_dim") or hidden // config["num_attention_heads"]
@@ -508,8 +516,9 @@ SHAPES = {
 def random_tensor(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
-    """Make random weights. Activations stay near unit size, and the logits differ enough that
-    predictions are not tied.
+    """Make random weights.
+
+    Activations stay near unit size, and the logits differ enough that predictions are not tied.
     """
     noise = torch.randn(shape, generator=generator)
     if name.endswith("orm.bias"):
@@ -588,8 +597,9 @@ def quantised_fp8(
 def quantised_nvfp4(
     base: str, w: torch.Tensor, *, input_amax: float | None = 3.5
 ) -> dict[str, Any]:
-    """A weight ``[out, in]`` and its scales in NVFP4. Each byte contains two codes. The first code
-    is in the low four bits.
+    """A weight ``[out, in]`` and its scales in NVFP4.
+
+    Each byte contains two codes. The first code is in the low four bits.
     """
     rows, inputs = w.shape
     scale_2 = w.float().abs().amax() / (6 * 448)

@@ -32,8 +32,9 @@ _UNIT = 2**149  # every finite float32 is a whole number of 1 / _UNIT
 
 
 class Weight(NamedTuple):
-    """The weight of one text, or the combined weight of several texts. A weight is a tuple, so
-    ``max`` finds the best text.
+    """The weight of one text, or the combined weight of several texts.
+
+    A weight is a tuple, so ``max`` finds the best text.
     """
 
     kept: int  # minus the number of ruled-out tokens
@@ -63,8 +64,9 @@ NOTHING = Weight(0, 0, 0)
 
 
 def weight_of(logit: float, best: float, is_cut: bool = False) -> Weight:
-    """Weight of one token. ``logit`` is a finite float32 or -inf. ``best`` is the best logit of the
-    row.
+    """Weight of one token.
+
+    ``logit`` is a finite float32 or -inf. ``best`` is the best logit of the row.
     """
     if logit == -np.inf:
         return Weight(-1, 0, 0)
@@ -83,8 +85,10 @@ def total(weights: list[Weight], temperature: float) -> Weight:
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """An automaton over tokens. ``following`` int64 ``[Q, V]`` is the next state for each state and
-    token, or -1 if the token is not allowed. ``ends`` bool ``[Q]`` marks accepting states.
+    """An automaton over tokens.
+
+    ``following`` int64 ``[Q, V]`` is the next state for each state and token, or -1 if the token is
+    not allowed. ``ends`` bool ``[Q]`` marks accepting states.
     """
 
     following: np.ndarray
@@ -108,8 +112,9 @@ Position = tuple[np.ndarray, Callable[[int], Weight]]
 
 
 class Texts:
-    """All texts that an automaton accepts over some positions. The weight of a text is the sum of
-    the weights of its tokens.
+    """All texts that an automaton accepts over some positions.
+
+    The weight of a text is the sum of the weights of its tokens.
 
     To draw a text, sums of weights are computed from the last position to the first. Then tokens
     are drawn from the first position to the last. This is the algorithm "forward filtering,
@@ -124,8 +129,10 @@ class Texts:
         ends: np.ndarray,
         temperature: float,
     ) -> None:
-        """The texts start in ``state``. ``following`` is as in ``_Tokens``. ``ends`` bool ``[Q +
-        1]`` marks accepting states. With temperature 0, only the best text is computed.
+        """The texts start in ``state``.
+
+        ``following`` is as in ``_Tokens``. ``ends`` bool ``[Q + 1]`` marks accepting states. With
+        temperature 0, only the best text is computed.
         """
         self.following, self.state, self.temperature = following, state, temperature
         met = [{state}]
@@ -180,8 +187,9 @@ class Texts:
         return np.array(found, np.int64)
 
     def draw(self, seed: int, passes: int, first: int) -> np.ndarray:
-        """Draw one text, int64 ``[N]``. The random numbers of this pass are used from position
-        ``first`` on.
+        """Draw one text, int64 ``[N]``.
+
+        The random numbers of this pass are used from position ``first`` on.
         """
         state, found = self.state, list[int]()
         for position in range(len(self.steps)):
@@ -222,8 +230,9 @@ class Constrained(Proposer):
         automaton: Automaton,
         canvas: Canvas,
     ) -> None:
-        """``eos_token_id`` is the only end token that is written. Raises ValueError if no text
-        fits.
+        """``eos_token_id`` is the only end token that is written.
+
+        Raises ValueError if no text fits.
         """
         super().__init__(mask_token_id, policy)
         self.eos_token_id, self.tokens = eos_token_id, _by_tokens(automaton)
@@ -320,8 +329,9 @@ class Constrained(Proposer):
         return Proposals(tokens, scores_of_draw(by, marginals, tokens), probs)
 
     def _is_cut(self, wide: np.ndarray, best: np.ndarray) -> np.ndarray:
-        """Mark the tokens that ``top_p`` or ``top_k`` excludes (cuts), bool ``[M, V]``. A text with
-        cut tokens is only chosen if no text has fewer cut tokens.
+        """Mark the tokens that ``top_p`` or ``top_k`` excludes (cuts), bool ``[M, V]``.
+
+        A text with cut tokens is only chosen if no text has fewer cut tokens.
         """
         behind = wide - wide[np.arange(len(best)), best][:, None]
         return ~kept_tokens(

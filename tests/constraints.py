@@ -142,8 +142,9 @@ def byte_automaton(content: Content | str, limits: CompileLimits | None = None) 
 
 
 def following(automaton: Automaton, state: int, token: int) -> int:
-    """Return the state after a token, or -1 if the token is not allowed. The result is computed
-    from the arrays as their documentation says.
+    """Return the state after a token, or -1 if the token is not allowed.
+
+    The result is computed from the arrays as their documentation says.
     """
     for edge in range(automaton.edge_starts[state], automaton.edge_starts[state + 1]):
         group = automaton.edge_groups[edge]
@@ -158,9 +159,11 @@ def following(automaton: Automaton, state: int, token: int) -> int:
 def drawn_text(
     texts: ByteAutomaton, source: random.Random, length: int, is_ascii: bool = False
 ) -> str:
-    """Return a random text that an automaton accepts. The text consists of about ``length`` random
-    bytes and the shortest possible ending. For half of the random bytes, the next state is chosen
-    first and then the byte, so that the text also reaches rare states.
+    """Return a random text that an automaton accepts.
+
+    The text consists of about ``length`` random bytes and the shortest possible ending. For half of
+    the random bytes, the next state is chosen first and then the byte, so that the text also
+    reaches rare states.
     """
     table = texts.table[:, :128] if is_ascii else texts.table
     distances = shortest_ends(texts, is_ascii)
@@ -184,8 +187,9 @@ def drawn_text(
 def drawn_texts(
     texts: ByteAutomaton, source: random.Random, count: int, is_ascii: bool = False
 ) -> set[str]:
-    """Return ``count`` random texts that an automaton accepts, including a shortest text. If the
-    automaton accepts fewer texts, the result has fewer texts.
+    """Return ``count`` random texts that an automaton accepts, including a shortest text.
+
+    If the automaton accepts fewer texts, the result has fewer texts.
     """
     if shortest_ends(texts, is_ascii)[0] == len(texts.table):
         return set()
@@ -194,9 +198,10 @@ def drawn_texts(
 
 
 def shortest_ends(texts: ByteAutomaton, is_ascii: bool = False) -> np.ndarray:
-    """Return the smallest number of bytes from each state to an accepting state. With ``is_ascii``,
-    only ASCII texts count. If no text leads to an accepting state, the result is the number of
-    states.
+    """Return the smallest number of bytes from each state to an accepting state.
+
+    With ``is_ascii``, only ASCII texts count. If no text leads to an accepting state, the result is
+    the number of states.
     """
     if not is_ascii:
         return texts.distances
@@ -216,8 +221,10 @@ def one_class(
     edges: Sequence[tuple[int, int]],
     distances: Sequence[int],
 ) -> Constraint:
-    """Make a constraint in which ``tokens`` form a single class. ``edges`` is a sorted list of
-    pairs of states: the class leads from the first state to the second state.
+    """Make a constraint in which ``tokens`` form a single class.
+
+    ``edges`` is a sorted list of pairs of states: the class leads from the first state to the
+    second state.
     """
     classes = [0 if token in tokens else -1 for token in range(vocab_size)]
     starts = [

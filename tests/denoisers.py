@@ -69,8 +69,10 @@ def under_native_loop(
 
 
 class ArithmeticDenoiser:
-    """A denoiser without weights. It computes tokens and probabilities as integer hashes of the
-    canvas, so the results are equal on every machine.
+    """A denoiser without weights.
+
+    It computes tokens and probabilities as integer hashes of the canvas, so the results are equal
+    on every machine.
 
     The prediction of a row depends on the row's position, the row's token and the number of masked
     positions. ``past`` is ignored. The denoiser counts its passes.

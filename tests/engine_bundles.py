@@ -50,8 +50,10 @@ def gpu_bundle(
     engines: bool = False,
     rotate_down: bool = False,
 ) -> Path:
-    """Build ``source`` for GPUs. Tests must not change the bundle. With ``engines``, TensorRT-RTX
-    also builds the engines on this machine.
+    """Build ``source`` for GPUs.
+
+    Tests must not change the bundle. With ``engines``, TensorRT-RTX also builds the engines on this
+    machine.
     """
     key = (precision, targets, source, activations, engines, rotate_down)
     if key not in _bundles:
@@ -95,8 +97,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def edit_device_graph(bundle: Path, edit: Callable[[onnx.ModelProto], None]) -> None:
-    """Change ``device.onnx`` of a bundle in place and update its hashes in the manifest. The result
-    looks like a bundle that a defective exporter wrote.
+    """Change ``device.onnx`` of a bundle in place and update its hashes in the manifest.
+
+    The result looks like a bundle that a defective exporter wrote.
     """
     path = bundle / "device.onnx"
     model = onnx.load(path, load_external_data=False)

@@ -142,8 +142,9 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def module(device: Device | None = None) -> Any:
-    """The fake module, for ``sys.modules["tensorrt"]``. ``calls`` has ``(name, arguments by name)``
-    in the order of the calls.
+    """The fake module, for ``sys.modules["tensorrt"]``.
+
+    ``calls`` has ``(name, arguments by name)`` in the order of the calls.
     """
     device = device or Device()
     absent = RTX_ONLY | (STREAMING if device.is_old else set())
@@ -220,8 +221,9 @@ def _method(
 def _bind(
     trt: Any, signature: list[list[Any]], arguments: Any, named: Any
 ) -> dict[str, Any] | None:
-    """Bind arguments to the names of a signature. Their number, names and types must fit the
-    signature.
+    """Bind arguments to the names of a signature.
+
+    Their number, names and types must fit the signature.
     """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [
@@ -255,8 +257,9 @@ def _is(trt: Any, text: str, value: Any) -> bool:
 
 
 class _Behaviour:
-    """The methods and properties that do more than record a call. Their names are
-    ``<class>_<method>`` and ``<class>_get_<property>``.
+    """The methods and properties that do more than record a call.
+
+    Their names are ``<class>_<method>`` and ``<class>_get_<property>``.
     """
 
     def __init__(self, trt: Any, device: Device) -> None:
@@ -404,8 +407,9 @@ class _Behaviour:
         return json.dumps({"Layers": [self._shown(layer) for layer in matmuls], "Bindings": []})
 
     def _shown(self, layer: Any) -> dict[str, Any]:
-        """Return a layer as the inspector prints it. The quantisation is part of the
-        multiplication's layer.
+        """Return a layer as the inspector prints it.
+
+        The quantisation is part of the multiplication's layer.
         """
         path = layer.name.partition("/")[0]
         types = self.device.shown_as.get(path) or [self._codes(tensor) for tensor in layer.inputs]

@@ -1,5 +1,6 @@
-"""Hostile files of every kind. A program must fail to read such a file, or exceed a limit when it
-uses the file.
+"""Hostile files of every kind.
+
+A program must fail to read such a file, or exceed a limit when it uses the file.
 """
 
 from __future__ import annotations
@@ -122,8 +123,9 @@ def _template(single: list[Any], special: dict[str, Any]) -> dict[str, Any]:
 
 
 def harmless() -> dict[str, Any]:
-    """A valid tokenizer.json for a denoiser of 160 ids. The hostile tokenizers are changed
-    copies.
+    """A valid tokenizer.json for a denoiser of 160 ids.
+
+    The hostile tokenizers are changed copies.
     """
     empty = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
     added = [_added("<mask>", 150, special=True), _added("<end>", 151, special=True)]

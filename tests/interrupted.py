@@ -39,8 +39,9 @@ NEIGHBOURS = ("notes.txt", ".bundle.old", ".bundle.dlm-export.txt")
 
 
 def fake_build(out: Path, name: str, force: bool) -> None:
-    """Write files in the same way as a build, but within a millisecond. ``name`` is stored in the
-    bundle.
+    """Write files in the same way as a build, but within a millisecond.
+
+    ``name`` is stored in the bundle.
     """
     with staged(out, force=force, needed_bytes=0) as folder:
         (folder / "denoiser.onnx").write_text(f"graph of {name}")
@@ -57,8 +58,9 @@ def fake_build(out: Path, name: str, force: bool) -> None:
 
 
 def fake_name(out: Path) -> str:
-    """The name of the complete bundle at this path. Raises AssertionError if there is anything
-    else.
+    """The name of the complete bundle at this path.
+
+    Raises AssertionError if there is anything else.
     """
     manifest = json.loads((out / "manifest.json").read_text())
     found = {path.relative_to(out).as_posix(): path for path in out.rglob("*") if path.is_file()}
@@ -70,8 +72,9 @@ def fake_name(out: Path) -> str:
 
 
 def in_child(work: Callable[[], None]) -> tuple[int, str]:
-    """Run a function in a forked process, like the command line. Returns the exit status (negative
-    for a signal) and the output.
+    """Run a function in a forked process, like the command line.
+
+    Returns the exit status (negative for a signal) and the output.
     """
     read, write = os.pipe()
     process = os.fork()
@@ -145,8 +148,9 @@ def operations(build: Build, out: Path, force: bool) -> int:
 def end_at(
     build: Build, out: Path, number: int, sent: signal.Signals, force: bool, with_second: bool
 ) -> dict[str, Any]:
-    """End a build with a signal before its operation ``number``. Optionally, a second build to the
-    same path runs just before the signal.
+    """End a build with a signal before its operation ``number``.
+
+    Optionally, a second build to the same path runs just before the signal.
     """
     seen = out.parent.parent / "second"
     seen.unlink(missing_ok=True)
@@ -195,8 +199,9 @@ def cases(kind: str, total: Mapping[bool, int]) -> Iterator[tuple[int, signal.Si
 
 
 def run(kind: str, folder: Path, build: Build, name_of: Callable[[Path], str]) -> None:
-    """End builds in all ways of ``cases``. Reports the bundle that is left, and the bundle after
-    the next build.
+    """End builds in all ways of ``cases``.
+
+    Reports the bundle that is left, and the bundle after the next build.
     """
     out = folder / "out" / "bundle"
     old, parent = folder / "old", out.parent
@@ -221,8 +226,10 @@ def run(kind: str, folder: Path, build: Build, name_of: Callable[[Path], str]) -
 
 
 def real_build(checkpoint: Path) -> tuple[Build, Callable[[Path], str]]:
-    """Return a function that builds a checkpoint. Different builds have canvases of different
-    lengths. The graphs are traced here, before any fork.
+    """Return a function that builds a checkpoint.
+
+    Different builds have canvases of different lengths. The graphs are traced here, before any
+    fork.
     """
     import torch
     from traces import trace_once

@@ -43,8 +43,10 @@ def point(written: str) -> int:
 
 
 def sets_of(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name of each set in a file, and the set. A set is stored as the ascending list of
-    the code points at which one of its ranges starts or ends.
+    """Yield the name of each set in a file, and the set.
+
+    A set is stored as the ascending list of the code points at which one of its ranges starts or
+    ends.
     """
     bodies = {}
     for name, body in _SET.findall(text):
@@ -59,8 +61,9 @@ def sets_of(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def number(value: int) -> bytes:
-    """Encode a number with seven bits per byte, lowest bits first. The eighth bit is 1 in all bytes
-    except the last.
+    """Encode a number with seven bits per byte, lowest bits first.
+
+    The eighth bit is 1 in all bytes except the last.
     """
     out = bytearray()
     while value >= 0x80:

@@ -1,5 +1,6 @@
-"""Loads a checkpoint's weights into the mixture-of-experts classes of transformers. Tests compare
-these classes with this project's families.
+"""Loads a checkpoint's weights into the mixture-of-experts classes of transformers.
+
+Tests compare these classes with this project's families.
 
 transformers 5 stacks the experts of a layer, and concatenates the gate and up matrices. Its own
 loading code converts released tensors to this form.
@@ -48,8 +49,9 @@ def logits_of(
     ids: torch.Tensor,
     is_visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the logits ``[B, L, V]`` of a transformers class. ``tensors`` maps the names in
-    transformers to tensors. ``is_visible`` is a mask ``[L, L]``.
+    """Return the logits ``[B, L, V]`` of a transformers class.
+
+    ``tensors`` maps the names in transformers to tensors. ``is_visible`` is a mask ``[L, L]``.
     """
     folder.mkdir()
     config.architectures = [kind.__name__]

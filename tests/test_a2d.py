@@ -1,5 +1,6 @@
-"""Tests of A2D conversions of Qwen3. They have norms of queries and keys per head. A head is wider
-than hidden size / number of heads.
+"""Tests of A2D conversions of Qwen3.
+
+They have norms of queries and keys per head. A head is wider than hidden size / number of heads.
 
 ``test_capture`` compares the same checkpoints with the Qwen3 class of transformers.
 """
@@ -108,8 +109,9 @@ def test_what_is_told_of_it(checkpoint: Path) -> None:
 
 
 def test_attention_is_fused_with_the_norms_of_its_heads(bundle: Path) -> None:
-    """In each layer, attention is one call and has no other nodes. The norms of layers are fused
-    with the sums before them.
+    """In each layer, attention is one call and has no other nodes.
+
+    The norms of layers are fused with the sums before them.
     """
     model = onnx.load(bundle / GRAPH_FILE, load_external_data=False)
     layers = a2d_qwen3_config()["num_hidden_layers"]

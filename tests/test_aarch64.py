@@ -67,8 +67,9 @@ CPU revision\t: 1
 
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command that runs an aarch64 program in the emulator. The emulated processor has
-    dot-product instructions, and as few other extensions as possible.
+    """The command that runs an aarch64 program in the emulator.
+
+    The emulated processor has dot-product instructions, and as few other extensions as possible.
     """
     found = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if found is None or shutil.which(CROSS) is None:

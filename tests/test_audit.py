@@ -49,8 +49,9 @@ def _initializer(model: onnx.ModelProto, name: str, dtype: int, array: np.ndarra
 
 
 def _dequantiser(model: onnx.ModelProto, layer: str) -> onnx.NodeProto:
-    """The node that dequantises the codes of a layer. For NVFP4, the result is transposed
-    afterwards.
+    """The node that dequantises the codes of a layer.
+
+    For NVFP4, the result is transposed afterwards.
     """
     node = _producer(model, _matmul(model, layer).input[1])
     return node if node.op_type == "DequantizeLinear" else _producer(model, node.input[0])

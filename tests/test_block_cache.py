@@ -33,8 +33,10 @@ def network_of(block: int, shift: int = 0, layers: int = 2) -> NetworkSpec:
 
 
 def preset(name: str, block: int, shift: int, **changes: Any) -> Policy | None:
-    """A published preset for a network with this block length. Its thresholds are so low that
-    random denoisers reach them. None if the network does not support the preset.
+    """A published preset for a network with this block length.
+
+    Its thresholds are so low that random denoisers reach them. None if the network does not support
+    the preset.
     """
     size = (
         {"sub_block_length": next(part for part in (3, 2, 1) if block % part == 0)}
@@ -51,8 +53,10 @@ def preset(name: str, block: int, shift: int, **changes: Any) -> Policy | None:
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[np.ndarray, Policy, NetworkSpec]:
-    """Strategy for canvases, policies and networks. The canvases have given tokens at the start,
-    and sometimes in the middle. The policies are of all kinds that block-causal networks support.
+    """Strategy for canvases, policies and networks.
+
+    The canvases have given tokens at the start, and sometimes in the middle. The policies are of
+    all kinds that block-causal networks support.
     """
     block, shift = draw(st.integers(1, 6)), draw(st.integers(0, 1))
     undecided = np.array(draw(st.lists(st.booleans(), min_size=1, max_size=40)))
@@ -216,8 +220,9 @@ def test_the_native_loop_equals_the_reference_token_for_token_and_pass_for_pass(
 @pytest.mark.parametrize("name", BLOCK_CAUSAL)
 @pytest.mark.parametrize("block", [2, 4, 6])
 def test_the_block_cache_is_exact(name: str, block: int, shift: int) -> None:
-    """The canvases with and without this cache are equal. With the cache, NFE also counts the
-    passes that only store blocks.
+    """The canvases with and without this cache are equal.
+
+    With the cache, NFE also counts the passes that only store blocks.
     """
     policy = preset(name, block, shift)
     if policy is None:
@@ -282,8 +287,9 @@ def test_a_pass_that_stores_a_block_and_opens_the_next_saves_one_for_the_same_ca
 def test_draws_and_guidance_over_the_block_cache_are_the_references(
     name: str, shift: int, changes: dict[str, Any]
 ) -> None:
-    """Edits write the most likely token. With guidance, the canvas without the prompt has a
-    separate cache.
+    """Edits write the most likely token.
+
+    With guidance, the canvas without the prompt has a separate cache.
     """
     policy = preset(name, 4, shift, **changes)
     if policy is None:
@@ -407,8 +413,10 @@ class Scripted:
 
 
 def test_an_edit_changes_committed_tokens_and_ends_when_nothing_changes() -> None:
-    """The denoiser first predicts the token 10 everywhere. When all positions of the block are
-    decided, the denoiser is sure of the token 20. Given tokens do not change.
+    """The denoiser first predicts the token 10 everywhere.
+
+    When all positions of the block are decided, the denoiser is sure of the token 20. Given tokens
+    do not change.
     """
 
     def predict(position: int, ids: dict[int, int]) -> tuple[int, float]:
@@ -463,8 +471,9 @@ def test_fast_dllm_v2_decides_its_small_blocks_in_order_and_a_blocks_first_posit
 
 
 def test_a_sub_block_runs_with_its_block_until_its_first_position_is_decided() -> None:
-    """This is the loop of Fast-dLLM v2 with its block cache. The row before a sub-block predicts
-    the first position of the sub-block.
+    """This is the loop of Fast-dLLM v2 with its block cache.
+
+    The row before a sub-block predicts the first position of the sub-block.
     """
 
     def predict(position: int, ids: dict[int, int]) -> tuple[int, float]:

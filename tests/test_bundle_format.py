@@ -122,8 +122,9 @@ def _seal(entry: dict[str, Any]) -> None:
 
 
 def _add_engine(manifest: dict[str, Any], target: str = "rtx5090") -> dict[str, Any]:
-    """Add a valid entry of a fake engine to a manifest and return the entry. The caller writes the
-    engine's file.
+    """Add a valid entry of a fake engine to a manifest and return the entry.
+
+    The caller writes the engine's file.
     """
     name, content = f"engines/{target}.engine", b"engine"
     files = manifest["files"]
@@ -154,8 +155,9 @@ def _add_engine(manifest: dict[str, Any], target: str = "rtx5090") -> dict[str, 
 
 
 def _add_effort(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Add made-up effort levels to a manifest. Returns the levels in the form of the member
-    ``loop``.
+    """Add made-up effort levels to a manifest.
+
+    Returns the levels in the form of the member ``loop``.
     """
     point = {"changes": {"threshold": 0.5}, "quality": 0.5, "nfe": 3.5}
     fitted = {
@@ -197,8 +199,9 @@ def _opens(bundle: Path, check_hashes: bool = False, engine: str = "auto") -> bo
 
 
 def _is_described(manifest: dict[str, Any], bundle: Path) -> bool:
-    """Return whether Python's check accepts a manifest. Any error other than a BundleError of one
-    line is a defect and is raised.
+    """Return whether Python's check accepts a manifest.
+
+    Any error other than a BundleError of one line is a defect and is raised.
     """
     try:
         check_manifest(manifest, bundle)
@@ -1320,8 +1323,9 @@ def test_what_is_no_plain_file_is_refused_and_not_read(
 def test_a_link_inside_a_bundle_is_refused_wherever_it_leads(
     bundle: Path, tmp_path: Path, name: str, at: int
 ) -> None:
-    """Links are rejected even if they lead to the right bytes. The link may replace the file
-    itself, or a folder of its path.
+    """Links are rejected even if they lead to the right bytes.
+
+    The link may replace the file itself, or a folder of its path.
     """
     if not (bundle / name).exists():
         (bundle / name).parent.mkdir(parents=True)

@@ -87,8 +87,9 @@ def _run(model: onnx.ModelProto, feeds: list[np.ndarray], *, by_kernels: bool) -
 
 
 def _stored(rows: np.ndarray, cache_dtype: str) -> np.ndarray:
-    """Convert rows ``[.., D]`` to the form in which the cache stores them, in plain numpy. For
-    INT8, each row gets the smallest scale that is large enough.
+    """Convert rows ``[.., D]`` to the form in which the cache stores them, in plain numpy.
+
+    For INT8, each row gets the smallest scale that is large enough.
     """
     if cache_dtype != "int8":
         return rows.astype(NUMPY[cache_dtype])
@@ -135,8 +136,9 @@ ROWS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(rows=ROWS, power=st.integers(-110, 110), spread=st.integers(0, 9))
 def test_int8_rows_are_what_numpy_says(rows: list[list[float]], power: int, spread: int) -> None:
-    """The rows contain arbitrary floats, and floats around every power of two. At powers of two,
-    the exponent of a scale changes.
+    """The rows contain arbitrary floats, and floats around every power of two.
+
+    At powers of two, the exponent of a scale changes.
     """
     near = np.random.default_rng(spread).uniform(-1, 1, (8, 6)).astype(np.float32)
     near[:, 0] = np.float32(127 * 255) * (
@@ -189,8 +191,10 @@ def _pass(
     D: int,
     rotary_size: int = 0,
 ) -> list[np.ndarray]:
-    """Make the inputs of a call. The rotations are exact, so kernel and function must store the
-    same keys. Positions are in any order.
+    """Make the inputs of a call.
+
+    The rotations are exact, so kernel and function must store the same keys. Positions are in any
+    order.
     """
     q, k, v = (rng.normal(size=(B, T, heads * D)).astype(np.float32) for heads in (2 * H, G, G))
     past = [
@@ -210,8 +214,9 @@ def _pass(
 
 
 def _segments(rng: np.random.Generator, tokens: int, cached: int) -> np.ndarray:
-    """Make the segments of several requests that share a row of tokens. Each request sees some of
-    the cached rows. These cached rows may be in several places.
+    """Make the segments of several requests that share a row of tokens.
+
+    Each request sees some of the cached rows. These cached rows may be in several places.
     """
     firsts = np.array(
         [0, *sorted(rng.choice(np.arange(1, tokens), min(2, tokens - 1), replace=False))], np.int64
@@ -447,8 +452,9 @@ CACHED = [name for name, fields in LOOPS.items() if "cache" in name or "dream-bl
 def test_both_loops_write_the_same_over_a_rounded_cache(
     checkpoints: dict[str, Path], built: dict[tuple[str, str], Path], name: str, cache: str
 ) -> None:
-    """A number between two codes may get a different code in each of the two loops. So the test
-    allows one canvas in twenty to differ.
+    """A number between two codes may get a different code in each of the two loops.
+
+    So the test allows one canvas in twenty to differ.
     """
     denoiser, equal = load(checkpoints[name]), 0
     cache_dtype = graph.CACHE_DTYPES[cache]
@@ -482,8 +488,9 @@ def test_both_loops_write_the_same_over_a_rounded_cache(
 def test_a_pass_over_a_rounded_cache_gives_torchs_logits(
     checkpoints: dict[str, Path], built: dict[tuple[str, str], Path], name: str, cache: str
 ) -> None:
-    """Rounding the cache changes the logits. If torch rounds the cache too, the logits of torch
-    change in the same way.
+    """Rounding the cache changes the logits.
+
+    If torch rounds the cache too, the logits of torch change in the same way.
     """
     denoiser, cache_dtype = load(checkpoints[name]), graph.CACHE_DTYPES[cache]
     ids = np.random.default_rng(5).integers(0, 150, 60)
@@ -659,8 +666,9 @@ def test_int8_rows_are_for_no_gpu(built: dict[tuple[str, str], Path], tmp_path: 
 
 
 def test_what_a_rounded_cache_costs_is_told(demo_losses: dict[str, dict[str, Any]]) -> None:
-    """Passes that read rounded rows are compared with passes that read exact rows. The loss of int8
-    is larger than the loss of fp16, and both losses are small.
+    """Passes that read rounded rows are compared with passes that read exact rows.
+
+    The loss of int8 is larger than the loss of fp16, and both losses are small.
     """
     for cache in ("prefix", "dual"):
         fp16, int8 = (demo_losses[name][cache]["masked"]["kl_mean"] for name in ("fp16", "int8"))

@@ -38,8 +38,10 @@ TURNS = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """The demo's tokenizer, with a chat template for several turns. The tokenizer adds user and
-    assistant tokens to a prompt, and the template adds them in every turn.
+    """The demo's tokenizer, with a chat template for several turns.
+
+    The tokenizer adds user and assistant tokens to a prompt, and the template adds them in every
+    turn.
     """
     loaded = (DEMO_CHECKPOINT / "tokenizer.json").read_bytes()
     config = json.loads((DEMO_CHECKPOINT / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -538,8 +540,9 @@ def observe(x: np.ndarray, is_masked: Any = False, bucket: int = 0, **options: A
 
 
 def heavy_tailed(count: int = 2000, channels: int = 48, seed: int = 0) -> np.ndarray:
-    """Make normally distributed values. One channel has larger values than the others, as in
-    denoisers.
+    """Make normally distributed values.
+
+    One channel has larger values than the others, as in denoisers.
     """
     x = np.random.default_rng(seed).standard_normal((count, channels)).astype(np.float32)
     x[:, 3] *= 40

@@ -79,8 +79,9 @@ def _layouts(*names: str) -> list[Any]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Before it runs the code of a checkpoint, transformers copies this code to a cache. This
-    fixture moves the cache away from the user's folder.
+    """Before it runs the code of a checkpoint, transformers copies this code to a cache.
+
+    This fixture moves the cache away from the user's folder.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -352,8 +353,9 @@ def test_code_that_proves_nothing_is_refused_in_a_sentence(tmp_path: Path, name:
 
 
 def saved_config(name: str, path: Path, rope: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Save the config.json of a layout with the transformers class that has the same layers. The
-    architecture and the ids are changed to the released values.
+    """Save the config.json of a layout with the transformers class that has the same layers.
+
+    The architecture and the ids are changed to the released values.
     """
     layout = LAYOUTS[name]
     trunk = {"dream": transformers.Qwen2Config, "a2d-qwen3": transformers.Qwen3Config}[name]

@@ -152,8 +152,9 @@ def test_lines_through_pipes_are_answered_line_by_line(demo_bundle: Path) -> Non
 
 
 def test_the_demo_answers_a_second_message_by_itself_and_says_so(demo_bundle: Path) -> None:
-    """The denoiser was trained on single commands. If it gets two commands, its answers are
-    wrong.
+    """The denoiser was trained on single commands.
+
+    If it gets two commands, its answers are wrong.
     """
     done = _said(
         demo_bundle,

@@ -443,8 +443,9 @@ SPECIALS = [
 
 @pytest.fixture(scope="module")
 def byte_level_bpe() -> tokenizers.Tokenizer:
-    """A small tokenizer like the tokenizer of Qwen2. The tests compare its forms in Rust and in
-    Python.
+    """A small tokenizer like the tokenizer of Qwen2.
+
+    The tests compare its forms in Rust and in Python.
     """
     made = tokenizers.Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()

@@ -29,8 +29,9 @@ Judged = Callable[..., Path]
 
 @pytest.fixture
 def judged(llada_bundle: Path, tmp_path: Path) -> Judged:
-    """Make a bundle with made-up results. Its manifest claims this precision. Single results may be
-    changed.
+    """Make a bundle with made-up results.
+
+    Its manifest claims this precision. Single results may be changed.
     """
 
     def make(name: str, content: str | None = None, **changes: dict[str, Any]) -> Path:

@@ -158,8 +158,9 @@ def automata() -> dict[str, Automaton]:
 
 
 def text_of(tokens: list[int]) -> bytes:
-    """Return the bytes before the first end token. After the first end token, only end tokens are
-    allowed.
+    """Return the bytes before the first end token.
+
+    After the first end token, only end tokens are allowed.
     """
     end = next((i for i, token in enumerate(tokens) if token in ENDS), len(tokens))
     assert set(tokens[end:]) <= set(ENDS)
@@ -359,8 +360,10 @@ def large() -> tuple[list[str], Constraint]:
 
 
 def heaviest(spelled: list[str], weights: np.ndarray) -> list[int]:
-    """Return the tokens of the text with the largest sum of weights. ``weights`` is float64 ``[N,
-    V]``. Among texts with equal sums, the text with the lowest ids is returned.
+    """Return the tokens of the text with the largest sum of weights.
+
+    ``weights`` is float64 ``[N, V]``. Among texts with equal sums, the text with the lowest ids is
+    returned.
     """
     lengths = np.array([0 if not text or text[0] == "d" else len(text) for text in spelled])
     by_length = [np.flatnonzero(lengths == length) for length in range(9)]
@@ -487,8 +490,9 @@ TEMPERATURES = (5e-324, 1e-300, 1e-100, 1e-28, 1e-20, 1e-16, 1e-8, 1e-3, 0.7, 1e
 
 
 def says(logits: np.ndarray) -> Bundle:
-    """Return a bundle whose denoiser predicts row i of the logits ``[L, V]`` at position i. Its
-    probabilities are finite, even for extreme logits.
+    """Return a bundle whose denoiser predicts row i of the logits ``[L, V]`` at position i.
+
+    Its probabilities are finite, even for extreme logits.
     """
     masked = logits.copy()
     masked[:, MASK] = -np.inf
@@ -595,8 +599,9 @@ def extreme_logits(source: np.random.Generator, length: int) -> np.ndarray:
 
 
 def texts_of(automaton: Automaton, length: int, most: int) -> list[list[int]]:
-    """Return all texts with this number of tokens. If there are more than ``most`` texts, the list
-    is empty.
+    """Return all texts with this number of tokens.
+
+    If there are more than ``most`` texts, the list is empty.
     """
     texts: list[tuple[int, list[int]]] = [(0, [])]
     for position in range(length):
@@ -613,9 +618,10 @@ def texts_of(automaton: Automaton, length: int, most: int) -> list[list[int]]:
 
 
 def weight_of_text(logits: np.ndarray, text: list[int]) -> tuple[int, Fraction]:
-    """Return the weight of a text as two numbers. The first number is minus the number of ruled-out
-    tokens in the text. The second number is a sum over all other tokens of the text: the token's
-    logit minus the best logit of the row.
+    """Return the weight of a text as two numbers.
+
+    The first number is minus the number of ruled-out tokens in the text. The second number is a sum
+    over all other tokens of the text: the token's logit minus the best logit of the row.
     """
     best = np.delete(logits, MASK, axis=1).max(axis=1)
     finite = [
@@ -661,8 +667,9 @@ def small_schema(source: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def check_texts_of_schemas(count: int) -> None:
-    """Check the best text and the sampled texts of ``count`` small schemas. All texts of a schema
-    are listed and compared in exact arithmetic.
+    """Check the best text and the sampled texts of ``count`` small schemas.
+
+    All texts of a schema are listed and compared in exact arithmetic.
     """
     source, numbers, checked = random.Random(31), np.random.default_rng(31), 0
     while checked < count:

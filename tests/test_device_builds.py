@@ -1,5 +1,6 @@
-"""Tests of engines that are built on the device, with a fake TensorRT. A build prepares the files
-for the device, and a command on the device builds the engine.
+"""Tests of engines that are built on the device, with a fake TensorRT.
+
+A build prepares the files for the device, and a command on the device builds the engine.
 """
 
 from __future__ import annotations
@@ -484,8 +485,9 @@ def test_the_fakes_network_is_what_the_real_parser_makes(precision: str) -> None
 def test_a_kill_while_an_engine_is_replaced_leaves_a_bundle_that_opens(
     bundle: Path, on_device: Callable[..., Any]
 ) -> None:
-    """The command is killed at every operation on its files. The manifest must never list an engine
-    that is missing, or an engine that is not in its file.
+    """The command is killed at every operation on its files.
+
+    The manifest must never list an engine that is missing, or an engine that is not in its file.
     """
     on_device()
     assert dlm_export("engine", bundle, "--target", "thor").exit_code == 0

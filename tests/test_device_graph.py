@@ -29,8 +29,9 @@ ROUNDING = {"fp16": 2.0**-11, "bf16": 2.0**-8}
 
 
 def nvfp4(x: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the E2M1 codes and E4M3 group scales of ``x`` [.., K]. A group has 16 values. The
-    scale of a group is amax / (6 * scale), or 1 if all values are zero.
+    """Return the E2M1 codes and E4M3 group scales of ``x`` [.., K].
+
+    A group has 16 values. The scale of a group is amax / (6 * scale), or 1 if all values are zero.
     """
     wide, whole = x.astype(np.float32), np.float32(scale)
     groups = wide.reshape(*x.shape[:-1], -1, 16)
@@ -180,8 +181,9 @@ def test_a_device_graph_computes_what_was_judged(
 
 
 def _operands(model: onnx.ModelProto) -> dict[str, tuple[str, str]]:
-    """Return the names of the two operands of each layer's multiplication. The metadata of a node
-    names its layer.
+    """Return the names of the two operands of each layer's multiplication.
+
+    The metadata of a node names its layer.
     """
     found = {}
     for node in model.graph.node:

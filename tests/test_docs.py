@@ -117,8 +117,9 @@ for folder, words in json.loads(sys.argv[2]):
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block, with its language and its text. If the line before the block names a file as
-    ```PATH`:``, ``path`` is this name.
+    """A fenced block, with its language and its text.
+
+    If the line before the block names a file as ```PATH`:``, ``path`` is this name.
     """
 
     language: str
@@ -360,8 +361,9 @@ def test_the_python_programs_of_a_page_run(
 
 
 def write_c_sample(folder: Path) -> str:
-    """Write README's C program to ``app.c``. Returns the lines of README that compile it, and one
-    line that runs it.
+    """Write README's C program to ``app.c``.
+
+    Returns the lines of README that compile it, and one line that runs it.
     """
     (folder / "app.c").write_text(
         next(block.text for block in _blocks(README) if block.language == "c")
@@ -679,8 +681,9 @@ def test_the_chart_of_readme_shows_the_results() -> None:
 
 
 def test_the_unit_of_a_service_is_one_that_systemd_takes(tmp_path: Path) -> None:
-    """The unit names programs and folders that only the reader has. The test replaces them by
-    programs and folders that every machine has.
+    """The unit names programs and folders that only the reader has.
+
+    The test replaces them by programs and folders that every machine has.
     """
     analyze = shutil.which("systemd-analyze")
     if analyze is None:

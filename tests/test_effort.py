@@ -144,8 +144,9 @@ BLOCKWISE = Policy(commit="threshold", threshold=0.6, block_length=4, cache="blo
 
 
 class Stored(Rushed):
-    """A denoiser with three blocks. If separate passes store the blocks, it takes one more pass per
-    block.
+    """A denoiser with three blocks.
+
+    If separate passes store the blocks, it takes one more pass per block.
     """
 
     def _hurry(self, tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:

@@ -79,8 +79,9 @@ def compile_cxx(output: Path, source: Path, library: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def answers(demo_bundle: Path) -> dict[str, str]:
-    """Python's answers to the prompts. The keys are ``PROMPT`` for a prompt, and ``chat: PROMPT``
-    for a chat with this message.
+    """Python's answers to the prompts.
+
+    The keys are ``PROMPT`` for a prompt, and ``chat: PROMPT`` for a chat with this message.
     """
     out = {}
     with dlm_runtime.open(demo_bundle) as bundle:
@@ -230,8 +231,9 @@ def wrapper_variables(
 def cargo(
     wrapper_variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., str]:
-    """A function that runs cargo. ``cargo("where")`` returns the folder with the programs that
-    cargo builds.
+    """A function that runs cargo.
+
+    ``cargo("where")`` returns the folder with the programs that cargo builds.
     """
     program, target = found("cargo"), tmp_path_factory.mktemp("rust")
     home = os.environ.get("CARGO_HOME", str(Path.home() / ".cargo"))
@@ -307,8 +309,9 @@ def test_a_crate_that_depends_on_the_rust_wrapper_starts(
     tmp_path: Path,
     kind: str,
 ) -> None:
-    """The library is linked statically without any setting. With the feature ``shared``, the crate
-    uses the build script that the wrapper documents.
+    """The library is linked statically without any setting.
+
+    With the feature ``shared``, the crate uses the build script that the wrapper documents.
     """
     is_shared = kind == "shared"
     features = ', features = ["shared"]' if is_shared else ""
@@ -454,8 +457,9 @@ class Service:
 
 @pytest.fixture(scope="session")
 def started(serve: Path, demo_bundle: Path) -> Callable[..., Any]:
-    """``with started(*options) as service`` runs the service on a free port. Memory leaks are
-    reported when it stops.
+    """``with started(*options) as service`` runs the service on a free port.
+
+    Memory leaks are reported when it stops.
     """
 
     @contextmanager

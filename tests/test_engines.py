@@ -172,8 +172,9 @@ class Seen:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """The real TensorRT-RTX. Its configuration is stored after a build, so that tests can read
-    it.
+    """The real TensorRT-RTX.
+
+    Its configuration is stored after a build, so that tests can read it.
     """
     kept = Seen()
 

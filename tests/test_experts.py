@@ -86,8 +86,9 @@ def laid_out(given: Arrays, name: str) -> tuple[Arrays, dict[str, Any]]:
 
 
 def rounded(given: Arrays, name: str) -> dict[str, list[QuantisedWeight]]:
-    """The quantised matrices of each expert, by stack (such as gate). In NVFP4, the matrices of a
-    stack have the same global scale.
+    """The quantised matrices of each expert, by stack (such as gate).
+
+    In NVFP4, the matrices of a stack have the same global scale.
     """
     kind = "fp8" if name == "FP8Experts" else "nvfp4"
     ranges = {

@@ -40,8 +40,9 @@ CODE_TYPES = {
 
 
 def _weight(rows: int = 96, columns: int = 40, seed: int = 0) -> np.ndarray:
-    """A weight with heavy tails, as in trained networks. One column and some groups are zero, and
-    there is one minus zero.
+    """A weight with heavy tails, as in trained networks.
+
+    One column and some groups are zero, and there is one minus zero.
     """
     w = np.random.default_rng(seed).standard_t(3, (rows, columns)).astype(np.float32) * np.float32(
         0.05

@@ -1,5 +1,7 @@
-"""Tests of ``fuse``. A fused graph computes the same numbers with fewer operators. Graphs that
-``fuse`` does not know stay unchanged.
+"""Tests of ``fuse``.
+
+A fused graph computes the same numbers with fewer operators. Graphs that ``fuse`` does not know
+stay unchanged.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ Build = Callable[[str, str, bool], Path]
 
 @pytest.fixture(scope="module")
 def built(llada_checkpoint: Path, dream_checkpoint: Path) -> Iterator[Build]:
-    """Build a family in a precision, with or without fusing. Each bundle is built once, and tests
-    must not change it.
+    """Build a family in a precision, with or without fusing.
+
+    Each bundle is built once, and tests must not change it.
     """
     with tempfile.TemporaryDirectory() as folder:
         normed = write_checkpoint(Path(folder) / "checkpoint", a2d_qwen3_config(), seed=7)
@@ -208,8 +211,10 @@ def _unfused(bundle: Path, checkpoint: Path) -> trace.Graph:
 
 
 def _check_fused(traced: trace.Graph, **plain: str) -> Counter[str]:
-    """Fuse a changed graph. Before and after fusing, it must compute the same results. Returns the
-    functions that the fused graph calls.
+    """Fuse a changed graph.
+
+    Before and after fusing, it must compute the same results. Returns the functions that the fused
+    graph calls.
 
     ``plain`` lists the modules whose operators must not be fused. A key is the path of a module,
     with _ instead of each dot. The value is the start of the reason.

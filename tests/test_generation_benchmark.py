@@ -31,8 +31,9 @@ for number, line in enumerate(sys.stdin):
 def _workers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, lasts: dict[str, int]
 ) -> Iterator[list[generation.Worker]]:
-    """Make workers. Some of them end after a number of requests. The request ``about`` is counted
-    too.
+    """Make workers. Some of them end after a number of requests.
+
+    The request ``about`` is counted too.
     """
     program = folder / "python"
     program.write_text(ANSWERS.format(python=sys.executable, lasts=lasts))

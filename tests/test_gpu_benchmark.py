@@ -1,5 +1,6 @@
-"""Runs the GPU benchmark on a CPU with a tiny network. The benchmark's steps are the same as on a
-GPU.
+"""Runs the GPU benchmark on a CPU with a tiny network.
+
+The benchmark's steps are the same as on a GPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Tests of grammars in GBNF as constraints. They allow exactly their texts, and other parsers can
-read random texts.
+"""Tests of grammars in GBNF as constraints.
+
+They allow exactly their texts, and other parsers can read random texts.
 """
 
 from __future__ import annotations
@@ -115,8 +116,9 @@ def joined(first: set[str], second: set[str]) -> set[str]:
 
 
 def texts_of(part: Any, known: dict[str, set[str]]) -> set[str]:
-    """Return the texts of a part with up to ``LONGEST`` letters. ``known`` contains the texts of
-    the rules.
+    """Return the texts of a part with up to ``LONGEST`` letters.
+
+    ``known`` contains the texts of the rules.
     """
     kind, value = part[:2]
     if kind == "text":

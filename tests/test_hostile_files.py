@@ -251,8 +251,9 @@ class Ended:
 
 
 def ended_commands(harmless: list[list[str]], commands: dict[str, list[str]]) -> dict[str, Ended]:
-    """Run the commands in a separate program and return how they ended, by name. The ``harmless``
-    commands, which load all shared modules, must succeed first.
+    """Run the commands in a separate program and return how they ended, by name.
+
+    The ``harmless`` commands, which load all shared modules, must succeed first.
     """
     given = json.dumps([harmless, [*commands.values()]])
     done = subprocess.run(
@@ -270,8 +271,9 @@ def ended_commands(harmless: list[list[str]], commands: dict[str, list[str]]) ->
 
 
 def _check(cases: Cases, names: list[str]) -> None:
-    """Run these cases. Each command must fail with one sentence. It must print nothing else, and
-    leave no files.
+    """Run these cases. Each command must fail with one sentence.
+
+    It must print nothing else, and leave no files.
     """
     text = cases.with_text(json.dumps(hostile.harmless()).encode())
     harmless = [

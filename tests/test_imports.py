@@ -191,8 +191,9 @@ MISSING = {
 def test_what_is_missing_is_said_before_anything_is_loaded(
     llada_bundle: Path, llada_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """All commands run in one process of an installation without extras. Each command reports the
-    missing extra before it imports torch.
+    """All commands run in one process of an installation without extras.
+
+    Each command reports the missing extra before it imports torch.
     """
     paths = {
         "NOWHERE": tmp_path / "nowhere",

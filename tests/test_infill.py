@@ -24,8 +24,9 @@ EOS, MASK = 298, 299
 
 
 class Letters:
-    """A tokenizer with one token per byte. It adds a token before each text, except before texts
-    that continue another text.
+    """A tokenizer with one token per byte.
+
+    It adds a token before each text, except before texts that continue another text.
     """
 
     def encode(self, text: str, special_tokens: bool = False) -> list[int]:
@@ -44,8 +45,9 @@ class Letters:
 
 
 def lettered(predict: Callable[[list[int], int], tuple[int, float]], **info: Any) -> Bundle:
-    """A bundle that predicts with a function. The function returns a token and its probability for
-    a canvas and a position.
+    """A bundle that predicts with a function.
+
+    The function returns a token and its probability for a canvas and a position.
     """
 
     def run(p: CallbackPass) -> None:

@@ -550,8 +550,9 @@ DOCUMENTS = st.builds(
 
 
 def is_valid(found: Any, value: Any) -> bool:
-    """Return whether jsonschema accepts the value. For some recursive schemas, jsonschema does not
-    end, so these schemas are not tested.
+    """Return whether jsonschema accepts the value.
+
+    For some recursive schemas, jsonschema does not end, so these schemas are not tested.
     """
     try:
         return bool(validator(found).is_valid(value))

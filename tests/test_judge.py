@@ -49,8 +49,9 @@ def no_text(tokens: list[int]) -> str | None:
 
 
 class Scripted:
-    """A predictor that computes logits and texts with given functions. It stores the canvases that
-    it gets.
+    """A predictor that computes logits and texts with given functions.
+
+    It stores the canvases that it gets.
     """
 
     name = "scripted"
@@ -735,8 +736,10 @@ def test_a_task_budget_needs_answers(judgement: Judgement) -> None:
 def writer(
     good_from: float, hesitation: int = 0
 ) -> Callable[[Sequence[int], int, Policy], tuple[list[int], int]]:
-    """A side that writes the right answer if the threshold is high enough. It takes one more pass
-    for every tenth of the threshold. In addition, it always takes ``hesitation`` more passes.
+    """A side that writes the right answer if the threshold is high enough.
+
+    It takes one more pass for every tenth of the threshold. In addition, it always takes
+    ``hesitation`` more passes.
     """
 
     def write(tokens: Sequence[int], count: int, policy: Policy) -> tuple[list[int], int]:
@@ -830,8 +833,9 @@ def test_a_quality_that_no_threshold_gives_back_leaves_the_preset_and_is_flagged
 
 
 def test_a_reference_that_scores_nothing_supports_no_threshold() -> None:
-    """The answers are equal at all thresholds, with few passes at 0.3 and many passes at 0.9. If
-    all answers are wrong, this result does not support a lower threshold.
+    """The answers are equal at all thresholds, with few passes at 0.3 and many passes at 0.9.
+
+    If all answers are wrong, this result does not support a lower threshold.
     """
     found = fit(
         Scripted(write=writer(2.0)), Scripted(write=writer(2.0, hesitation=3)), [answered()] * 4
@@ -841,8 +845,9 @@ def test_a_reference_that_scores_nothing_supports_no_threshold() -> None:
 
 
 def test_a_difference_that_the_samples_do_not_show_changes_nothing_and_claims_nothing() -> None:
-    """With the preset's threshold, one of four answers is wrong. Another threshold makes this
-    answer right. Both results may be chance.
+    """With the preset's threshold, one of four answers is wrong.
+
+    Another threshold makes this answer right. Both results may be chance.
     """
     samples = [answered() for _ in range(4)]
     lost = samples[2].tokens[: samples[2].prompt_length].tolist()

@@ -45,9 +45,11 @@ NEW = 24
 
 
 class Sides:
-    """Three sides of a comparison. ``free`` and ``seer`` are the same reference. ``free`` is loaded
-    as a whole and runs its own loop. ``seer`` is loaded layer by layer and only predicts given
-    canvases. The candidate is the reference with a little noise on its weights.
+    """Three sides of a comparison.
+
+    ``free`` and ``seer`` are the same reference. ``free`` is loaded as a whole and runs its own
+    loop. ``seer`` is loaded layer by layer and only predicts given canvases. The candidate is the
+    reference with a little noise on its weights.
     """
 
     def __init__(self, checkpoint: Path, noise: float = 0.02) -> None:
@@ -111,8 +113,9 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_run_that_is_equal_by_induction_is_the_references_own(sides: Sides, name: str) -> None:
-    """If a run is reported as equal, the reference's free run has exactly the same canvases. If a
-    run is reported as different, the reference's free run has other canvases.
+    """If a run is reported as equal, the reference's free run has exactly the same canvases.
+
+    If a run is reported as different, the reference's free run has other canvases.
     """
     policy = Policy(**LOOPS[name])
     samples = sides.samples(6)

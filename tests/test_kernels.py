@@ -1,5 +1,7 @@
-"""Tests of the operators of the domain ``dlm_export``. The functions in a graph and the native
-kernels must agree, and graphs with wrong functions must be rejected.
+"""Tests of the operators of the domain ``dlm_export``.
+
+The functions in a graph and the native kernels must agree, and graphs with wrong functions must be
+rejected.
 
 The native library runs in the process of the tests, so a crash of the library ends the test run.
 runtime/native/tests/kernels_test.cc compares the kernels alone with plain loops.
@@ -106,8 +108,9 @@ def bundles(
 
 
 def choices(bundle: Path) -> list[str]:
-    """Return the values that DLM_KERNELS may have on this processor. The error message for an
-    invalid value lists them.
+    """Return the values that DLM_KERNELS may have on this processor.
+
+    The error message for an invalid value lists them.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLM_KERNELS", "abacus")
@@ -147,8 +150,9 @@ def feeds_of(bundle: Path, tokens: list[int], rows: list[int]) -> dict[str, np.n
 
 
 def logits_of_functions(bundle: Path, tokens: list[int], rows: list[int]) -> np.ndarray:
-    """Compute logits ``[R, V]`` with the definitions of the operators. ONNX Runtime's own INT8
-    products are not used, because they saturate on processors without VNNI.
+    """Compute logits ``[R, V]`` with the definitions of the operators.
+
+    ONNX Runtime's own INT8 products are not used, because they saturate on processors without VNNI.
     """
     return np.asarray(_evaluator(bundle).run(["logits"], feeds_of(bundle, tokens, rows))[0])[0]
 
@@ -378,8 +382,9 @@ def _cut(op_type: str, index: int, *shape: int) -> Edit:
 
 
 def _attend_by(name: str, attribute: str, value: object, *weights: np.ndarray) -> Edit:
-    """Replace attention by the function of this name, with this attribute and these weights. None
-    means no attribute.
+    """Replace attention by the function of this name, with this attribute and these weights.
+
+    None means no attribute.
     """
 
     def edit(model: onnx.ModelProto) -> None:
@@ -408,8 +413,9 @@ def _by_window(window: object) -> Edit:
 
 
 def _by_norms(epsilon: object, *shapes: tuple[int, ...]) -> Edit:
-    """Replace attention by the function with norms of queries and keys. The weights of the norms
-    are ones.
+    """Replace attention by the function with norms of queries and keys.
+
+    The weights of the norms are ones.
     """
     weights = [np.ones(shape, np.float32) for shape in shapes]
     return _attend_by(NORMED, "epsilon", epsilon, *weights)
@@ -738,8 +744,9 @@ def test_int4_panels_hold_every_code_and_scale_where_the_function_looks_for_them
 def test_a_session_of_the_callers_own_runs_a_graph_by_the_same_kernels(
     bundles: dict[str, Path], name: str, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program can load the operators in ONNX Runtime's usual way. The results equal the results
-    of this project's runtime bit by bit, with and without kernels.
+    """A program can load the operators in ONNX Runtime's usual way.
+
+    The results equal the results of this project's runtime bit by bit, with and without kernels.
     """
     tokens = list(range(12))
     for chosen in (kernels, "none"):

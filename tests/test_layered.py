@@ -135,8 +135,10 @@ def test_small_layers_take_one_thread_for_as_long_as_they_work() -> None:
 def test_a_product_in_bf16_is_rounded_once(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The product is computed in pieces, with and without kernels for bf16. The result is the
-    nearest bf16 number, unless the rounding error of the fp32 sum leads to the next bf16 number.
+    """The product is computed in pieces, with and without kernels for bf16.
+
+    The result is the nearest bf16 number, unless the rounding error of the fp32 sum leads to the
+    next bf16 number.
     """
     torch.manual_seed(0)
     x, weight = torch.randn(2, 5, 96).to(dtype), torch.randn(96, 70).to(dtype)

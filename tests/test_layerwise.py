@@ -122,8 +122,9 @@ def fp8(llada_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Mad
 
 
 def _negate(folder: Path, initialiser: str) -> tuple[int, bytes]:
-    """Flip the signs of the first elements of an initialiser. Returns their offset and their old
-    bytes.
+    """Flip the signs of the first elements of an initialiser.
+
+    Returns their offset and their old bytes.
     """
     tensor = ir.load(folder / GRAPH_FILE).graph.initializers[initialiser].const_value
     assert isinstance(tensor, ir.ExternalTensor)

@@ -1,5 +1,6 @@
-"""Tests of the layouts of JSON text. A constraint allows exactly the white space that json.dumps
-writes.
+"""Tests of the layouts of JSON text.
+
+A constraint allows exactly the white space that json.dumps writes.
 """
 
 from __future__ import annotations

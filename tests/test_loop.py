@@ -49,8 +49,9 @@ policies = st.builds(
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, Any]:
-    """Strategy for requests with given tokens, which may include mask tokens, and new tokens. At
-    least one position is masked.
+    """Strategy for requests with given tokens, which may include mask tokens, and new tokens.
+
+    At least one position is masked.
     """
     tokens = draw(st.lists(st.one_of(st.integers(0, 38), st.just(39)), max_size=20))
     new = draw(st.integers(0, 50))
@@ -249,8 +250,9 @@ def test_transfer_counts_add_up_and_never_grow(masked: int, steps: int) -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_reserved_position_holds_an_end_token_and_counts_as_given(cache: str) -> None:
-    """The reserved end token is not generated. It does not end the text, and it is not counted as a
-    token of the text.
+    """The reserved end token is not generated.
+
+    It does not end the text, and it is not counted as a token of the text.
     """
     fields: dict[str, Any] = {"tokens": [3, 4], "cache": cache, "block_length": 4}
     out = ArithmeticDenoiser(eos=5).bundle.generate(
@@ -420,9 +422,10 @@ def test_refresh_reaches_back_over_blocks_that_were_given_whole() -> None:
 def test_cached_rows_are_of_all_other_positions_and_of_the_tokens_that_stand_there(
     policy: Policy, request: dict[str, Any]
 ) -> None:
-    """A key contains its position, and a value contains its token. Both contain their layer and
-    head. No row may be missing or occur twice. No row may belong to a mask token that a later pass
-    replaced.
+    """A key contains its position, and a value contains its token.
+
+    Both contain their layer and head. No row may be missing or occur twice. No row may belong to a
+    mask token that a later pass replaced.
     """
     mask, seen = 39, []
 
@@ -549,8 +552,9 @@ def test_a_misspelled_argument_is_told_by_the_method_that_it_was_given_to() -> N
 
 
 def golden_runs() -> dict[str, dict[str, Any]]:
-    """Run every commit rule with every cache on the arithmetic denoiser. To write the golden file
-    again, run python tests/test_loop.py.
+    """Run every commit rule with every cache on the arithmetic denoiser.
+
+    To write the golden file again, run python tests/test_loop.py.
     """
     runs = {}
     for commit in COMMITS:

@@ -337,8 +337,9 @@ def test_every_error_has_one_of_the_exit_codes() -> None:
 
 
 def test_verify_names_the_smaller_vocabulary_of_another_checkpoint(places: dict[str, Path]) -> None:
-    """The bundle's mask token is outside the vocabulary of the checkpoint. The error names the
-    vocabulary, not the mask token.
+    """The bundle's mask token is outside the vocabulary of the checkpoint.
+
+    The error names the vocabulary, not the mask token.
     """
     done = CliRunner().invoke(
         main, ["verify", str(places["BUNDLE"]), "--checkpoint", str(places["SMALLER"])]

@@ -1,5 +1,6 @@
-"""Tests of caches in which layers have different numbers and sizes of heads. Decoding with any
-cache gives the same result as decoding without a cache.
+"""Tests of caches in which layers have different numbers and sizes of heads.
+
+Decoding with any cache gives the same result as decoding without a cache.
 
 The graph is made by hand. The keys and values of a row depend only on its own token and position,
 so cached rows never become outdated. All numbers are small integers, so sums are exact in any

@@ -1,5 +1,6 @@
-"""Compares calibration with NVIDIA's modelopt. Both find the same ranges and scales, and weights do
-not change.
+"""Compares calibration with NVIDIA's modelopt.
+
+Both find the same ranges and scales, and weights do not change.
 
 Tests that need the package ``nvidia-modelopt`` are skipped if it is not installed.
 """
@@ -74,8 +75,9 @@ def _layers(denoiser: Denoiser) -> list[str]:
 def _inputs(
     denoiser: Denoiser, layers: Sequence[str], states: Sequence[State]
 ) -> dict[str, np.ndarray]:
-    """Return the inputs of each layer, fp32 ``[P, K]``. The inputs of the head are the features at
-    masked positions.
+    """Return the inputs of each layer, fp32 ``[P, K]``.
+
+    The inputs of the head are the features at masked positions.
     """
     seen: dict[str, list[np.ndarray]] = {layer: [] for layer in layers}
     handles = [

@@ -1,5 +1,6 @@
-"""Tests of the native library with C programs. The library is built with sanitizers, installed, and
-linked.
+"""Tests of the native library with C programs.
+
+The library is built with sanitizers, installed, and linked.
 
 The tests reach every error path. Builds are in build/native-asan and, for slow tests, in
 build/native-release. So only the first run compiles everything. The tests use the files that the
@@ -63,8 +64,10 @@ def run(*command: str | Path, **variables: str) -> subprocess.CompletedProcess[s
 
 
 def succeed(*command: str | Path, **variables: str) -> str:
-    """Run a program that must exit with 0, and return its standard output. If the program fails,
-    the test fails, and its message contains everything that the program printed.
+    """Run a program that must exit with 0, and return its standard output.
+
+    If the program fails, the test fails, and its message contains everything that the program
+    printed.
     """
     done = run(*command, **variables)
     assert done.returncode == 0, (
@@ -94,8 +97,9 @@ def _header_folder(distribution: str, name: str) -> Path | None:
 
 
 def _header_option(option: str, distribution: str, name: str) -> list[str]:
-    """The CMake option with the folder of a header. The value is empty if the distribution is not
-    installed.
+    """The CMake option with the folder of a header.
+
+    The value is empty if the distribution is not installed.
     """
     folder = _header_folder(distribution, name)
     return [f"-U{option}" if folder is None else f"-D{option}={folder}"]
@@ -128,8 +132,9 @@ def build(folder: Path, *options: str) -> Path:
 
 
 def compile_c(output: Path, source: Path, library: Path, *flags: str) -> Path:
-    """Compile a C program with strict warnings and link it with a library. The program finds this
-    library when it runs.
+    """Compile a C program with strict warnings and link it with a library.
+
+    The program finds this library when it runs.
     """
     link = ["-L", str(library), "-ldlm_runtime", f"-Wl,-rpath,{library}"]
     succeed(
@@ -323,8 +328,9 @@ def test_onnxruntime_starts_with_telemetry_off_unless_the_program_says_otherwise
     chosen: str | None,
     seen: str,
 ) -> None:
-    """The test loads a fake ONNX Runtime. Its version string is the value of the environment
-    variable.
+    """The test loads a fake ONNX Runtime.
+
+    Its version string is the value of the environment variable.
     """
     source = tmp_path / "fake.c"
     source.write_text(
@@ -496,8 +502,9 @@ def test_static_library_shows_a_program_the_abi_and_nothing_else() -> None:
 def test_static_library_keeps_its_names_from_a_programs_own(
     demo_bundle: Path, tmp_path: Path
 ) -> None:
-    """The program defines functions and a class with the same names as in the library. It also uses
-    the same templates of the C++ standard library.
+    """The program defines functions and a class with the same names as in the library.
+
+    It also uses the same templates of the C++ standard library.
     """
     source = tmp_path / "names.cc"
     source.write_text(
@@ -568,8 +575,9 @@ def test_pkg_config_file_builds_the_example(
 
 
 def test_a_parallel_build_with_makefiles_waits_for_the_objects(tmp_path: Path) -> None:
-    """Instead of compiling, the build copies an empty object file. So the test only checks the
-    order of the build steps.
+    """Instead of compiling, the build copies an empty object file.
+
+    So the test only checks the order of the build steps.
     """
     empty, launcher = tmp_path / "empty.o", tmp_path / "launcher"
     succeed(tool("gcc"), "-c", "-x", "c", "-fPIC", "/dev/null", "-o", empty)

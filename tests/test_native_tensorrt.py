@@ -1,5 +1,6 @@
-"""Tests of the TensorRT engine without a GPU. The tests use mocks of CUDA and TensorRT, and
-sanitizers.
+"""Tests of the TensorRT engine without a GPU.
+
+The tests use mocks of CUDA and TensorRT, and sanitizers.
 
 The engine is compiled with NVIDIA's headers. The mocks (runtime/native/tests) have "device" memory
 that the host cannot read. They delay the work on a CUDA stream until the program waits for the
@@ -177,8 +178,9 @@ Drive = Callable[..., Told]
 @pytest.fixture
 def drive(sanitized: Path) -> Drive:  # noqa: F811
     def drive(bundle: Path, variables: dict[str, str] | None = None, **options: object) -> Told:
-        """Run the driver. ``variables`` can make its mocks fail. The driver must exit with 0, leak
-        no memory, and only access its own memory.
+        """Run the driver. ``variables`` can make its mocks fail.
+
+        The driver must exit with 0, leak no memory, and only access its own memory.
         """
         variable = {
             "DLM_CUDA_LIBRARY": "mock_cuda",

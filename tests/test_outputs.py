@@ -1,5 +1,6 @@
-"""Tests of output paths. No file is lost, even if another process writes there or a build is
-killed.
+"""Tests of output paths.
+
+No file is lost, even if another process writes there or a build is killed.
 """
 
 from __future__ import annotations
@@ -395,8 +396,10 @@ def test_a_real_build_ended_at_50_points_leaves_the_old_bundle_or_the_new(
 def test_a_command_killed_at_any_moment_leaves_the_old_bundle_or_the_new(
     tmp_path: Path, llada_checkpoint: Path
 ) -> None:
-    """Another process kills the command. In one of three runs, the kill comes at a random time. In
-    the other runs, it comes while the last files are moved to their place.
+    """Another process kills the command.
+
+    In one of three runs, the kill comes at a random time. In the other runs, it comes while the
+    last files are moved to their place.
     """
     out = tmp_path / "out" / "bundle"
     claim = out.with_name(".bundle.dlm-export")

@@ -252,9 +252,10 @@ def test_native_loop_over_the_torch_denoiser_equals_the_reference(
 def test_a_batch_equals_the_reference_request_by_request(
     pairs: dict[str, Pair], family: str, loop: dict[str, Any]
 ) -> None:
-    """The batch runs on ONNX and on torch. With torch, the results are only right if every cached
-    row of the batch is in its place. Two requests are infilled, so that their blocks need different
-    numbers of passes.
+    """The batch runs on ONNX and on torch.
+
+    With torch, the results are only right if every cached row of the batch is in its place. Two
+    requests are infilled, so that their blocks need different numbers of passes.
     """
     pair = pairs[family]
     mask = pair.denoiser.network.mask_token_id
@@ -289,8 +290,9 @@ def test_a_batch_equals_the_reference_request_by_request(
 def test_infilling_equals_the_reference_whatever_the_cache_starts_from(
     pairs: dict[str, Pair], family: str, refresh: int, cache: str
 ) -> None:
-    """Given positions are at the start, in the middle and at the end of blocks. One block is given
-    completely, and the last block is shorter than the others.
+    """Given positions are at the start, in the middle and at the end of blocks.
+
+    One block is given completely, and the last block is shorter than the others.
     """
     pair = pairs[family]
     mask = pair.denoiser.network.mask_token_id
@@ -308,8 +310,9 @@ def test_infilling_equals_the_reference_whatever_the_cache_starts_from(
 
 
 def test_loops_differ_from_each_other(pairs: dict[str, Pair]) -> None:
-    """The policies in the table must give different results. If they gave the same results,
-    comparing them with the reference would prove little.
+    """The policies in the table must give different results.
+
+    If they gave the same results, comparing them with the reference would prove little.
     """
     pair = pairs["llada"]
     tokens = prompts(pair.denoiser, 1)[0]

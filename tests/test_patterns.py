@@ -1,6 +1,7 @@
-"""Tests of patterns of JSON Schema as constraints. The tests use the pattern engines of node and
-Python as references. If the two engines disagree on a string, the constraint must not allow this
-string.
+"""Tests of patterns of JSON Schema as constraints.
+
+The tests use the pattern engines of node and Python as references. If the two engines disagree on a
+string, the constraint must not allow this string.
 """
 
 from __future__ import annotations
@@ -128,8 +129,9 @@ console.log(JSON.stringify(patterns.map(pattern => {
 
 
 def of_node(patterns: list[str], texts: list[str]) -> list[list[bool] | None]:
-    """For each pattern and text, return whether node finds the pattern in the text. For a pattern
-    that node rejects, the result is None.
+    """For each pattern and text, return whether node finds the pattern in the text.
+
+    For a pattern that node rejects, the result is None.
     """
     node = shutil.which("node")
     if node is None:
@@ -146,8 +148,9 @@ def of_node(patterns: list[str], texts: list[str]) -> list[list[bool] | None]:
 
 
 def compiled(pattern: str) -> ByteAutomaton | None:
-    """Compile the constraint for strings with a pattern. Returns None if no string contains the
-    pattern.
+    """Compile the constraint for strings with a pattern.
+
+    Returns None if no string contains the pattern.
     """
     try:
         return byte_automaton(schema_content({"type": "string", "pattern": pattern}))
@@ -183,8 +186,9 @@ def test_classes_of_patterns_are_those_of_ecmascript(number: int) -> None:
 
 
 def of_python(pattern: str) -> re.Pattern[str] | None:
-    """The pattern for Python, or None if Python cannot read it. Patterns with half of a surrogate
-    pair are excluded, because no text in Python contains one.
+    """The pattern for Python, or None if Python cannot read it.
+
+    Patterns with half of a surrogate pair are excluded, because no text in Python contains one.
     """
     if r"\uD83D" in pattern:
         return None

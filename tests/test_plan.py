@@ -88,8 +88,9 @@ def prediction(
 
 
 def measurement(**changes: Any) -> dict[str, Any]:
-    """The output of ``bench --json`` for a bundle with the sizes of TINY. It only has the fields
-    that a plan reads.
+    """The output of ``bench --json`` for a bundle with the sizes of TINY.
+
+    It only has the fields that a plan reads.
     """
     rates = {
         "read_bytes_per_s": 1e9,
@@ -136,8 +137,9 @@ def measured_file(tmp_path: Path) -> Path:
 
 
 def test_an_example_worked_out_by_hand() -> None:
-    """A layer with d 32 has 4 * 32 * 32 + 3 * 32 * 64 = 10240 weights. The head has 3200 weights,
-    and the norms have 96 weights. Each element has 2 bytes.
+    """A layer with d 32 has 4 * 32 * 32 + 3 * 32 * 64 = 10240 weights.
+
+    The head has 3200 weights, and the norms have 96 weights. Each element has 2 bytes.
     """
     # The target computes 2e7 multiply-adds per second.
     target = replace(H100, bandwidth_bytes_per_s=1e6, rates={"fp16": 4e7})
@@ -295,8 +297,9 @@ def test_a_scheduler_reuses_and_splits_prompts_as_planned(
     is_quick: bool,
     cfg_scale: float,
 ) -> None:
-    """The scheduler adds up the predicted costs of its passes. From this sum, the test finds out
-    the sizes of the passes.
+    """The scheduler adds up the predicted costs of its passes.
+
+    From this sum, the test finds out the sizes of the passes.
     """
     common = min(common, prompt)
     policy = Policy(
@@ -703,8 +706,9 @@ def test_the_error_of_the_calibration_is_that_of_passes_left_out(tmp_path: Path)
 
 
 def test_the_measured_generation_is_predicted_for_the_same_denoiser(measured_file: Path) -> None:
-    """The generation has 16 passes over a canvas of 16 tokens. Each block of 8 tokens has one full
-    pass and seven passes over the block only.
+    """The generation has 16 passes over a canvas of 16 tokens.
+
+    Each block of 8 tokens has one full pass and seven passes over the block only.
     """
     measured = read_measured(measured_file)
     same = replace(TINY, presets={"fast-dllm": {"cache": "dual", "block_length": 8}})

@@ -55,8 +55,9 @@ def _say(path: Path, **values: Any) -> None:
 
 
 def _dequantised(tensors: dict[str, torch.Tensor], base: str) -> torch.Tensor:
-    """Return the values of a stored matrix ``[out, in]`` in float64. They are computed element by
-    element from the definition of the format.
+    """Return the values of a stored matrix ``[out, in]`` in float64.
+
+    They are computed element by element from the definition of the format.
     """
     codes = tensors[f"{base}.weight"]
     if codes.dtype == torch.float32:
@@ -125,8 +126,9 @@ def test_a_layer_in_full_precision_has_nothing_stored(tmp_path: Path) -> None:
 
 
 def test_quantising_the_read_matrix_again_gives_the_same_codes(tmp_path: Path) -> None:
-    """In FP8 and NVFP4, the largest value has the largest code. So quantising again finds the same
-    ranges and the same codes.
+    """In FP8 and NVFP4, the largest value has the largest code.
+
+    So quantising again finds the same ranges and the same codes.
     """
     for algorithm in ("FP8_PER_CHANNEL_PER_TOKEN", "NVFP4"):
         stored = _weights(

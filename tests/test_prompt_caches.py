@@ -1,5 +1,6 @@
-"""Tests of prompt caches, and of sessions that store keys and values between calls. Answers do not
-change.
+"""Tests of prompt caches, and of sessions that store keys and values between calls.
+
+Answers do not change.
 """
 
 from __future__ import annotations

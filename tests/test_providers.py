@@ -50,8 +50,9 @@ def graph(*more: str, cache: str = "float16", layers: tuple[tuple[int, int], ...
 
 
 def bundle_of(folder: Path, device: str | None = None, **options: Any) -> Path:
-    """Write a bundle for GPUs without engine files. ``device`` is the bundle's graph for GPUs. Its
-    graph for judging is a placeholder.
+    """Write a bundle for GPUs without engine files.
+
+    ``device`` is the bundle's graph for GPUs. Its graph for judging is a placeholder.
     """
     shown = {name: options[name] for name in ("cache", "layers") if name in options}
     return write_bundle(

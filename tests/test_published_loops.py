@@ -188,8 +188,9 @@ def test_other_schedules_make_other_passes(family: str, changes: dict[str, Any])
 
 
 def test_the_schedules_share_positions_as_published() -> None:
-    """With ``masked``, the first passes commit more positions than the later passes. With
-    ``floor``, passes with more and fewer positions alternate.
+    """With ``masked``, the first passes commit more positions than the later passes.
+
+    With ``floor``, passes with more and fewer positions alternate.
     """
     assert transfer_counts(10, 4) == [3, 3, 2, 2]
     left, shares = 10, []

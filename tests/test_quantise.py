@@ -75,8 +75,9 @@ def _trace_once(path: Path) -> bytes:
 
 
 def _named(model: ir.Model) -> ir.Model:
-    """Return a model whose initialisers can be serialised. An initialiser that was not written yet
-    is replaced by an empty one.
+    """Return a model whose initialisers can be serialised.
+
+    An initialiser that was not written yet is replaced by an empty one.
     """
     for name, value in model.graph.initializers.items():
         value.const_value = ir.tensor(
@@ -212,8 +213,9 @@ def test_solvers_leave_a_head_of_eight_bits_alone(source: Source, name: str) -> 
 def test_a_head_is_solved_in_pieces_as_in_one(
     source: Source, is_clean: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """States of clean text have no masked positions. For such states, the inputs of the head are
-    taken from all positions.
+    """States of clean text have no masked positions.
+
+    For such states, the inputs of the head are taken from all positions.
     """
     states, c = _states(source), source.network
     if is_clean:
@@ -297,8 +299,9 @@ def _matmul_graph(K: int, N: int) -> trace.Graph:
 
 
 def _nvfp4_reference(weight: QuantisedWeight, x: np.ndarray, input_scale: np.float32) -> np.ndarray:
-    """Compute the layer with ONNX's FP4 type in onnx.reference. Both operands have two levels of
-    DequantizeLinear.
+    """Compute the layer with ONNX's FP4 type in onnx.reference.
+
+    Both operands have two levels of DequantizeLinear.
     """
     N, K = weight.codes.shape
     F4, F8, F32 = onnx.TensorProto.FLOAT4E2M1, onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.FLOAT

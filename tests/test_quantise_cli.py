@@ -492,8 +492,10 @@ def test_nothing_is_written_into_a_folder_that_is_read(
 def test_a_recipe_file_with_everything_in_it_builds(
     llada_checkpoint: Path, tmp_path: Path, out: Path
 ) -> None:
-    """The recipe comes from docs/guides/quantising.md. It combines a solver, smoothing, rotation
-    and an embedding format. The build checks parity with torch.
+    """The recipe comes from docs/guides/quantising.md.
+
+    It combines a solver, smoothing, rotation and an embedding format. The build checks parity with
+    torch.
     """
     text = (ROOT / "docs" / "guides" / "quantising.md").read_text()
     start = text.index("```toml\n") + len("```toml\n")

@@ -53,8 +53,9 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """A denoiser with the layers of LLaDA2. The second layer is a mixture, and no token chooses its
-    expert 5.
+    """A denoiser with the layers of LLaDA2.
+
+    The second layer is a mixture, and no token chooses its expert 5.
     """
     path = write_checkpoint(
         tmp_path_factory.mktemp("unreached") / "llada2", CONFIGS["llada2"], seed=7
@@ -122,8 +123,9 @@ def test_an_unreached_expert_takes_its_stacks_range_and_is_named(source: Source)
 
 
 def error_of(source: Source, done: Quantisation, given: tuple[torch.Tensor, ...]) -> float:
-    """Return the mean squared error of the mixture's results with quantised weights. The inputs are
-    not quantised.
+    """Return the mean squared error of the mixture's results with quantised weights.
+
+    The inputs are not quantised.
     """
     denoiser = families.load(done.parameters, source.network)
     mixture = dict(denoiser.named_modules())[MIXTURE]
@@ -301,8 +303,9 @@ def test_a_wrong_router_is_refused(
 def test_a_wrong_expert_is_refused(
     llada2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One code of one expert is wrong by 16, which is too much for a rounding error. The error
-    names the function that contains all three stacks.
+    """One code of one expert is wrong by 16, which is too much for a rounding error.
+
+    The error names the function that contains all three stacks.
     """
     read = Quantisation.expert
 

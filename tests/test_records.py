@@ -1,5 +1,6 @@
-"""Tests of JSON Lines, CSV and XML as constraints. Python's parsers can read random texts, and the
-values are valid by the schema.
+"""Tests of JSON Lines, CSV and XML as constraints.
+
+Python's parsers can read random texts, and the values are valid by the schema.
 """
 
 from __future__ import annotations

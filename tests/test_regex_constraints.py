@@ -184,8 +184,10 @@ def test_an_expression_that_matches_no_text_is_refused(expression: str) -> None:
 
 
 def test_categories_are_those_of_unicode() -> None:
-    """Python and the tables use different versions of Unicode. Characters that exist in both
-    versions have the same category, except for a few characters whose category changed.
+    """Python and the tables use different versions of Unicode.
+
+    Characters that exist in both versions have the same category, except for a few characters whose
+    category changed.
     """
     source, changed = random.Random(2), 0
     points = [source.randrange(1, 0x30000) for _ in range(4000)] + list(range(1, 0x600))

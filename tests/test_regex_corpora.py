@@ -1,5 +1,6 @@
-"""Tests with regular expressions from the public test suites of two engines. The compiled automata
-must accept the same texts as these engines.
+"""Tests with regular expressions from the public test suites of two engines.
+
+The compiled automata must accept the same texts as these engines.
 
 The suite of CPython is ``test.re_tests`` of the standard library. The suite of Rust is the folder
 ``testdata`` of https://github.com/rust-lang/regex, which $DLM_REGEX_TESTDATA names.
@@ -72,8 +73,9 @@ class Report:
     def check_drawn(
         self, expression: str, made: ByteAutomaton, engine: re.Pattern[str], seed: int
     ) -> None:
-        """The engine must match random texts that the automaton accepts. U+001C to U+001F are
-        excluded, because only Python considers them white space.
+        """The engine must match random texts that the automaton accepts.
+
+        U+001C to U+001F are excluded, because only Python considers them white space.
         """
         is_ascii = BEYOND_ASCII.search(expression) is not None
         for text in drawn_texts(made, random.Random(seed), 40, is_ascii):
@@ -213,8 +215,9 @@ def _is_text(text: bytes) -> bool:
     ("every", "fewest"), [(20, 10), pytest.param(1, 300, marks=pytest.mark.slow)]
 )
 def test_expressions_of_rusts_suite(every: int, fewest: int) -> None:
-    """The automaton's results are compared with the matches that the suite expects. If Python reads
-    the expression in the same way, they are also compared with Python's matches.
+    """The automaton's results are compared with the matches that the suite expects.
+
+    If Python reads the expression in the same way, they are also compared with Python's matches.
     """
     folder = os.environ.get("DLM_REGEX_TESTDATA")
     if folder is None:

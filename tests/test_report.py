@@ -49,8 +49,9 @@ def rendered(
 
 
 class Page(HTMLParser):
-    """The elements, attributes and text of a page. Parsing fails if elements are not closed in
-    order.
+    """The elements, attributes and text of a page.
+
+    Parsing fails if elements are not closed in order.
     """
 
     def __init__(self, text: str) -> None:

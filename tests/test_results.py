@@ -29,8 +29,9 @@ EOS, MASK = 5, 39
 def scripted(
     predict: Callable[[int], tuple[int, float]], on_pass: Callable[[int], None] = lambda _: None
 ) -> Bundle:
-    """A bundle that predicts a token and its probability for each position. ``on_pass`` is called
-    with the number of each pass, counted from 1.
+    """A bundle that predicts a token and its probability for each position.
+
+    ``on_pass`` is called with the number of each pass, counted from 1.
     """
     passes = [0]
 
@@ -154,8 +155,9 @@ def test_no_pass_starts_behind_a_deadline() -> None:
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_a_cancelled_request_ends_before_its_next_pass(call: str, cache: str) -> None:
-    """Another thread cancels the request while a pass runs. The bundle then runs the next request
-    as usual.
+    """Another thread cancels the request while a pass runs.
+
+    The bundle then runs the next request as usual.
     """
     cancel = threading.Event()
 
@@ -362,8 +364,9 @@ class Bytes:
 def test_deltas_are_the_text_in_whole_characters_up_to_a_stop_string(
     data: st.DataObject, text: str
 ) -> None:
-    """Each token is a byte, and the text comes in pieces of any size. No token is decoded more than
-    a few times.
+    """Each token is a byte, and the text comes in pieces of any size.
+
+    No token is decoded more than a few times.
     """
     stops = data.draw(
         st.lists(st.text(st.sampled_from("ab cé€"), min_size=1, max_size=4), max_size=2)

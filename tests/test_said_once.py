@@ -38,8 +38,9 @@ def _quoted(names: Iterable[str]) -> dict[str, int]:
 
 
 def _check(kind: str, found: dict[str, int]) -> None:
-    """Check the row of the page that begins with ``kind``. The row must contain the smallest and
-    the largest number in ``found``.
+    """Check the row of the page that begins with ``kind``.
+
+    The row must contain the smallest and the largest number in ``found``.
     """
     fewest, most = min(found.values()), max(found.values())
     said = re.search(rf"^\| {re.escape(kind)} \| (\d+) to (\d+) \|", PAGE, re.MULTILINE)

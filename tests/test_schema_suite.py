@@ -1,5 +1,6 @@
-"""Runs the official test suite of JSON Schema. A constraint must never accept a value that the
-suite calls invalid.
+"""Runs the official test suite of JSON Schema.
+
+A constraint must never accept a value that the suite calls invalid.
 
 $DLM_JSON_SCHEMA_SUITE is a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite. If this
 variable is not set, the tests use the copy of the suite in the source distribution of jsonschema on

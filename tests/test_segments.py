@@ -52,8 +52,9 @@ class Graph:
         return dict(zip(names, self.session.run(names, feeds | past | more), strict=True))
 
     def past(self, of: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
-        """Convert the outputs of a pass to the cache inputs of the next pass. Without a pass, the
-        cache is empty.
+        """Convert the outputs of a pass to the cache inputs of the next pass.
+
+        Without a pass, the cache is empty.
         """
         found = {}
         for layer in self.layers:

@@ -186,8 +186,9 @@ def test_a_tied_table_loses_where_it_is_looked_up_as_well(tmp_path: Path) -> Non
 
 
 def test_the_estimate_ranks_the_demos_layers_as_the_exact_sweep_does(tmp_path: Path) -> None:
-    """The states are commands without their answers. When this test was written, the correlation
-    was 0.968 in int8.
+    """The states are commands without their answers.
+
+    When this test was written, the correlation was 0.968 in int8.
     """
     source = open_source(DEMO_CHECKPOINT)
     options = samples.CalibrationOptions(samples=4)

@@ -49,8 +49,9 @@ def chat(served: Served, **fields: Any) -> Any:
 
 
 def events(served: Served, path: str, **fields: Any) -> list[Any]:
-    """Return the events of a stream. The last event must be ``[DONE]``. It is left out of the
-    result.
+    """Return the events of a stream.
+
+    The last event must be ``[DONE]``. It is left out of the result.
     """
     body = {"model": served.model, "stream": True} | fields
     with served.client.stream("POST", path, json=body) as response:

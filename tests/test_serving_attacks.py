@@ -1,5 +1,6 @@
-"""Tests of hostile and slow clients of ``dlm-export serve``. Other clients still get their
-answers.
+"""Tests of hostile and slow clients of ``dlm-export serve``.
+
+Other clients still get their answers.
 """
 
 from __future__ import annotations

@@ -42,8 +42,9 @@ def served(demo_bundle: Path) -> Iterator[Served]:
 
 
 def clients() -> list[Any]:
-    """Return the clients for chat completions. Each entry contains a package and the path of its
-    base URL.
+    """Return the clients for chat completions.
+
+    Each entry contains a package and the path of its base URL.
     """
     return [
         pytest.param(("openai", "OpenAI", "/v1"), id="openai"),

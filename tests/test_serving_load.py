@@ -1,5 +1,6 @@
-"""Tests of ``dlm-export serve`` under load. No request is lost because of signals or full
-queues.
+"""Tests of ``dlm-export serve`` under load.
+
+No request is lost because of signals or full queues.
 """
 
 from __future__ import annotations

@@ -83,8 +83,9 @@ def window() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(window: Browser, served: Served) -> Iterator[Browser]:
-    """Load the page anew. During the test, the browser's console must stay empty, except for HTTP
-    errors.
+    """Load the page anew.
+
+    During the test, the browser's console must stay empty, except for HTTP errors.
     """
     window.show(1280, 800, "light")
     opened(window, served)

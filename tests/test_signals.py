@@ -1,5 +1,6 @@
-"""A signal ends a run within one pass. A command then ends by this signal and leaves no temporary
-files.
+"""A signal ends a run within one pass.
+
+A command then ends by this signal and leaves no temporary files.
 
 In some tests, a C function computes the passes. It counts the passes, and raises a signal during
 one pass. So between the passes, the only Python code is the code that the runtime itself calls.
@@ -77,8 +78,10 @@ class Native:
         self.bundle = Bundle(Handle(handle, Policy(), self.library))
 
     def passes_of(self, call: Callable[[Bundle], object], at: int = 0) -> int:
-        """Make a call, and raise a signal in pass number ``at``. Returns the number of passes of
-        the call. If the call raises an exception, the caller must handle it.
+        """Make a call, and raise a signal in pass number ``at``.
+
+        Returns the number of passes of the call. If the call raises an exception, the caller must
+        handle it.
         """
         self.start(at)
         call(self.bundle)
@@ -187,8 +190,9 @@ def test_a_session_that_a_signal_ended_serves_other_threads(
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Restore the normal handling of SIGINT. Jobs in the background are started with SIGINT
-    ignored.
+    """Restore the normal handling of SIGINT.
+
+    Jobs in the background are started with SIGINT ignored.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -245,8 +249,9 @@ def _wait_until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> No
 
 
 def _is_computing(process: subprocess.Popen[str], mapped: str = "libonnxruntime") -> None:
-    """Wait until a process has loaded a file. Then wait until the process has used more processor
-    time, so that it must be in the next stage.
+    """Wait until a process has loaded a file.
+
+    Then wait until the process has used more processor time, so that it must be in the next stage.
     """
     _wait_until(lambda: mapped in Path(f"/proc/{process.pid}/maps").read_text(), process)
     loaded = _cpu_seconds(process.pid)

@@ -147,8 +147,9 @@ def test_awq_on_inputs_of_zeros_changes_nothing() -> None:
 def _gptq_by_elimination(
     w: np.ndarray, hessian: np.ndarray, group_size: int, format: str, *, is_signed: bool
 ) -> np.ndarray:
-    """Compute GPTQ with the recurrence of OBQ, in float64 and without batches. Rows are processed
-    in order. The inverse matrix loses one row and column after each step.
+    """Compute GPTQ with the recurrence of OBQ, in float64 and without batches.
+
+    Rows are processed in order. The inverse matrix loses one row and column after each step.
     """
     low, high, levels = (
         (-8, 7, (7, 7.5, 8, 8.5, 9, 9.5)) if format == "int4" else (-127, 127, (127,))

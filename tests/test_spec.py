@@ -177,8 +177,9 @@ def test_layers_of_a_site_read_one_input_and_fold_into_parameters_that_exist(
 def test_every_described_network_runs_and_its_cache_is_exact(
     network: NetworkSpec, seed: int
 ) -> None:
-    """A pass with a cache gives the same rows as a pass over the whole canvas. The cache comes from
-    the pass over the whole canvas, and ends at the end of a block.
+    """A pass with a cache gives the same rows as a pass over the whole canvas.
+
+    The cache comes from the pass over the whole canvas, and ends at the end of a block.
     """
     torch.manual_seed(seed)
     denoiser = Denoiser(network).eval()
@@ -247,8 +248,10 @@ def test_blocks_of_no_tokens_are_refused() -> None:
 
 
 def test_experts_are_described_and_counted() -> None:
-    """Each token uses 8 of 64 experts. So the work for a token is the work of 8 experts, and a pass
-    over a few tokens reads only a few experts. No recipe quantises the router.
+    """Each token uses 8 of 64 experts.
+
+    So the work for a token is the work of 8 experts, and a pass over a few tokens reads only a few
+    experts. No recipe quantises the router.
     """
     layer = replace(make_network().layers[0], mlp=ExpertsSpec(64, 8, 16, shared_size=32))
     network = make_network(layers=(layer,))
@@ -285,9 +288,10 @@ def test_mixtures_that_cannot_be_are_refused() -> None:
 
 @torch.no_grad()
 def test_the_bias_chooses_experts_within_the_best_groups_and_leaves_the_weights() -> None:
-    """The expected result was computed by hand as in DeepSeek-V3. The score of a group is the sum
-    of its two best biased scores. Two of three groups are chosen, and then three experts in these
-    groups.
+    """The expected result was computed by hand as in DeepSeek-V3.
+
+    The score of a group is the sum of its two best biased scores. Two of three groups are chosen,
+    and then three experts in these groups.
     """
     spec = ExpertsSpec(
         6, 3, 4, router=RouterSpec("sigmoid", "choice", scale=2.5, groups=3, active_groups=2)

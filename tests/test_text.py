@@ -350,8 +350,9 @@ def test_a_form_that_is_not_equal_is_not_written(monkeypatch: pytest.MonkeyPatch
 
 
 def check_chats(pair: Pair, fewest: int) -> None:
-    """Check that each chat gives the same result as in Jinja or is rejected. At least ``fewest``
-    chats must not be rejected.
+    """Check that each chat gives the same result as in Jinja or is rejected.
+
+    At least ``fewest`` chats must not be rejected.
     """
     chats = [
         *samples.chats(

@@ -246,8 +246,9 @@ RECIPES = {
 def test_a_tied_bundle_holds_its_table_once_with_parity(
     tied_checkpoint: Path, tmp_path: Path, precision: str, stored: str, users: list[str]
 ) -> None:
-    """The build compares every layer with torch. In fp32, it compares whole canvases. It fails if
-    the results differ.
+    """The build compares every layer with torch.
+
+    In fp32, it compares whole canvases. It fails if the results differ.
     """
     recipe = precision
     if precision in RECIPES:
@@ -389,8 +390,9 @@ def test_a_quantised_tied_bundle_generates_the_same_with_every_kernel(
 def test_auto_chooses_the_format_of_a_tied_table(
     tied_checkpoint: Path, tmp_path: Path, table: str
 ) -> None:
-    """All formats are within the budget, so the smallest format is chosen. The build then judges
-    the bundle.
+    """All formats are within the budget, so the smallest format is chosen.
+
+    The build then judges the bundle.
     """
     quantise = replace(
         SMALL, budgets=Budgets(max_ce_increase=10.0), auto=AutoOptions(formats=(table,))
@@ -536,8 +538,9 @@ def judged_increase(checkpoint: Path, folder: Path, precision: str) -> float:
 def test_sharing_a_table_costs_as_much_as_rounding_its_rows_once(
     family: Callable[..., dict[str, Any]], precision: str, tmp_path: Path
 ) -> None:
-    """With a tied table, the rows that are looked up are rounded as well. With an untied table, the
-    rows are exact.
+    """With a tied table, the rows that are looked up are rounded as well.
+
+    With an untied table, the rows are exact.
 
     The rounded rows have an error of the same relative size as the other rounded operands. All
     layers use these rows, so their rounding costs up to 0.9 times as much as all other roundings

@@ -1,5 +1,6 @@
-"""Tests of the records of verified files. A large file that has not changed is not hashed again,
-and a damaged file is always rejected.
+"""Tests of the records of verified files.
+
+A large file that has not changed is not hashed again, and a damaged file is always rejected.
 
 To see whether the runtime uses a record, the tests forge a record. The forged record says that a
 damaged file has the hash in the manifest. If the bundle opens, the runtime used the record. If
@@ -55,8 +56,9 @@ def add_large_file(bundle: Path) -> None:
 
 @pytest.fixture
 def recorded(bundle: Path, tmp_path: Path) -> Path:
-    """A bundle whose large file has a record. The bundle was opened when the file was old enough to
-    be recorded.
+    """A bundle whose large file has a record.
+
+    The bundle was opened when the file was old enough to be recorded.
     """
     kind = subprocess.run(
         ["stat", "-f", "-c", "%T", str(tmp_path)], check=True, capture_output=True, text=True

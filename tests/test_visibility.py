@@ -1,5 +1,6 @@
-"""Tests of the keys that a query sees. Torch, both graphs and a built bundle must follow the same
-rules.
+"""Tests of the keys that a query sees.
+
+Torch, both graphs and a built bundle must follow the same rules.
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ def small(*rules: tuple[str, int | None]) -> NetworkSpec:
 def test_a_token_changes_its_own_block_and_no_row_before_it(
     visible: tuple[str, int | None], changed: int, is_plain: bool, order: list[int]
 ) -> None:
-    """The rows of a pass may be in any order, because visibility depends on their positions. Rows
-    that do not see the changed token stay equal bit by bit.
+    """The rows of a pass may be in any order, because visibility depends on their positions.
+
+    Rows that do not see the changed token stay equal bit by bit.
     """
     denoiser = random_denoiser(small(visible, visible), is_plain=is_plain)
     positions = torch.tensor([order, range(LENGTH)])
@@ -92,8 +94,9 @@ def test_a_token_changes_its_own_block_and_no_row_before_it(
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_a_graph_sees_what_torch_sees(is_plain: bool, tmp_path: Path) -> None:
-    """The graph is tested with and without a cache, in both forms, and fused. Every query sees all
-    rows of the cache. Half of each head is rotated.
+    """The graph is tested with and without a cache, in both forms, and fused.
+
+    Every query sees all rows of the cache. Half of each head is rotated.
     """
     network = turning(small(("block", 4), ("causal", None), ("full", None)), 0.5)
     denoiser = random_denoiser(network, is_plain=is_plain)
@@ -178,8 +181,9 @@ def test_the_mask_is_made_once_for_all_layers_of_a_rule(precision: str, is_plain
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_a_device_graph_in_fp16_sees_what_torch_sees(is_plain: bool, tmp_path: Path) -> None:
-    """ONNX Runtime runs the graph that TensorRT's parser gets. In this graph, the lowest fp16
-    number in the mask hides a key as completely as minus infinity.
+    """ONNX Runtime runs the graph that TensorRT's parser gets.
+
+    In this graph, the lowest fp16 number in the mask hides a key as completely as minus infinity.
     """
     network = small(("block", 4), ("block", 4))
     denoiser = random_denoiser(network)

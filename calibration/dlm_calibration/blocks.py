@@ -68,8 +68,9 @@ def row_blocks(rows: int, columns: int, multiple: int) -> Iterator[tuple[int, in
 
 
 def for_columns(w: np.ndarray | Lazy, function: Callable[[slice], None]) -> None:
-    """Call ``function`` for slices of columns, on all cores. Together, the slices cover all columns
-    of ``w``.
+    """Call ``function`` for slices of columns, on all cores.
+
+    Together, the slices cover all columns of ``w``.
 
     The columns of a slice have about ``_BLOCK`` elements.
     """

@@ -95,8 +95,9 @@ class QuantisedWeight:
         return (second, first) if self.format == "nvfp4" else (first, second)
 
     def dequantise(self) -> np.ndarray:
-        """Return the matrix as fp32 ``[K, N]``. Factors are multiplied in the same order as in ONNX
-        DequantizeLinear.
+        """Return the matrix as fp32 ``[K, N]``.
+
+        Factors are multiplied in the same order as in ONNX DequantizeLinear.
         """
         rows, columns = self.shape
         out = np.empty((rows, columns), dtype=np.float32)
@@ -122,8 +123,9 @@ class QuantisedWeight:
         return out
 
     def columns(self, chosen: slice | np.ndarray) -> QuantisedWeight:
-        """Return a weight with some of the N columns. A slice or an array of indices selects the
-        columns.
+        """Return a weight with some of the N columns.
+
+        A slice or an array of indices selects the columns.
         """
         if self.format == "nvfp4":
             return replace(self, codes=self.codes[chosen], scales=self.scales[chosen])
@@ -139,8 +141,9 @@ def quantise_weight(
     scale_dtype: ScaleType = FP32,
     is_signed: bool = False,
 ) -> QuantisedWeight:
-    """Quantise ``w`` ``[K, N]`` of any float type. The fp32 values of ``w`` are rounded half to
-    even.
+    """Quantise ``w`` ``[K, N]`` of any float type.
+
+    The fp32 values of ``w`` are rounded half to even.
 
     | format | codes | scale |
     | int8 | -127..127 | amax / 127 per column |
@@ -200,8 +203,9 @@ def quantise_weight(
 
 
 def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> np.ndarray:
-    """Return the codes of finite fp32 ``values`` in int8, int4 or fp8. The fp32 ``scales`` are
-    broadcast to the shape of the values.
+    """Return the codes of finite fp32 ``values`` in int8, int4 or fp8.
+
+    The fp32 ``scales`` are broadcast to the shape of the values.
 
     The function divides by the scale, as ONNX QuantizeLinear does. Multiplying by the reciprocal
     would round differently. Codes saturate: int8 at -127 and 127, int4 at -8 and 7, fp8 at -448 and
@@ -220,8 +224,9 @@ def encode(values: np.ndarray, scales: np.ndarray | np.float32, format: str) -> 
 
 
 def scales_of(amax: np.ndarray, format: str, scale_dtype: ScaleType = FP32) -> np.ndarray:
-    """Return fp32 scales that map ``amax`` to the largest code of the format. In nvfp4, this is the
-    global scale.
+    """Return fp32 scales that map ``amax`` to the largest code of the format.
+
+    In nvfp4, this is the global scale.
 
     If amax is tiny, the scale is 1. Scales are rounded to ``scale_dtype``. Scales in fp16 are at
     least ``SMALLEST_FP16_SCALE``.

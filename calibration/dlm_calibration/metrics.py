@@ -183,8 +183,9 @@ def is_told_from_zero(row: Mapping[str, Any]) -> bool:
 
 
 def ratio(above: float, below: float) -> float | None:
-    """Return ``above / below``. If both values are 0, the result is 1. If only ``below`` is 0, the
-    result is ``None``.
+    """Return ``above / below``.
+
+    If both values are 0, the result is 1. If only ``below`` is 0, the result is ``None``.
     """
     if below == 0:
         return 1.0 if above == 0 else None
@@ -296,8 +297,9 @@ class Frontier:
         return float(np.concatenate(self._frontier_kl).mean())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the results as plain Python objects, for accuracy.json. Ranges of mask ratios
-        without states are left out.
+        """Return the results as plain Python objects, for accuracy.json.
+
+        Ranges of mask ratios without states are left out.
         """
         buckets, shared = np.array(self._buckets), np.array(self._jaccard)
         committed, flips = np.array(self._committed), np.array(self._flips)
@@ -415,8 +417,9 @@ def summarise_runs(
     seed: int,
     reference_nfe: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """Compare the free runs of two denoisers, for accuracy.json. ``prompts`` are the prompt texts
-    to show.
+    """Compare the free runs of two denoisers, for accuracy.json.
+
+    ``prompts`` are the prompt texts to show.
 
     A run of the reference may be unknown (``None``). In this case, the results that compare texts
     are ``None``. ``reference_nfe`` contains an estimated number of passes of the reference for each

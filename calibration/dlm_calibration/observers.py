@@ -270,8 +270,9 @@ class Observers(dict[str, Observer]):
     """The observers of a denoiser's layers. The keys are the names of the layers."""
 
     def check(self, layers: Iterable[str]) -> None:
-        """Check that every layer was observed. Raises CalibrationError, which names the layers that
-        were not observed.
+        """Check that every layer was observed.
+
+        Raises CalibrationError, which names the layers that were not observed.
         """
         missing = [layer for layer in layers if layer not in self or not self[layer].count]
         if missing:
@@ -289,8 +290,9 @@ def _to_int8(x: np.ndarray, clip: float) -> np.ndarray:
 
 
 def _to_fp8(x: np.ndarray, clip: float) -> np.ndarray:
-    """Round magnitudes ``x``, float64, to E4M3. ``clip`` is mapped to the largest number of the
-    format, 448.
+    """Round magnitudes ``x``, float64, to E4M3.
+
+    ``clip`` is mapped to the largest number of the format, 448.
     """
     codes = np.minimum(x * (448 / clip), 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
     return codes.astype(np.float64) * (clip / 448)

@@ -278,8 +278,9 @@ def _completed(
     completion: str | None,
     eos_token_id: int | None,
 ) -> Sample:
-    """Encode a prompt and its completion as a sample. ``eos_token_id``, if not ``None``, is
-    appended.
+    """Encode a prompt and its completion as a sample.
+
+    ``eos_token_id``, if not ``None``, is appended.
 
     Without a completion, the sample contains only the prompt. Samples are trusted text, so the text
     of a special token is encoded as that token. Raises ValueError if the completion is empty.

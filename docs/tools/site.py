@@ -142,8 +142,9 @@ def _declaration(block: str) -> str:
 
 
 def _text(comment: str) -> str:
-    """Return a comment's text as Markdown. Indented lines become a code block, and other lines stay
-    unchanged.
+    """Return a comment's text as Markdown.
+
+    Indented lines become a code block, and other lines stay unchanged.
     """
     lines = [re.sub(r"^ \* ?", "", line).rstrip() for line in comment.strip("\n").splitlines()]
     text = "\n".join(line.strip() if line.startswith("     ") else line for line in lines)
@@ -179,8 +180,9 @@ def commands_as_markdown() -> str:
 
 
 def _help(text: str) -> str:
-    """Return a command's help as Markdown. Paragraphs that click must not wrap become code
-    blocks.
+    """Return a command's help as Markdown.
+
+    Paragraphs that click must not wrap become code blocks.
     """
     paragraphs = inspect.cleandoc(text).split("\f")[0].split("\n\n")
     return "\n\n".join(

@@ -1,5 +1,6 @@
-"""Compare a demo's answers to held-out commands with and without a constraint. The constraint
-allows only calls that are valid by the schemas of the functions.
+"""Compare a demo's answers to held-out commands with and without a constraint.
+
+The constraint allows only calls that are valid by the schemas of the functions.
 
     python examples/demo/constrained.py build/demo
     python examples/demo/constrained.py build/several --data examples/demo/heldout-several.jsonl
@@ -38,8 +39,9 @@ LOOPS: dict[str, dict[str, Any]] = {
 
 
 def commands(data: Path) -> list[tuple[str, str]]:
-    """Return the held-out commands and their right answers. An answer is a call or a list of
-    calls.
+    """Return the held-out commands and their right answers.
+
+    An answer is a call or a list of calls.
     """
     rows = map(json.loads, data.read_text(encoding="utf-8").splitlines())
     return [(row["prompt"], row["completion"]) for row in rows]
@@ -54,8 +56,10 @@ def answer_schema(answers: Sequence[Any]) -> dict[str, Any]:
 
 
 def call_schema(calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Make a JSON Schema of calls. A call of a function may have the arguments that occur in the
-    example calls of this function, in the same order.
+    """Make a JSON Schema of calls.
+
+    A call of a function may have the arguments that occur in the example calls of this function, in
+    the same order.
     """
     by_name = defaultdict[str, list[dict[str, Any]]](list)
     for call in calls:
@@ -161,8 +165,9 @@ def compare(
 def by_default(
     bundle: Bundle, pairs: Sequence[tuple[str, str]], schema: dict[str, Any]
 ) -> Iterator[str]:
-    """Count the right answers with a constraint and default options. Yields one line of results per
-    kind of constraint.
+    """Count the right answers with a constraint and default options.
+
+    Yields one line of results per kind of constraint.
     """
     tools = tools_of(schema)
     kinds: dict[str, dict[str, Any]] = {

@@ -1,5 +1,6 @@
-"""Generates spoken commands, and the JSON call that each command asks for. The commands depend only
-on a seed.
+"""Generates spoken commands, and the JSON call that each command asks for.
+
+The commands depend only on a seed.
 
 A command is made from a template of ``functions.py``. The template has slots, which are filled with
 random values from ``values.py``. Some templates and values are held out: they are not used in
@@ -68,15 +69,17 @@ CARRIER_SHARE = 0.2
 
 
 def has_carrier_held_out(function: Function) -> bool:
-    """Return True if a held-out template of the function starts with ``i need to ...``. These words
-    are then never used in training commands for this function.
+    """Return True if a held-out template of the function starts with ``i need to ...``.
+
+    These words are then never used in training commands for this function.
     """
     return any(re.match(r"i \(.*?\) to ", template) for template in function.held_out)
 
 
 def _resolve(template: str, rng: random.Random) -> str:
-    """Choose one alternative of each group, and keep each optional part with probability 1/2. If a
-    part contains another part, the inner part is resolved first.
+    """Choose one alternative of each group, and keep each optional part with probability 1/2.
+
+    If a part contains another part, the inner part is resolved first.
     """
 
     def decide(match: re.Match[str]) -> str:
@@ -120,8 +123,9 @@ def fill(
 
 
 def with_carrier(text: str, function: Function, rng: random.Random) -> str:
-    """Sometimes put ``i need to`` before a training command that begins with a verb. This is not
-    done for functions with a held-out template that uses these words.
+    """Sometimes put ``i need to`` before a training command that begins with a verb.
+
+    This is not done for functions with a held-out template that uses these words.
     """
     if (
         not has_carrier_held_out(function)
@@ -175,8 +179,10 @@ def training_examples(seed: int) -> Iterator[Example]:
 
 
 def held_out_examples(seed: int, count: int) -> list[tuple[str, Example]]:
-    """Generate ``count`` different held-out commands. The label of a command says which part of the
-    command is held out: ``template``, ``value`` or ``both``.
+    """Generate ``count`` different held-out commands.
+
+    The label of a command says which part of the command is held out: ``template``, ``value`` or
+    ``both``.
 
     The three labels take turns. A command can only have the label ``value`` or ``both`` if it
     contains an open value.

@@ -70,8 +70,9 @@ def loss_at(
 
 
 def same_call(first: str | None, second: str) -> bool:
-    """Return True if both texts are JSON and contain equal values. Lists must have the same order,
-    and ``true`` does not equal 1.
+    """Return True if both texts are JSON and contain equal values.
+
+    Lists must have the same order, and ``true`` does not equal 1.
     """
     try:
         one, other = (
@@ -91,8 +92,9 @@ class Answer:
 
 
 class TorchBundle:
-    """Like a bundle, but runs a checkpoint with the reference loop in torch. No build is needed,
-    but passes are slow.
+    """Like a bundle, but runs a checkpoint with the reference loop in torch.
+
+    No build is needed, but passes are slow.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -120,8 +122,9 @@ def evaluate(
     max_new_tokens: int | None = None,
     **policy: Any,
 ) -> dict[str, Any]:
-    """Answer every command with at most ``max_new_tokens`` tokens. None means the default number of
-    the bundle or checkpoint.
+    """Answer every command with at most ``max_new_tokens`` tokens.
+
+    None means the default number of the bundle or checkpoint.
 
     Returns the number of right answers, by split and by function or number of calls. Also returns
     the NFE, tokens and seconds per command, and the commands that failed.

@@ -319,8 +319,10 @@ class Request:
 
 
 def _later(call: str, rng: random.Random) -> tuple[str, str]:
-    """Choose a random time that is relative to the time of an earlier call. ``call`` is the written
-    form of the earlier call, such as ``$2``. Returns the spoken and the written form of the time.
+    """Choose a random time that is relative to the time of an earlier call.
+
+    ``call`` is the written form of the earlier call, such as ``$2``. Returns the spoken and the
+    written form of the time.
     """
     if rng.random() < 0.35:
         minutes, spoken = rng.choice(OFFSETS)
@@ -427,8 +429,9 @@ REFERENCE_SHARE = 0.5
 
 
 def make_request(rng: random.Random, side: Side, is_template_unseen: bool, calls: int) -> Request:
-    """Make a command that asks for this number of calls. ``side`` says whether open values are
-    training values or held-out values.
+    """Make a command that asks for this number of calls.
+
+    ``side`` says whether open values are training values or held-out values.
     """
     speaker = Speaker(rng, side, is_template_unseen)
     for _ in range(calls):
@@ -448,8 +451,9 @@ EVENLY = (1.0,) * MOST_CALLS
 def training_requests(
     seed: int, weights: Callable[[], Sequence[float]] = lambda: EVENLY
 ) -> Iterator[Request]:
-    """Yield an endless sequence of training commands. ``weights`` returns the relative frequencies
-    of commands with one call, two calls, and so on.
+    """Yield an endless sequence of training commands.
+
+    ``weights`` returns the relative frequencies of commands with one call, two calls, and so on.
     """
     rng = random.Random(seed)
     while True:
@@ -458,8 +462,10 @@ def training_requests(
 
 
 def held_out_requests(seed: int, count: int, fewest: int = 3) -> list[tuple[str, Request]]:
-    """Generate ``count`` different held-out commands. The label of a command says which part of the
-    command is held out: ``template``, ``value`` or ``both``.
+    """Generate ``count`` different held-out commands.
+
+    The label of a command says which part of the command is held out: ``template``, ``value`` or
+    ``both``.
 
     The three labels take turns. The numbers of calls from ``fewest`` to six take turns too. A
     command can only have the label ``value`` or ``both`` if it contains an open value.

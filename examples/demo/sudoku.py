@@ -89,8 +89,9 @@ def _has_clues(cells: str, prompt: str) -> bool:
 
 
 def puzzles(seed: int, clues: Sequence[int], *, held_out: bool) -> Iterator[tuple[str, str]]:
-    """Yield an endless sequence of prompts and completions. The number of clues of each puzzle is
-    chosen from ``clues`` at random.
+    """Yield an endless sequence of prompts and completions.
+
+    The number of clues of each puzzle is chosen from ``clues`` at random.
     """
     rng = random.Random(seed)
     while True:

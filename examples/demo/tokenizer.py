@@ -1,5 +1,6 @@
-"""Trains the demo's tokenizer, a byte-level BPE. It splits a word in the same way in a command and
-inside JSON quotes.
+"""Trains the demo's tokenizer, a byte-level BPE.
+
+It splits a word in the same way in a command and inside JSON quotes.
 
 In a command, a word follows a space. In JSON, it follows a quote. An ordinary byte-level BPE would
 split the same word differently after a space and after a quote. The denoiser would then have to
@@ -33,8 +34,9 @@ _SPLIT = r"""\{"name":"|","arguments":\{"| ?[A-Za-z_']+|[0-9]|[{}\[\]":,]+|[^\sA
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int, spaced_pieces: int) -> Tokenizer:
-    """Train a tokenizer with exactly ``vocab_size`` tokens. ``spaced_pieces`` is the number of
-    tokens that consist of a space and the first piece of a word.
+    """Train a tokenizer with exactly ``vocab_size`` tokens.
+
+    ``spaced_pieces`` is the number of tokens that consist of a space and the first piece of a word.
 
     Raises ValueError if ``texts`` contain too few different pieces for these numbers of tokens.
     """

@@ -1,5 +1,6 @@
-"""Trains the demo's tokenizer and denoiser from random weights. The commands are generated during
-training.
+"""Trains the demo's tokenizer and denoiser from random weights.
+
+The commands are generated during training.
 
 Training follows LLaDA (arXiv:2502.09992). Some tokens of the response are hidden: they are replaced
 by mask tokens. The denoiser must predict the hidden tokens from the other tokens. The response is
@@ -45,8 +46,9 @@ ROPE = Rope(theta=500000.0)
 
 
 def describe(tokenizer: Tokenizer) -> NetworkSpec:
-    """Return the shape of the demo network. With a vocabulary of 3072 tokens, the network has 3.8
-    million parameters.
+    """Return the shape of the demo network.
+
+    With a vocabulary of 3072 tokens, the network has 3.8 million parameters.
     """
     eos = tokenizer.token_to_id(EOS)
     return NetworkSpec(
@@ -145,9 +147,10 @@ def _plant_neighbours(attention: Attention, rope_theta: float) -> None:
 
 
 def _plant_copying(attention: Attention) -> None:
-    """Set the weights of six attention heads that copy the code of a token. Three heads attend to
-    positions with the same two neighbours on the left, and three to positions with the same two
-    neighbours on the right. Each head copies a third of the code.
+    """Set the weights of six attention heads that copy the code of a token.
+
+    Three heads attend to positions with the same two neighbours on the left, and three to positions
+    with the same two neighbours on the right. Each head copies a third of the code.
 
     The features with slow rotations compare the neighbours. Slow rotations hardly turn within a
     canvas, so the distance between the two positions does not matter.
@@ -241,8 +244,9 @@ def hide(
 
 
 def easy_tokens(network: NetworkSpec, tokenizer: Tokenizer) -> Tensor:
-    """Return a bool array ``[V]`` that is True for eos and for the tokens that contain a quote. A
-    token with a quote is JSON syntax.
+    """Return a bool array ``[V]`` that is True for eos and for the tokens that contain a quote.
+
+    A token with a quote is JSON syntax.
     """
     eos = network.eos_token_ids[0]
     return torch.tensor(

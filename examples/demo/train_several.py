@@ -45,8 +45,10 @@ NEW_LAYERS = (3, 6)
 
 
 def describe(first: NetworkSpec) -> NetworkSpec:
-    """Return the shape of the second demo. Unlike the first demo, it has norms of queries and keys,
-    block-causal attention, and two more layers.
+    """Return the shape of the second demo.
+
+    Unlike the first demo, it has norms of queries and keys, block-causal attention, and two more
+    layers.
     """
     layer = first.layers[0]
     attention = replace(
@@ -58,8 +60,10 @@ def describe(first: NetworkSpec) -> NetworkSpec:
 
 @torch.no_grad()
 def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
-    """Set the weights from those of the first demo. The lengths of the first demo's queries and
-    keys are measured on ``canvases``, which are B canvases ``[B, L]`` of L tokens.
+    """Set the weights from those of the first demo.
+
+    The lengths of the first demo's queries and keys are measured on ``canvases``, which are B
+    canvases ``[B, L]`` of L tokens.
     """
     old = iter(range(len(first.blocks)))
     origin = {new: None if new in NEW_LAYERS else next(old) for new in range(len(denoiser.blocks))}
@@ -99,8 +103,9 @@ def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """B canvases ``[B, L]`` of L tokens. Each canvas consists of whole blocks, and contains a
-    prompt, an answer, and eos up to the end.
+    """B canvases ``[B, L]`` of L tokens.
+
+    Each canvas consists of whole blocks, and contains a prompt, an answer, and eos up to the end.
 
     ``starts`` ``[B]`` has the number of prompt tokens of each canvas.
 
@@ -127,8 +132,9 @@ def canvas_of(request: Request, tokenizer: Tokenizer) -> tuple[list[int], int]:
 
 
 def batches(requests: Iterator[Request], tokenizer: Tokenizer, tokens: int) -> Iterator[Batch]:
-    """Yield an endless sequence of batches. A batch has about ``tokens`` tokens, including the
-    tokens of the copies.
+    """Yield an endless sequence of batches.
+
+    A batch has about ``tokens`` tokens, including the tokens of the copies.
     """
     waiting: defaultdict[tuple[int, int], list[tuple[list[int], int]]] = defaultdict(list)
     for request in requests:
@@ -145,8 +151,10 @@ def batches(requests: Iterator[Request], tokenizer: Tokenizer, tokens: int) -> I
 
 
 def hide(batch: Batch, is_easy: Tensor) -> Tensor:
-    """Choose the hidden positions of the copies of the answers' blocks. Returns a bool array
-    ``[B, L - first]``, where ``first`` is the position at which the copies begin.
+    """Choose the hidden positions of the copies of the answers' blocks.
+
+    Returns a bool array ``[B, L - first]``, where ``first`` is the position at which the copies
+    begin.
 
     In each block, tokens are hidden in one of three ways. The ways have the same probability:
 
@@ -242,8 +250,10 @@ number of steps.
 
 
 def lessons(training: Training, seed: int, easy_steps: int) -> Iterator[Request]:
-    """Yield training commands. Over the first ``easy_steps`` steps of ``training``, commands with
-    many calls become more frequent.
+    """Yield training commands.
+
+    Over the first ``easy_steps`` steps of ``training``, commands with many calls become more
+    frequent.
     """
 
     def weights() -> list[float]:
@@ -309,8 +319,9 @@ def main(
     save_minutes: float,
     threads: int,
 ) -> None:
-    """Train the second demo, starting with the weights of the first demo. You can stop the training
-    at any time, and resume it with the same command.
+    """Train the second demo, starting with the weights of the first demo.
+
+    You can stop the training at any time, and resume it with the same command.
 
     Example: python train_several.py --first ../demo-denoiser --out ../demo-several --state
     several.pt

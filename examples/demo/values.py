@@ -34,8 +34,9 @@ Sampler = Callable[[random.Random, Side], tuple[str, Any]]
 
 
 def is_held_out(value: str) -> bool:
-    """Return True for open values that training does not use. About one in eight values is held
-    out, chosen by CRC-32.
+    """Return True for open values that training does not use.
+
+    About one in eight values is held out, chosen by CRC-32.
     """
     return zlib.crc32(value.encode()) % 8 == 0
 
@@ -50,8 +51,10 @@ ANY_PHRASE_SHARE = 0.35  # share of unrelated phrases among the open values in t
 
 
 def _open(compose: Callable[[random.Random], str], article: float = 0.0) -> Sampler:
-    """Make a sampler of open values. With probability ``article``, it says ``the`` before the
-    value. The value in the call has no ``the``.
+    """Make a sampler of open values.
+
+    With probability ``article``, it says ``the`` before the value. The value in the call has no
+    ``the``.
     """
 
     def sample(rng: random.Random, side: Side) -> tuple[str, str]:
@@ -69,16 +72,18 @@ def _open(compose: Callable[[random.Random], str], article: float = 0.0) -> Samp
 
 
 def _closed(*pairs: tuple[str, Any] | str) -> Sampler:
-    """Make a sampler of values from a short list. Training commands and held-out commands use the same
-    list.
+    """Make a sampler of values from a short list.
+
+    Training commands and held-out commands use the same list.
     """
     choices = [(pair, pair) if isinstance(pair, str) else pair for pair in pairs]
     return lambda rng, side: rng.choice(choices)
 
 
 def _number(low: int, high: int, step: int = 1, digits: float = 0.4) -> Sampler:
-    """Make a sampler of whole numbers. A number is spoken as digits with probability ``digits``,
-    and otherwise as words.
+    """Make a sampler of whole numbers.
+
+    A number is spoken as digits with probability ``digits``, and otherwise as words.
     """
 
     def sample(rng: random.Random, side: Side) -> tuple[str, int]:
@@ -113,8 +118,9 @@ def _word(rng: random.Random, choices: tuple[str, ...], made_up: float = 0.03) -
 
 
 def _any_words(rng: random.Random, most: int) -> str:
-    """Return one to ``most`` unrelated words. The denoiser can only predict these words by copying
-    them.
+    """Return one to ``most`` unrelated words.
+
+    The denoiser can only predict these words by copying them.
     """
     return " ".join(_word(rng, rng.choice(WORD_POOLS)) for _ in range(rng.randint(1, most)))
 
@@ -136,8 +142,10 @@ def _spoken_words() -> tuple[str, ...]:
 
 
 def _any_word(rng: random.Random) -> str:
-    """Return a random word. One in four words is a compound such as ``playfence``: a word from
-    commands, followed by any other word. Some words are made up.
+    """Return a random word.
+
+    One in four words is a compound such as ``playfence``: a word from commands, followed by any
+    other word. Some words are made up.
     """
     if rng.random() < 0.25:
         return rng.choice(_spoken_words()) + rng.choice(ANY_WORDS)
@@ -266,8 +274,9 @@ def _degrees(rng: random.Random, side: Side) -> tuple[str, float]:
 
 
 def _metres(rng: random.Random, side: Side) -> tuple[str, float]:
-    """Return a distance from 1 to 20 metres, in steps of half a metre. The spoken form contains the
-    unit.
+    """Return a distance from 1 to 20 metres, in steps of half a metre.
+
+    The spoken form contains the unit.
     """
     spoken, number = _number(1, 20)(rng, side)
     if rng.random() < 0.25:

@@ -117,8 +117,9 @@ TENS = _words(",,twenty,thirty,forty,fifty,sixty,seventy,eighty,ninety")
 
 
 def made_up_word(rng: random.Random) -> str:
-    """Return a made-up word that can be pronounced, such as ``velkamo``. The word has at least four
-    letters, because a shorter word could be ``the`` or ``to``.
+    """Return a made-up word that can be pronounced, such as ``velkamo``.
+
+    The word has at least four letters, because a shorter word could be ``the`` or ``to``.
     """
     word = ""
     while len(word) < 4:

@@ -30,8 +30,9 @@ _NEAR = 0.7
 
 @dataclass(frozen=True)
 class Policy:
-    """The policy of one denoising loop. The fields are the fields of ``dlm_policy`` in
-    ``dlm_runtime.h``, in the same order.
+    """The policy of one denoising loop.
+
+    The fields are the fields of ``dlm_policy`` in ``dlm_runtime.h``, in the same order.
 
     Args:
         select: How the token of a position is chosen. "argmax" chooses the most likely token.

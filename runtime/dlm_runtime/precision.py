@@ -1,5 +1,6 @@
-"""Number formats and layer formats. Each format is one record, and all other code uses these
-records.
+"""Number formats and layer formats.
+
+Each format is one record, and all other code uses these records.
 
 A number format says how a number is stored, for example INT8 or FP8. A layer format says which
 number formats a matrix multiplication uses for its weights and its activations. A layer format also
@@ -84,8 +85,9 @@ class LayerFormat:
 
     @property
     def is_simulated_on_cpu(self) -> bool:
-        """True if a CPU cannot compute in this format. In this case, the CPU multiplies the
-        quantised numbers in fp32.
+        """True if a CPU cannot compute in this format.
+
+        In this case, the CPU multiplies the quantised numbers in fp32.
         """
         return self.weights is not None and NUMBER_FORMATS[self.weights].is_simulated_on_cpu
 
@@ -114,8 +116,9 @@ class LayerFormat:
 
     @property
     def suits_table(self) -> bool:
-        """True if a CPU can read single rows of a matrix in this format. The embedding table of a
-        tied head needs such a format.
+        """True if a CPU can read single rows of a matrix in this format.
+
+        The embedding table of a tied head needs such a format.
         """
         return self.weights in (None, "fp8") or self.is_dynamic
 

@@ -80,8 +80,9 @@ def presets_for(visible_block: int | None, shift: int) -> dict[str, Policy]:
 
 
 def _suits(policy: Policy, visible_block: int | None, shift: int) -> bool:
-    """Return True if a denoiser supports the policy. ``plan.cc`` checks the same rules in the
-    native loop.
+    """Return True if a denoiser supports the policy.
+
+    ``plan.cc`` checks the same rules in the native loop.
     """
     if visible_block is None:
         return not policy.cache.startswith("block")

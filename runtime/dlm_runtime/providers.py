@@ -27,8 +27,9 @@ _LIBRARIES = (
 
 
 def parse(provider: str) -> tuple[str, int]:
-    """Split ``cuda:1`` into the name and the device number (default 0). The native library checks
-    the name.
+    """Split ``cuda:1`` into the name and the device number (default 0).
+
+    The native library checks the name.
     """
     match = re.fullmatch(r"(\w+)(?::(\d{1,4}))?", provider) if isinstance(provider, str) else None
     if match is None:
@@ -80,8 +81,9 @@ def cuda_libraries() -> list[str]:
 
 
 def _in_wheels() -> dict[str, list[Path]]:
-    """Return the paths of ``_LIBRARIES`` in NVIDIA's wheels, in the same order. The keys are the
-    names in ``_LIBRARIES``.
+    """Return the paths of ``_LIBRARIES`` in NVIDIA's wheels, in the same order.
+
+    The keys are the names in ``_LIBRARIES``.
 
     Libraries that no wheel contains are left out.
     """

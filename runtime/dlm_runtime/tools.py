@@ -46,8 +46,9 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How calls are written as text. Each call is a JSON object with the keys ``name`` and
-    ``arguments``.
+    """How calls are written as text.
+
+    Each call is a JSON object with the keys ``name`` and ``arguments``.
 
     Args:
         before, after: Text before each call, and text after each call.
@@ -115,8 +116,9 @@ class Tools:
 
     @classmethod
     def checked(cls, tools: Any, choice: Any, written: CallFormat, is_parallel: bool) -> Tools:
-        """Check the tools that a caller passed. Raises RequestError. The message names the invalid
-        entry and the reason.
+        """Check the tools that a caller passed.
+
+        Raises RequestError. The message names the invalid entry and the reason.
         """
         if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence) or not tools:
             raise RequestError(
@@ -189,8 +191,9 @@ class Tools:
         return self._of(text) or []
 
     def _of(self, text: str) -> list[ToolCall] | None:
-        """Parse a sequence of JSON values. Each value must be a call or a list of calls. Returns
-        None if the text has a different form.
+        """Parse a sequence of JSON values.
+
+        Each value must be a call or a list of calls. Returns None if the text has a different form.
         """
         found: list[ToolCall] = []
         rest = text.strip()
@@ -226,8 +229,9 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _name_of(tool: Any, where: str) -> str:
-    """Return the name of a function. Raises RequestError if the description of the function is
-    invalid.
+    """Return the name of a function.
+
+    Raises RequestError if the description of the function is invalid.
     """
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type") != "function":

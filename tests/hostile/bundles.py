@@ -25,8 +25,10 @@ GONE = object()
 
 @dataclass(frozen=True)
 class Case:
-    """A hostile bundle. ``engine`` is the engine with which the native library rejects it. If None,
-    only Python reads the damaged part.
+    """A hostile bundle.
+
+    ``engine`` is the engine with which the native library rejects it. If None, only Python reads
+    the damaged part.
     """
 
     name: str
@@ -37,8 +39,9 @@ class Case:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file of the copied bundle. The old file is removed first, because it may be a link to
-    the original.
+    """Write a file of the copied bundle.
+
+    The old file is removed first, because it may be a link to the original.
     """
     path.unlink(missing_ok=True)
     path.write_bytes(content)
@@ -58,8 +61,9 @@ def text(change: Callable[[str], str | bytes]) -> Change:
 
 
 def put(*path: Any) -> Change:
-    """Set a value of the manifest. The last item of ``path`` is the new value. GONE removes the
-    value.
+    """Set a value of the manifest.
+
+    The last item of ``path`` is the new value. GONE removes the value.
     """
     *parents, key, value = path
 
@@ -215,8 +219,9 @@ PAGES = 0x110000 // 256
 def text_file(
     numbers: dict[str, list[int]] | None = None, tail: bytes = b"", version: int = 1, **sizes: int
 ) -> bytes:
-    """A minimal compiled text file with the single token "a". The arguments change parts of the
-    file.
+    """A minimal compiled text file with the single token "a".
+
+    The arguments change parts of the file.
     """
     of = dict.fromkeys(SIZES, 0) | {"vocab": 1, "token_bytes": 1, "strings": 1} | sizes
     arrays = {
@@ -259,8 +264,9 @@ def splits(count: int, table: list[int]) -> bytes:
 
 
 def engine(**changes: Any) -> Change:
-    """An entry for a GPU engine. The entry is correct except for ``changes``, but its file is not
-    an engine.
+    """An entry for a GPU engine.
+
+    The entry is correct except for ``changes``, but its file is not an engine.
     """
 
     def change(bundle: Path) -> None:

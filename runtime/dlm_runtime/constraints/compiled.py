@@ -82,8 +82,9 @@ class Constraint:
 
     @classmethod
     def of_handle(cls, handle: C.c_void_p) -> Constraint:
-        """Create a constraint from a ``dlm_automaton``. The constraint owns the automaton, and will
-        destroy it.
+        """Create a constraint from a ``dlm_automaton``.
+
+        The constraint owns the automaton, and will destroy it.
         """
         made = cls.__new__(cls)
         made._own(handle)
@@ -195,8 +196,9 @@ def _utf8(name: str, text: str) -> bytes:
 
 
 def default_folder() -> Path:
-    """Return the folder for compiled constraints. The folder is in $DLM_CACHE_DIR, or else in the
-    folder dlm-export of the user's cache folder.
+    """Return the folder for compiled constraints.
+
+    The folder is in $DLM_CACHE_DIR, or else in the folder dlm-export of the user's cache folder.
     """
     chosen = os.environ.get("DLM_CACHE_DIR")
     base = (
@@ -214,8 +216,9 @@ def keep_compiled(
     folder: Path | None,
     compile_now: Callable[[bytes], Constraint],
 ) -> Constraint:
-    """Load a compiled constraint from ``folder``. If the folder does not contain the constraint,
-    compile the constraint and store it there.
+    """Load a compiled constraint from ``folder``.
+
+    If the folder does not contain the constraint, compile the constraint and store it there.
 
     ``vocabulary`` is JSON that identifies the vocabulary. If ``folder`` is None, nothing is stored.
     The function ``compile_now`` compiles the constraint. Its argument is the hash that is stored in
@@ -234,8 +237,9 @@ def keep_compiled(
 
 
 def _kept(path: Path, key: bytes) -> Constraint | None:
-    """Load the constraint in a file. Returns None if the file is missing or contains a different
-    constraint.
+    """Load the constraint in a file.
+
+    Returns None if the file is missing or contains a different constraint.
     """
     try:
         data = read_bytes(path, FILE_LIMIT_BYTES, BundleError)

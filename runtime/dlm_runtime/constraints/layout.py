@@ -9,8 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Layout:
-    """The white space of a JSON text. Empty arrays and objects are always written as ``[]`` and
-    ``{}``.
+    """The white space of a JSON text.
+
+    Empty arrays and objects are always written as ``[]`` and ``{}``.
 
     Args:
         item_separator: Text between two items of an array, and between two properties of an object,

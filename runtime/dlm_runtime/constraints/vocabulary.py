@@ -67,8 +67,9 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """Read the vocabulary of a bundle's tokenizer. Raises RequestError if the vocabulary is not
-    byte-level.
+    """Read the vocabulary of a bundle's tokenizer.
+
+    Raises RequestError if the vocabulary is not byte-level.
     """
     decoder, names = tokenizer.vocabulary()
     if decoder != ["ByteLevel"]:

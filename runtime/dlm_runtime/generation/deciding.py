@@ -198,8 +198,9 @@ class Deciding:
         return chosen | POLICY | ({"cache": "none"} if self._visible_block is None else {})
 
     def take(self, made: Generation) -> None:
-        """Read the result of a request with ``arguments``. Raises CancelledError if the request
-        ended early.
+        """Read the result of a request with ``arguments``.
+
+        Raises CancelledError if the request ended early.
         """
         self._made.append(made)
         open_slots = {name: self._texts_of(name) for name in self._slots}

@@ -55,8 +55,9 @@ class Ends:
             self._waiting.discard((job, call))
 
     def close(self) -> None:
-        """Call the remaining functions, and end the thread. The native scheduler must already be
-        destroyed.
+        """Call the remaining functions, and end the thread.
+
+        The native scheduler must already be destroyed.
         """
         with self._lock:
             self._is_closed = True

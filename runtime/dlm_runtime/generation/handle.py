@@ -70,8 +70,9 @@ class Handle:
         self.max_new_tokens: int = info.max_new_tokens
 
     def close(self) -> None:
-        """Reject new requests, and free the bundle after the running requests have ended. Raises
-        ForkError.
+        """Reject new requests, and free the bundle after the running requests have ended.
+
+        Raises ForkError.
         """
         self.origin.check()
         with self._lock:
@@ -79,8 +80,9 @@ class Handle:
             self._free()
 
     def close_with(self, other: SupportsClose) -> None:
-        """Register an object to close when the bundle is freed. Until the bundle is freed, requests
-        may use ``other``.
+        """Register an object to close when the bundle is freed.
+
+        Until the bundle is freed, requests may use ``other``.
         """
         with self._lock:
             self._with.append(other)
@@ -153,8 +155,9 @@ class Handle:
             self.end()
 
     def check(self, status: int, session: C.c_void_p) -> None:
-        """Raise the error of a failed native call. If a callback raised an exception, this
-        exception becomes the cause.
+        """Raise the error of a failed native call.
+
+        If a callback raised an exception, this exception becomes the cause.
         """
         if not status:
             return

@@ -131,8 +131,10 @@ def infill(
 
 
 def _split(bundle: Filler, text: str) -> list[str]:
-    """Return the texts around the holes. Some tokenizers define a mask token that includes the
-    white space before or after it. This white space is removed.
+    """Return the texts around the holes.
+
+    Some tokenizers define a mask token that includes the white space before or after it. This white
+    space is removed.
     """
     between, added = text.split(HOLE), None
     if bundle.tokenizer is not None:
@@ -209,8 +211,9 @@ def _constrained(
     request: dict[str, Any],
     tried: list[tuple[int, ...]],
 ) -> tuple[dict[str, Any], list[tuple[int, ...]]]:
-    """Add a constraint to the request. The constraint covers the text from character ``first`` to
-    the end.
+    """Add a constraint to the request.
+
+    The constraint covers the text from character ``first`` to the end.
 
     Returns the new request, and the lengths in ``tried`` for which some valid text fits into the
     hole.
@@ -238,8 +241,9 @@ def _constrained(
 
 
 def _tried(lengths: int | Sequence[int | Sequence[int]], holes: int) -> list[tuple[int, ...]]:
-    """Return all combinations of lengths to try. Each combination contains one length for every
-    hole.
+    """Return all combinations of lengths to try.
+
+    Each combination contains one length for every hole.
     """
     try:
         given = [lengths] if isinstance(lengths, int) else list(lengths)

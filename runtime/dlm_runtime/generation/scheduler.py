@@ -84,8 +84,9 @@ class SchedulerStats:
 
 
 class Job:
-    """A request that was submitted with ``Scheduler.submit``. The request is cancelled when the
-    last reference to the job is dropped.
+    """A request that was submitted with ``Scheduler.submit``.
+
+    The request is cancelled when the last reference to the job is dropped.
 
     The scheduler stays alive until the result of the job is read.
     """
@@ -185,8 +186,9 @@ class Job:
         yield self._event_without_step()
 
     def __await__(self) -> Generator[Any, None, Generation]:
-        """Wait for the result in a coroutine: ``await job``. If the coroutine is cancelled, the job
-        is cancelled too.
+        """Wait for the result in a coroutine: ``await job``.
+
+        If the coroutine is cancelled, the job is cancelled too.
 
         Raises the errors of ``result``.
         """
@@ -229,8 +231,9 @@ class Job:
             ended.cancel()
 
     async def _ended(self, changed: asyncio.Event) -> None:
-        """Wait until the job has ended, and then set ``changed``. If this coroutine is cancelled,
-        the job is cancelled too.
+        """Wait until the job has ended, and then set ``changed``.
+
+        If this coroutine is cancelled, the job is cancelled too.
         """
         import asyncio
 
@@ -412,8 +415,9 @@ class _Runner:
 
     @contextmanager
     def using(self) -> Iterator[C.c_void_p]:
-        """Keep the native scheduler alive within a ``with`` block. Raises the errors of
-        ``check_open``.
+        """Keep the native scheduler alive within a ``with`` block.
+
+        Raises the errors of ``check_open``.
         """
         # The origin is checked before the lock: after a fork, the lock may stay locked forever.
         self.origin.check()
@@ -439,8 +443,9 @@ class _Runner:
         )
 
     def stop(self) -> None:
-        """Let the thread end after its current pass, without waiting for it. In a forked process,
-        this does nothing.
+        """Let the thread end after its current pass, without waiting for it.
+
+        In a forked process, this does nothing.
         """
         if not self.origin.is_here:
             return
@@ -467,8 +472,9 @@ def _close_all() -> None:
 
 
 class Scheduler:
-    """Accepts requests from any thread and runs these requests. ``Bundle.scheduler`` creates
-    schedulers.
+    """Accepts requests from any thread and runs these requests.
+
+    ``Bundle.scheduler`` creates schedulers.
 
     A scheduler is closed at the end of its ``with`` block, when its last reference is dropped, or
     when the interpreter exits. In a forked process, every method raises ForkError.
@@ -515,8 +521,9 @@ class Scheduler:
         events: bool = False,
         **options: Unpack[RequestOptions],
     ) -> Job:
-        """Submit a request, with the arguments of ``Bundle.generate``. The time limit
-        ``deadline_ms`` starts now.
+        """Submit a request, with the arguments of ``Bundle.generate``.
+
+        The time limit ``deadline_ms`` starts now.
 
         Args:
             events: If True, iterating over the job yields an ``Event`` for each step.
@@ -547,8 +554,9 @@ class Scheduler:
         return self._runner.has_ended
 
     def close(self) -> None:
-        """End after the current pass, and cancel the requests that have not ended. May be called
-        several times.
+        """End after the current pass, and cancel the requests that have not ended.
+
+        May be called several times.
 
         If an error ended the scheduler's thread, this error is raised.
         """

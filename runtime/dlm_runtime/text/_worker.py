@@ -1,5 +1,6 @@
-"""The program that runs a bundle's tokenizer and chat template in a separate process. The module
-``process`` starts this program and never imports it.
+"""The program that runs a bundle's tokenizer and chat template in a separate process.
+
+The module ``process`` starts this program and never imports it.
 
 A request consists of two lengths (8 bytes each), a JSON object and raw bytes. The member ``do`` of
 the object names a method of ``Text``, and the other members are the method's arguments. The answer
@@ -100,8 +101,9 @@ class Text:
 
     @functools.cached_property
     def unknown(self) -> int | None:
-        """The unknown token, for text that is not in the vocabulary. Ordinary text can be encoded
-        to this token.
+        """The unknown token, for text that is not in the vocabulary.
+
+        Ordinary text can be encoded to this token.
         """
         model = self.tokenizer.model
         name = getattr(model, "unk_token", None)
@@ -151,8 +153,10 @@ class Text:
     def _encode_rendered(
         self, text: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> list[int]:
-        """Encode a chat that the template has rendered. Special tokens that the template writes are
-        recognised. If a message contains the text of a special token, this text is ordinary text.
+        """Encode a chat that the template has rendered.
+
+        Special tokens that the template writes are recognised. If a message contains the text of a
+        special token, this text is ordinary text.
 
         To distinguish these two cases, the first letter of each special token in a message or tool
         is replaced by a private-use character, and the chat is rendered again. All special tokens

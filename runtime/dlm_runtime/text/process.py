@@ -35,14 +35,16 @@ _WORKER = Path(__file__).with_name("_worker.py")
 
 
 class Refused(Exception):
-    """Raised if the library rejects a request, or if the request exceeds a limit. The message says
-    why.
+    """Raised if the library rejects a request, or if the request exceeds a limit.
+
+    The message says why.
     """
 
 
 class TextProcess:
-    """A tokenizer in a separate process. The process is restarted when needed. Only one thread at a
-    time can use the tokenizer.
+    """A tokenizer in a separate process.
+
+    The process is restarted when needed. Only one thread at a time can use the tokenizer.
     """
 
     def __init__(
@@ -147,8 +149,9 @@ def _write(pipe: IO[bytes], data: bytes) -> None:
 
 
 def _read(pipe: IO[bytes], size: int) -> bytes:
-    """Read ``size`` bytes from an unbuffered pipe. If the pipe ends early, the result is
-    shorter.
+    """Read ``size`` bytes from an unbuffered pipe.
+
+    If the pipe ends early, the result is shorter.
     """
     found = bytearray()
     while len(found) < size and (more := pipe.read(size - len(found))):
