@@ -3,9 +3,10 @@
     pip install --no-deps antiberty==0.1.3 sapiens==1.0.5 anarci==2026.2.13.2
     python benchmarks/antibodies.py [--precisions fp32,int8,...] [--json FILE] [--time]
 
-The sequences come from the package ``anarci``. They are the germline V genes of human antibodies, with the first allele
-of each gene. Every second gene is used for judging, and the other genes are used for calibration. The models were
-trained on antibodies that descend from these genes, so the sequences are familiar to the models.
+The sequences come from the package ``anarci``. They are the germline V genes of human antibodies,
+with the first allele of each gene. Every second gene is used for judging, and the other genes are
+used for calibration. The models were trained on antibodies that descend from these genes, so the
+sequences are familiar to the models.
 
 For each share of masked residues, the script prints the share of residues whose best prediction is
 the true residue, and the cross-entropy of the true residues, with bootstrap intervals.

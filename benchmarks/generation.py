@@ -410,7 +410,7 @@ def _is_same_call(answer: str, wanted: str) -> bool:
 def measure(
     size: str, names: list[str], scenarios: list[Scenario], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Run all measurements of random denoisers of one size. Memory is measured after the first scenario."""
+    """Measure random denoisers of one size. Memory is measured after the first scenario."""
     result: dict[str, Any] = {"size": size, "scenarios": [], "passes": []}
     with contextlib.closing(Fleet(names, size, options.threads)) as fleet:
         result["about"] = {worker.name: worker.about for worker in fleet.workers}

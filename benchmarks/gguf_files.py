@@ -28,9 +28,9 @@ LAYER_TENSORS = {
 def gguf_of(name: str, file_type: str, source: Path | None = None) -> Path:
     """Return the GGUF file of a checkpoint.
 
-    ``file_type`` is a type of llama.cpp's ``FILE_TYPES``. For all types except F16, llama.cpp's quantiser makes the
-    file. ``source`` is the folder of the checkpoint. If ``source`` is None, ``shapes.checkpoint`` finds the checkpoint
-    by ``name``.
+    ``file_type`` is a type of llama.cpp's ``FILE_TYPES``. For all types except F16, llama.cpp's
+    quantiser makes the file. ``source`` is the folder of the checkpoint. If ``source`` is None,
+    ``shapes.checkpoint`` finds the checkpoint by ``name``.
     """
     path = ROOT / "build" / "benchmarks" / f"{name}-{file_type}.gguf"
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Train a small block-causal denoiser to find needles in prompts of 8,192 tokens, and check its bundles.
+"""Train a small denoiser to find needles in prompts of 8,192 tokens, and check its bundles.
 
     python benchmarks/needle.py train --out FOLDER [--minutes 20] [--tokens 8192] [--rate 0.01]
         [--init FOLDER --length 256]
@@ -10,8 +10,9 @@ of the markers. The denoiser answers with the four words of that needle. All mas
 same, so the denoiser must use their positions to find out which word to copy. It must also
 distinguish the needles.
 
-`train` starts with canvases of 32 tokens. If the mean loss is low, the canvases become twice as
-long, up to 8,192 tokens. The network has two layers and 131,264 parameters.
+The denoiser is block-causal. `train` starts with canvases of 32 tokens. If the mean loss is low,
+the canvases become twice as long, up to 8,192 tokens. The network has two layers and 131,264
+parameters.
 
 `check` builds bundles in fp32 and int8, also with an INT8 cache. It asks for needles at the start
 of prompts that fill the canvas. There are three ways to ask. `whole` computes a prompt in one pass.
@@ -61,8 +62,8 @@ EOS, MASK, VOCABULARY = 252, 253, 254
 def shape() -> NetworkSpec:
     """Return the shape of the denoiser.
 
-    It has two layers, because the answer needs two steps. First, each word finds the marker before it. Then, each mask
-    token finds the word at the same distance after the same marker.
+    It has two layers, because the answer needs two steps. First, each word finds the marker before
+    it. Then, each mask token finds the word at the same distance after the same marker.
     """
     attention = AttentionSpec(
         4, 2, 32, Rope(theta=1e6), qk_norm=True, visibility="block", block_length=BLOCK_LENGTH
@@ -148,8 +149,8 @@ def attend(
 ) -> Tensor:
     """Compute a layer for tokens ``x`` ``[B, T, d]`` at ``positions`` ``[B, T]``.
 
-    The keys are computed from the tokens ``keys`` ``[B, K, d]`` at the positions ``at``. ``bias`` ``[B, K]`` is added
-    to the scores of the keys. A token does not see keys of later blocks.
+    The keys are computed from the tokens ``keys`` ``[B, K, d]`` at the positions ``at``. ``bias``
+    ``[B, K]`` is added to the scores of the keys. A token does not see keys of later blocks.
     """
     a = block.attention
     (B, T, _), K = x.shape, keys.shape[1]

@@ -68,7 +68,7 @@ def antiberty_checkpoint(package: Path, folder: Path) -> Path:
 
 
 def sapiens_checkpoint(package: Path, folder: Path, chain: str) -> Path:
-    """Convert one of the two RoBERTas of Sapiens, for heavy or light chains. fairseq wrote its files."""
+    """Convert a RoBERTa of Sapiens, for heavy or light chains. fairseq wrote its files."""
     source = package / "models" / "v1"
     with torch.serialization.safe_globals([argparse.Namespace]):
         stored = torch.load(source / SAPIENS_CHAINS[chain], map_location="cpu", weights_only=True)

@@ -3,11 +3,12 @@
     python benchmarks/serve_attacks.py BUNDLE [--only NAME ...] [--before 5] [--kept] [--elsewhere]
         [--json FILE]
 
-The same server gets all attacks. A polite client sends one chat after another. At first, the polite client is alone for
-a few seconds. Then the attack runs at the same time. Each chat uses a new connection, or with --kept the same
-connection. With --elsewhere, the attacker attacks a second server on the same machine. The polite client's delays then
-show the cost of sharing the processor. Each attack runs in a separate process with the lowest priority, so that the
-processor time of the attacker itself does not delay the polite client. All attackers except "wrong keys" have a valid
+The same server gets all attacks. A polite client sends one chat after another. At first, the polite
+client is alone for a few seconds. Then the attack runs at the same time. Each chat uses a new
+connection, or with --kept the same connection. With --elsewhere, the attacker attacks a second
+server on the same machine. The polite client's delays then show the cost of sharing the processor.
+Each attack runs in a separate process with the lowest priority, so that the processor time of the
+attacker itself does not delay the polite client. All attackers except "wrong keys" have a valid
 key. Prints a row for each attack as Markdown:
 
 - got: the results that the attacker got, with the number of each result.

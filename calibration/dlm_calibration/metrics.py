@@ -65,7 +65,7 @@ class Rows:
         return cls(*(np.concatenate(column) for column in columns))
 
     def take(self, chosen: np.ndarray) -> Rows:
-        """Return the metrics at some positions. ``chosen`` is bool ``[R]`` or an array of indices."""
+        """Return the metrics at the ``chosen`` positions: bool ``[R]`` or an array of indices."""
         return Rows(
             self.reference_ce[chosen], self.candidate_ce[chosen], self.kl[chosen], self.rank[chosen]
         )
