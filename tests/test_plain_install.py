@@ -101,7 +101,7 @@ def plain(demo_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
         )
         return done.stdout
 
-    # As if the program was installed in this folder.
+    # The page of the examples assumes that the library is installed in $HOME/dlm.
     (home / "dlm").symlink_to(run("dlm-export embed --prefix").strip())
     return run
 

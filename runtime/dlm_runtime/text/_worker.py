@@ -299,7 +299,7 @@ class Marks:
     """Replaces letters in texts by private-use characters that do not occur in these texts."""
 
     def __init__(self, texts: str) -> None:
-        """The private-use characters will be characters that do not occur in ``texts``."""
+        """Choose private-use characters that do not occur in ``texts``."""
         used = {*texts}
         self._free = (point for point in map(chr, PRIVATE_USE) if point not in used)
         self._by_letter: dict[str, str] = {}
