@@ -166,7 +166,7 @@ def processor_ms(run: Callable[[], Any]) -> float:
 
 
 def timed(bundle: dlm_runtime.Bundle, chosen: Sequence[Case]) -> list[list[str]]:
-    """Return a decision's median processor time and mean passes, and those of generating the
+    """Return the median processor time and the mean passes: of a decision, and of generating the
     answer.
     """
     from dlm_runtime.generation.deciding import POLICY

@@ -54,7 +54,7 @@ LINKED = [*PAGES, ROOT / "BENCHMARKS.md", ROOT / "examples" / "README.md"]
 COLUMNS, LINES = 100, 150
 
 # The pages whose Python samples run on the bundle that README builds. tests/test_serving.py runs
-# those that need a server.
+# the samples that need a server.
 SAMPLES = [
     page
     for page in (README, *DOCS)

@@ -38,8 +38,8 @@ WEATHER = {
     },
 }
 STOP = {"type": "function", "function": {"name": "stop"}}
-# A template like those of Hermes and Qwen: tools are in the system message, calls are between
-# marks, and results are separate messages.
+# A template like the templates of Hermes and Qwen. Tools are in the system message, calls are
+# between marks, and results are separate messages.
 TEMPLATE = """{%- if tools %}
 {{- '<|user|>' }}
 {%- if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}

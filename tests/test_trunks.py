@@ -1,8 +1,8 @@
 """Tests of denoisers with the layers of Llama, Qwen2 or Qwen3: SDAR, Fast-dLLM v2 and A2D.
 
-Logits are compared with those of the corresponding transformers class, under a mask that is
-computed here. The other side of the comparison uses none of this project's code. ``test_capture``
-does the same through ``capture``.
+Logits are compared with the logits of the corresponding transformers class. The test computes the
+attention mask for this class. The other side of the comparison uses none of this project's code.
+``test_capture`` does the same through ``capture``.
 """
 
 from __future__ import annotations

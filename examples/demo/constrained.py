@@ -197,7 +197,7 @@ def tools_of(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_answer(out: Generation, answer: str) -> bool:
-    """True if the calls of a result equal those of an answer in the data."""
+    """True if the calls of a result equal the calls of an answer in the data."""
     wanted = json.loads(answer)
     calls = [{"name": call.name, "arguments": call.arguments} for call in out.tool_calls]
     return same_call(

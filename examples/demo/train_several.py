@@ -4,12 +4,12 @@ several calls.
 Training follows block diffusion (BD3-LM, arXiv:2503.09573). A training example has two parts: the
 complete canvas, and a copy of the answer's blocks in which some tokens are replaced by mask tokens
 (hidden). A block of the copy sees itself and the complete blocks before it, so one pass trains
-every block. The training differs from that of the first demo as follows:
+every block. The training differs from the first demo's training as follows:
 
-- The initial weights are those of the first demo, which can already write most functions and copy
-  words. Norms of queries and keys are added. With their initial weights, the norms give queries and
-  keys the same average lengths as in the first demo. Two layers are added in the middle. With their
-  initial weights, these layers do not change their input.
+- The initial weights are the weights of the first demo, which can already write most functions and
+  copy words. Norms of queries and keys are added. With their initial weights, the norms give
+  queries and keys the same average lengths as in the first demo. Two layers are added in the
+  middle. With their initial weights, these layers do not change their input.
 - In every block of the copy, tokens are hidden independently of the other blocks. The hidden
   positions are similar to the masked positions in decoding (see ``hide``).
 - Training starts with commands that ask for few calls.
@@ -60,7 +60,7 @@ def describe(first: NetworkSpec) -> NetworkSpec:
 
 @torch.no_grad()
 def initialise(denoiser: Denoiser, first: Denoiser, canvases: Tensor) -> None:
-    """Set the weights from those of the first demo.
+    """Set the weights from the weights of the first demo.
 
     The lengths of the first demo's queries and keys are measured on ``canvases``, which are B
     canvases ``[B, L]`` of L tokens.
