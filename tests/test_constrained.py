@@ -133,7 +133,7 @@ def policy_of(loop: dict[str, Any]) -> Policy:
 
 
 def fields_of(loop: dict[str, Any]) -> dict[str, Any]:
-    """The options of a loop that has no preset, for a bundle without presets."""
+    """Return the fields of a loop as options, because the test bundles have no presets."""
     return vars(policy_of(loop)) | {"steps": loop.get("steps", 0)}
 
 

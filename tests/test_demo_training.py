@@ -39,7 +39,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def first(tokenizer: Tokenizer) -> NetworkSpec:
-    """The shape of the first demo, but with two layers and narrow."""
+    """The shape of the first demo, but narrower and with two layers."""
     network = train.describe(tokenizer)
     layer = replace(network.layers[0], attention=AttentionSpec(2, 2, 8, Rope(1e4)), mlp=MlpSpec(24))
     return replace(network, hidden_size=16, layers=(layer,) * 2)

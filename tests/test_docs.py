@@ -79,8 +79,8 @@ LEFT_OUT = {
 }
 
 # A program that runs commands (JSON: a folder and words for each) one by one in one process, so
-# that torch is imported only once. It prints [exit code, output]. dlm_export is imported from the
-# folder in the first argument, even if another one is installed.
+# that torch is imported only once. For each command, it prints [exit code, output]. dlm_export is
+# imported from the folder in the first argument, even if a different dlm_export is installed.
 DRIVER = """
 import json, os, runpy, subprocess, sys, time, traceback
 from importlib.machinery import PathFinder

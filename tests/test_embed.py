@@ -413,7 +413,7 @@ def serve(sanitized: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  #
 
 @dataclass
 class Service:
-    """A running server. After it has stopped, also its output."""
+    """A running server. After the server has stopped, ``said`` contains its output."""
 
     process: subprocess.Popen[str]
     port: int

@@ -217,7 +217,7 @@ def test_properties_in_any_order_and_further_ones_are_options() -> None:
 
 
 class Model:
-    """A class with the method that a Pydantic model has."""
+    """A class with the method ``model_json_schema``, as in a Pydantic model."""
 
     @staticmethod
     def model_json_schema() -> dict[str, Any]:

@@ -142,7 +142,7 @@ def evaluate(
             right[group].append(is_right)
         seconds.append(time.perf_counter() - began)
         nfe.append(out.nfe)
-        # The tokens of the prompt do not count, and eos does.
+        # The tokenizer adds two tokens as for a prompt, which do not count. One eos is added.
         tokens.append(len(bundle.tokenizer.encode(line["completion"])) - 2 + 1)
         if not is_right:
             failures.append((line["prompt"], line["completion"], out.text))

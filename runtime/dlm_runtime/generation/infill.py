@@ -179,8 +179,9 @@ def parts_of(
     if first[: len(front)] != front:
         first = [*front, *first]
     last = others[-1]
-    # A denoiser without an end token was trained on whole texts. For other denoisers, no such
-    # tokens are added at the end, because they may mark the start of an answer.
+    # A denoiser without an end token was trained on whole texts, so the canvas ends with the tokens
+    # that the tokenizer adds after a prompt. For other denoisers, these tokens may mark the start
+    # of an answer, so they are not added.
     if behind and not bundle.eos_token_ids and last[-len(behind) :] != behind:
         others[-1] = [*last, *behind]
     return [first, *others]
