@@ -34,8 +34,7 @@ OUTLIERS, FACTOR = 8, 30.0
 
 
 def with_outliers(source: Source) -> Source:
-    """Make channels of every norm's output ``FACTOR`` times larger. The function stays the same.
-    """
+    """Make channels of every norm's output ``FACTOR`` times larger. The function stays the same."""
     c, rng = source.network, np.random.default_rng(0)
     folded = numbers.Folded(source.parameters, c)
     for i in range(len(c.layers)):

@@ -46,7 +46,7 @@ PAIRS = (
 
 
 class Pair:
-    """A tokenizer in both forms: as a library and compiled."""
+    """A tokenizer in two forms: in the library and compiled."""
 
     def __init__(self, data: str, template: str | None = None) -> None:
         self.oracle = Oracle(data.encode(), template, {"bos_token": "<s>", "eos_token": "</s>"})
