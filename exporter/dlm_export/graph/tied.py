@@ -1,7 +1,7 @@
 """ONNX functions for tied heads: they multiply activations by the embedding table.
 
-The table ``[V, K]`` has one row per token. One initialiser serves both the lookup of embeddings and
-the head. A table in FP8 consists of E4M3 bytes and scales ``[V, 1]``.
+The table ``[V, K]`` has one row per token. The lookup of embeddings and the head use the same
+initialiser. A table in FP8 consists of E4M3 bytes, and of scales ``[V, 1]``.
 """
 
 from __future__ import annotations

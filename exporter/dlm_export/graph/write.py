@@ -23,8 +23,10 @@ from dlm_export.graph.trace import Graph
 from dlm_export.network.denoiser import cosines_and_sines
 from dlm_export.network.spec import HEAD, NetworkSpec
 
-_MOST_PARTS = 3  # largest number of initialisers of one weight: codes, scales, a global scale
-DATA_ALIGNMENT = 4096  # in bytes: one page, so that the engine can map each tensor into memory
+_MOST_PARTS = 3  # A weight has at most three initialisers: codes, scales and a global scale.
+# Alignment of each tensor in bytes. It is the size of a page, so that the engine can map tensors
+# into memory.
+DATA_ALIGNMENT = 4096
 
 
 def data_bytes(
@@ -39,10 +41,9 @@ def data_bytes(
     token.
 
     Args:
-        network: The denoiser's description.
-        precision: A key of ``PRECISIONS``.
-        formats: The formats of layers whose format is not ``precision``.
-        table_bytes: Bytes per element of the embedding table, if its type is not ``precision``.
+        network: The denoiser's description. precision: A key of ``PRECISIONS``. formats: The
+        formats of all quantised layers. All other layers have the type ``precision``. table_bytes:
+        Bytes per element of the embedding table, if its type is not ``precision``.
     """
     c = network
     tables = c.rotary_tables()

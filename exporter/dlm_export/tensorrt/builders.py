@@ -53,8 +53,8 @@ def find_builder(target: Target, options: EngineOptions) -> Builder | None:
         module = _rtx_module()
         if module is not None:
             if options.timing_cache is not None:
-                # Since version 1.2, the timing caches of TensorRT-RTX are empty. Timing caches
-                # cannot be created without a GPU.
+                # Since version 1.2, TensorRT-RTX writes only empty timing caches, and it cannot
+                # create a timing cache without a GPU.
                 raise EngineError("TensorRT-RTX keeps no timings: omit --timing-cache")
             return Builder(RTX.name, module, (target.sm,))
         if wanted == RTX.name or importlib.util.find_spec("tensorrt") is None:
