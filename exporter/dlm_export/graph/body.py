@@ -103,7 +103,11 @@ class LoopBody(Body):
         self._goes_on.type, self._goes_on.shape = ir.TensorType(ir.DataType.BOOL), ir.Shape([])
 
     def run(self, outside: Body, turns: ir.Value, first: ir.Value, last: ir.Value) -> ir.Value:
-        """Add this loop to the function ``outside``, and return the last iteration's result."""
+        """Add this loop to the function ``outside``, and return the last iteration's result.
+
+        ``first`` is the input value of the first iteration. ``last`` is the value that each
+        iteration returns.
+        """
         goes_on = self.op("Identity", self._goes_on)
         for number, value in enumerate(value for node in self.nodes for value in node.outputs):
             value.name = f"loop.{number}"  # names inside a loop must differ from names outside

@@ -12,9 +12,7 @@ from dlm_runtime.policy import Policy
 
 
 class MaskedLoss:
-    """Compares candidates with a reference. The comparison uses the cross-entropy at masked
-    positions.
-    """
+    """Compares the cross-entropy of candidates and of a reference at masked positions."""
 
     def __init__(
         self, reference: Scorer, samples: Sequence[Sample], policy: Policy, seed: int

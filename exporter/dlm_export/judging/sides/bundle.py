@@ -1,7 +1,7 @@
 """Lets a bundle in the native runtime be one of the two denoisers of a comparison.
 
-Each pass computes a single canvas, as on a device. If a pass computed several canvases, the range
-for quantising an activation would depend on all canvases of the pass.
+Each pass computes a single canvas, as on a device. Otherwise, the quantisation range of an
+activation would depend on all canvases of the pass.
 """
 
 from __future__ import annotations
