@@ -1,5 +1,6 @@
-"""Holds the numbers of a quantised graph: parameters with folded scales, activation ranges, and
-codes. Codes are computed when they are read.
+"""Stores the numbers of a quantised graph: parameters with folded scales, ranges, and codes.
+
+Codes are computed only when the caller asks for them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dlm_export.quantising import gptq
 from dlm_export.quantising.experts import Reached, member
 from dlm_export.quantising.solved import Solved
 
-_HEAD_COLUMNS = 1 << 14  # number of a head's columns that are solved at a time
+_HEAD_COLUMNS = 1 << 14  # number of columns of a head that are solved at a time
 
 
 def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
@@ -102,7 +103,8 @@ class Folded:
         fold = readers[0].fold
         assert fold is not None, of
         shared = scales
-        if scales.ndim == 1:  # all inputs that are computed from the same elements share one scale
+        # Inputs that depend on the same elements of a parameter must share one scale.
+        if scales.ndim == 1:
             runs = scales.reshape(-1, fold.repeats, fold.run).max(1)
             shared, scales = runs.reshape(-1), np.repeat(runs, fold.repeats, 0).reshape(-1)
         for name in fold.parameters:
@@ -116,8 +118,9 @@ class Folded:
 
 
 def _transposed(matrix: Lazy) -> Lazy:
-    """Return the transposed matrix as a ``Lazy`` array. An index of the array must select along
-    both axes.
+    """Return the transposed matrix as a ``Lazy`` array.
+
+    An index of this array must consist of two parts, one for each axis.
     """
     return Lazy(matrix.shape[::-1], lambda at: matrix[at[::-1]].T)
 
@@ -159,8 +162,9 @@ class Quantisation:
     _ranges: dict[str, np.ndarray | float] = field(default_factory=dict)
 
     def matrix(self, layer: str) -> np.ndarray:
-        """Return a layer's unquantised weight, fp32 ``[K, N]``. Scales are folded into the weight,
-        and the weight is rotated if the layer's input is rotated.
+        """Return a layer's unquantised weight, fp32 ``[K, N]``, with folded scales.
+
+        The weight is rotated if the layer's input is rotated.
         """
         spec = self.parameters.network.quantisable()[layer]
         w = self.parameters.read(spec.weight, FP32)
@@ -169,19 +173,16 @@ class Quantisation:
         return solvers.rotate_rows(w) if layer in self.rotated else w
 
     def _stored(self, layer: str) -> Lazy:
-        """Return a layer's unquantised weight, fp32 ``[K, N]``. The weight is read when the result
-        is indexed.
+        """Return a layer's unquantised weight as a lazy fp32 array ``[K, N]``, with folded scales.
 
-        Scales are folded into the weight, but the weight is not rotated.
+        The weight is not rotated. Indexing the array reads the selected part.
         """
         spec = self.parameters.network.quantisable()[layer]
         parameter = self._later(spec.weight)
         return _transposed(parameter) if spec.is_tied else parameter
 
     def expert(self, layer: str, expert: int) -> QuantisedWeight:
-        """Return one expert's quantised weight. If the weight was not solved, this method rounds
-        the weight to nearest.
-        """
+        """Return one expert's quantised weight, which is rounded to nearest if it was not solved."""
         name = member(layer, expert)
         if name in self.solved:
             return self.solved[name]
@@ -197,8 +198,7 @@ class Quantisation:
         )
 
     def _shared_range(self, layer: str) -> np.ndarray | float | None:
-        """Return the range that all experts of a stack share. If each expert has a separate range,
-        return ``None``.
+        """Return the range that all experts of a stack share, or ``None`` if they do not share one.
 
         In NVFP4, experts share the range of the whole stack. If experts are joined into one matrix
         along their inputs, the experts share one range per column.
@@ -221,7 +221,7 @@ class Quantisation:
         along = 0 if is_down != (first.format == "nvfp4") else 1  # NVFP4 codes are transposed
         codes = np.concatenate([weight.codes for weight in each], along)
         scales = first.scales
-        # If the condition is false, all experts have the same scales.
+        # otherwise, all experts have the same scales
         if not is_down or first.group_size is not None:
             scales = np.concatenate(
                 [weight.scales for weight in each], 0 if first.group_size is None else along
@@ -229,8 +229,7 @@ class Quantisation:
         return replace(first, codes=codes, scales=scales)
 
     def weight(self, layer: str) -> QuantisedWeight:
-        """Return a layer's quantised weight. If the weight was not solved, this method rounds the
-        weight to nearest.
+        """Return a layer's quantised weight, which is rounded to nearest if it was not solved.
 
         A stack of experts becomes one matrix.
         """
@@ -281,9 +280,8 @@ class Quantisation:
             "is_signed": chosen.is_int4_in_panels,
         }
         if layer == HEAD and chosen.weights != "nvfp4":
-            # The head is solved a few columns at a time, because all columns in fp32 would take
-            # gigabytes. The result is the same as with all columns at once, because columns are
-            # solved independently.
+            # Solve a head a few columns at a time, because all columns in fp32 would take
+            # gigabytes. This does not change the result, because columns are solved independently.
             stored = self._stored(layer)
             pieces = [
                 gptq.gptq(np.ascontiguousarray(stored[:, at], FP32), factor, **options)
@@ -306,7 +304,7 @@ class Quantisation:
         )
 
     def embedding(self) -> QuantisedWeight:
-        """Return the quantised embedding table, transposed: ``[hidden, V]``, with one scale per
+        """Return the transposed quantised embedding table ``[hidden, V]``, with one scale per
         token.
         """
         assert self.recipe.embedding is not None
@@ -314,15 +312,12 @@ class Quantisation:
 
     @property
     def has_tied_table(self) -> bool:
-        """True if a quantised head uses the embedding table, so that the head and the table have
-        the same codes and scales.
-        """
+        """True if a quantised head uses the codes and scales of the embedding table."""
         head = self.parameters.network.quantisable()[HEAD]
         return head.is_tied and self.formats.get(HEAD, HIGH) != HIGH
 
     def embedding_rows(self, table: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """Return the embeddings that the quantised graph looks up for ``ids`` ``[N]``, fp32
-        ``[N, hidden]``.
+        """Return the embeddings of ``ids`` ``[N]`` in the quantised graph, fp32 ``[N, hidden]``.
 
         ``table`` ``[N, hidden]`` contains the unquantised embeddings of ``ids``.
         """
