@@ -18,8 +18,9 @@ from dlm_export.tensorrt.estimate import EngineOptions
 class QuantiseOptions:
     """Options for calibrating and judging a quantised bundle.
 
-    A bundle whose loss of accuracy exceeds ``budgets`` is not written. A solver rounds the weights
-    of an expert only if calibration routes at least ``min_tokens_per_expert`` tokens to the expert.
+    If the bundle's loss of accuracy exceeds ``budgets``, the build fails. A solver rounds the
+    weights of an expert only if calibration routes at least ``min_tokens_per_expert`` tokens to the
+    expert.
     """
 
     calibration: CalibrationOptions = field(default_factory=CalibrationOptions)

@@ -30,7 +30,7 @@ from dlm_export.workplace import find_device
 
 @dataclass(frozen=True)
 class Request:
-    """The checked options of a build. Names are replaced by the objects with these names."""
+    """The checked options of a build, with objects such as ``Target`` instead of their names."""
 
     options: BuildOptions
     targets: tuple[Target, ...]
@@ -236,7 +236,7 @@ def _check_dense(request: Request, network: NetworkSpec) -> None:
 
 
 def held_in(request: Request, layer: LinearSpec, name: str) -> str:
-    """Return the format that a layer gets if the recipe requests the format ``name``.
+    """Return the format of a layer if the recipe requests the format ``name``.
 
     The result is ``name`` itself if the layer's shape allows this format. Otherwise, the function
     returns the first alternative that the shape allows and that all targets support.
@@ -282,9 +282,9 @@ def _held_together(
 def _told(
     request: Request, network: NetworkSpec, asked: Mapping[str, str], held: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return messages for the user about layers that get an unrequested format.
+    """Return messages for the user about layers that do not get the requested format.
 
-    Layers with the same reason and the same new format share one message.
+    There is one message for all layers with the same reason and the same new format.
     """
     kept: dict[tuple[str | None, str], list[str]] = {}
     for path, layer in network.quantisable().items():

@@ -47,7 +47,5 @@ def default_loop(manifest: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def published_presets(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the presets of a bundle that can also be used for other bundles. The preset ``fitted``
-    is left out.
-    """
+    """Return all presets of a bundle except ``fitted``, which suits only this bundle."""
     return {name: each for name, each in manifest["loop"]["presets"].items() if name != FITTED}

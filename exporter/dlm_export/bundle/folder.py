@@ -1,6 +1,4 @@
-"""Writes and replaces bundle folders safely, and records the sizes and hashes of the folders'
-files.
-"""
+"""Writes and replaces bundle folders safely, and records the sizes and hashes of their files."""
 
 from __future__ import annotations
 
@@ -81,11 +79,11 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def staged(output: Path, *, force: bool, needed_bytes: int) -> Iterator[Path]:
-    """Yield a new folder. If the ``with`` block succeeds, the folder becomes ``output``. Otherwise,
-    the folder is deleted.
+    """Yield a new folder, which becomes ``output`` if the ``with`` block succeeds.
 
-    With ``force``, an existing bundle or empty folder at ``output`` is replaced. Files and other
-    folders are never replaced. Raises the errors of ``outputs.claimed``.
+    Otherwise, the folder is deleted. With ``force``, an existing bundle or empty folder at
+    ``output`` is replaced. Files and other folders are never replaced. Raises the errors of
+    ``outputs.claimed``.
     """
     with outputs.claimed(
         output, force=force, kept_because=_kept_because, needed_bytes=needed_bytes
@@ -120,8 +118,8 @@ def _files_of_bundle(folder: Path) -> set[str] | None:
 
     Returns ``None`` if ``folder`` is not a bundle. Manifests of all schema versions are accepted.
     """
-    # Folders of web applications contain a manifest.json too. The keys of the manifest must show
-    # that the folder is a bundle, because the caller may delete the folder.
+    # Folders of web applications contain a manifest.json too. Check that the manifest has the keys
+    # of a bundle, because the caller may delete the folder.
     path = folder / MANIFEST_FILE
     try:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

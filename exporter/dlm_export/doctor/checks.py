@@ -20,8 +20,7 @@ PYTHONS = ((3, 10), (3, 13))
 LEAST_ONNXRUNTIME, LEAST_FOR_GPU = (1, 23), (1, 24)
 LITTLE_DISK_BYTES = 2 << 30
 
-# Maps each extra of pyproject.toml to its purpose. The extra "dev" is left out, because that extra
-# is for developers.
+# Maps each extra of pyproject.toml to its purpose, except the extra "dev", which is for developers.
 EXTRAS = {
     "export": "building bundles from checkpoints",
     "report": "figures of reports and plans",
@@ -283,7 +282,8 @@ def _extras(m: Machine) -> Iterator[Finding]:
     for extra, purpose in EXTRAS.items():
         packages = m.extras.get(extra)
         if not packages:
-            # The packages are for a different processor, or dlm-export is not installed.
+            # skip the extra: its packages are for a different processor, or dlm-export is not
+            # installed
             continue
         absent = [name for name, version in packages.items() if version is None]
         if not absent:

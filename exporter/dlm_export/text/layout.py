@@ -1,5 +1,4 @@
-"""Writes the compiled text file: a header with the sizes of arrays, and then the arrays of int32
-and of bytes.
+"""Writes the compiled text file: a header with the sizes of all arrays, and then the arrays.
 
 runtime/native/src/text/text_file.cc reads this file.
 """
@@ -35,8 +34,8 @@ vocabulary, ``byte_ids`` contains the unknown token, and ``composition`` contain
 class Added:
     """A text that is always encoded as one token.
 
-    If ``is_raw`` is true, the runtime searches for this text before normalisation. Otherwise, the
-    runtime searches after normalisation.
+    If ``is_raw`` is true, the runtime searches the original text for it. Otherwise, the runtime
+    searches the normalised text.
     """
 
     text: bytes
@@ -158,9 +157,7 @@ def as_bytes(tables: TextTables) -> bytes:
 
 
 def _starts(parts: Sequence[Sequence[object] | np.ndarray]) -> np.ndarray:
-    """Return the offset of each part when the parts are concatenated, followed by the parts' total
-    length.
-    """
+    """Return the offset of each part in the concatenation of all parts, and then the total length."""
     return np.cumsum([0, *map(len, parts)])
 
 
