@@ -1,7 +1,7 @@
 """Declares the options that several commands share, in the groups that the help shows.
 
-The package cloup provides the groups. Each option's help fits on one line. click checks that the
-option values are within their ranges. The help states a range only if users cannot guess the range.
+The package cloup provides the groups. Each option's help fits on one line. click checks that values
+are within their ranges. The help states a range only if users cannot guess it.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class _Source(click.Path):
         return super().convert(value, param, ctx)
 
 
-# click checks that input files and folders exist, so that click reports a wrong path before the
-# command starts.
+# For these types, click checks that the file or folder exists, so that the user learns of a wrong
+# path before the command starts.
 CHECKPOINT = click.Path(exists=True, file_okay=False, path_type=Path)
 SOURCE = _Source(exists=True, file_okay=False, path_type=Path)
 FILE = _File(exists=True, dir_okay=False, path_type=Path)
@@ -129,9 +129,7 @@ def group(title: str, *options: Any) -> Callable[[_Command], _Command]:
 
 
 def output_option(help: str, kind: str = "FILE") -> Any:
-    """Declare the option ``-o``, which is required by all commands that write a file or a
-    folder.
-    """
+    """Declare the required option ``-o`` of a command that writes a file or a folder."""
     return option("-o", "--output", required=True, type=OUTPUT, metavar=kind, help=help)
 
 
@@ -349,9 +347,7 @@ tensorrt_group = group(
 
 
 def options(*groups: Any) -> Callable[[_Command], _Command]:
-    """Apply several decorators to a command. The command's help shows the options in the given
-    order.
-    """
+    """Combine several decorators to one, so that the help shows their options in this order."""
 
     def decorate(command: _Command) -> _Command:
         for decorator in reversed(groups):

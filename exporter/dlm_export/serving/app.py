@@ -1,5 +1,6 @@
-"""Defines the server's routes. For each request, checks the key and the limits, and updates the
-metrics and the log.
+"""Defines the server's routes, and checks the API key and the limits of each request.
+
+The module also updates the metrics and the log.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Limits:
         bodies_bytes: The maximum total size in bytes of all bodies that are arriving at the same
             time.
         compile_threads: The maximum number of requests whose schemas are compiled at the same time.
-            All further requests with new schemas wait.
+            Other requests with new schemas wait.
     """
 
     body_bytes: int = 1 << 20
@@ -104,7 +105,8 @@ class Server:
         self._compiling = asyncio.Semaphore(self._limits.compile_threads)
         self._checking = asyncio.Lock()
         self._arriving = 0  # total size of all arriving bodies in bytes
-        self._description = json.dumps(document()).encode()  # takes tens of milliseconds
+        # Make the description once, because this takes tens of milliseconds.
+        self._description = json.dumps(document()).encode()
         self.is_ready = True
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/v1/chat/completions": self._chat,
@@ -179,7 +181,7 @@ class Server:
     async def _read(self, kind: type[fields.Body], request: Request) -> Any:
         """Read and check the body of a request. Raises ApiError.
 
-        Only one large body is checked at a time, so that the event loop waits for at most one
+        Only one thread checks a large body at a time, so that the event loop waits for at most one
         other thread that holds the interpreter's lock.
         """
         content = await self._body(request)
@@ -283,7 +285,8 @@ class Server:
             return await asyncio.to_thread(_started, read, body, model)
         model.check_failures(key)
         async with self._compiling:
-            # Meanwhile, a concurrent request may have tried to compile the same constraint.
+            # While this request waited, another request may have failed to compile the same
+            # constraint.
             model.check_failures(key)
             try:
                 found = await asyncio.to_thread(_started, read, body, model)
@@ -377,9 +380,7 @@ class Server:
 
 
 class _Around:
-    """Checks the key of each request, gives the request an ID, and records the response's status
-    and duration.
-    """
+    """Checks each request's key, assigns an ID, and records the response's status and duration."""
 
     def __init__(
         self,
@@ -399,7 +400,7 @@ class _Around:
         request_id = made or f"req_{secrets.token_hex(12)}"
         # Give this request its own state, because all requests share the lifespan's state.
         scope["state"] = {**scope.get("state", {}), "id": request_id, "about": {}}
-        # If a client has left, log the status 499, as nginx does.
+        # If the client disconnects before the response, log the status 499, as nginx does.
         status, began = 499, time.perf_counter()
 
         async def noted(message: Message) -> None:
@@ -445,10 +446,9 @@ def _defect(_: Request, err: Exception) -> JSONResponse:
 
 
 def _started(read: Callable[[Any, Model], Ask], body: Any, model: Model) -> tuple[Ask, list[Job]]:
-    """Read a body, and submit all requests that the body contains. If a request fails, cancel all
-    other requests.
+    """Read a body, and submit all requests that the body contains.
 
-    Raises ApiError.
+    If submitting a request fails, the other requests are cancelled. Raises ApiError.
     """
     ask = read(body, model)
     jobs: list[Job] = []
@@ -499,9 +499,9 @@ async def _results(jobs: Sequence[Job]) -> list[Any]:
 
 
 async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """Return the result of ``work``. If the client leaves before ``work`` ends, cancel ``work``.
+    """Return the result of ``work``, or cancel ``work`` if the client disconnects before.
 
-    Raises ClientDisconnect if the client has left.
+    Raises ClientDisconnect if the client has disconnected.
     """
     running = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request))

@@ -33,10 +33,9 @@ COMPILE_LIMITS = CompileLimits(seconds=5)
 
 @dataclass
 class Ask:
-    """All requests to the runtime that one HTTP request leads to.
+    """All requests to the runtime that are made for one HTTP request.
 
-    Args:
-        given: One dict per request to the runtime. Each dict contains a prompt, token IDs or a
+    Args: given: One dict per request to the runtime. Each dict contains a prompt, token IDs or a
             chat.
         options: The options that all requests to the runtime share.
         choices: The number of answers per request. Each answer uses a different seed.
@@ -111,14 +110,13 @@ def fim(body: FimBody, model: Model) -> Ask:
 
 
 def hole(body: Sampling, model: Model, before: str, after: str, length: int | None) -> Ask:
-    """Create a canvas with one hole. If the denoiser writes an end token in the hole, padding
-    follows the end token.
+    """Create a canvas with one hole.
 
-    Args:
-        body: The body of the HTTP request.
-        model: The model that fills the hole.
-        before, after: The texts before and after the hole.
-        length: The number of tokens in the hole. If None, the bundle's default is used.
+    If the denoiser writes an end token into the hole, the rest of the hole is filled with padding.
+
+    Args: body: The body of the HTTP request. model: The model that fills the hole. before, after:
+    The texts before and after the hole. length: The number of tokens in the hole. If None, the
+    bundle's default is used.
 
     Raises:
         ApiError: The model cannot fill holes, or an option cannot be used with holes.
@@ -146,9 +144,7 @@ def hole(body: Sampling, model: Model, before: str, after: str, length: int | No
 
 
 def message(given: Message, where: str) -> dict[str, Any]:
-    """Convert a message for the chat template. Raises ApiError, whose message starts with
-    ``where``.
-    """
+    """Convert a message for the chat template. Raises ApiError, which names the field ``where``."""
     found: dict[str, Any] = {"role": "system" if given.role == "developer" else given.role}
     content = given.content
     if isinstance(content, list):
@@ -173,11 +169,9 @@ def message(given: Message, where: str) -> dict[str, Any]:
 
 
 def _called(call: Call) -> dict[str, Any]:
-    """Convert an earlier call. The call's arguments are JSON text, but chat templates need an
-    object.
-    """
+    """Convert an earlier function call: its arguments are JSON text, but templates need an object."""
     arguments: Any = call.function.arguments
-    with suppress(ValueError, RecursionError):  # the arguments may be invalid JSON
+    with suppress(ValueError, RecursionError):  # keep the text if it is invalid JSON
         arguments = json.loads(arguments)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
@@ -220,7 +214,7 @@ CONSTRAINT_FIELDS = {
 
 
 def constraint_key(body: Any) -> bytes | None:
-    """Return a hash of the fields that define a constraint. If no such field is set, return None."""
+    """Return a hash of the fields that define a constraint, or None if there is no constraint."""
     own = body.dlm
     # A body of /v1/responses contains the format in the field ``text``.
     of_text = getattr(body, "text", None)
@@ -282,9 +276,7 @@ def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[s
 
 
 def _format(body: ChatBody) -> dict[str, Any]:
-    """Return the arguments of ``Bundle.constraint`` for a response format. For plain text, return
-    no arguments.
-    """
+    """Return the arguments of ``Bundle.constraint`` for a response format, none for plain text."""
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return {}
@@ -312,8 +304,9 @@ def _constrain(
 
 
 def _prompts(prompt: Prompt, model: Model) -> list[dict[str, Any]]:
-    """Return the prompts of a completion. The field contains one prompt or a list of prompts, and
-    each prompt is text or a list of token IDs. Raises ApiError.
+    """Return the prompts of a completion. Raises ApiError.
+
+    The field contains one prompt or a list of prompts. Each prompt is text or a list of token IDs.
     """
     if isinstance(prompt, str):
         return [{"prompt": prompt}]
@@ -329,8 +322,8 @@ def _prompts(prompt: Prompt, model: Model) -> list[dict[str, Any]]:
 def _ids(ids: list[int], model: Model) -> dict[str, Any]:
     """Return a prompt that consists of token IDs. Raises ApiError if the prompt is too long.
 
-    The runtime also checks the length. However, it converts the IDs first, which takes long for
-    hundreds of thousands of IDs.
+    The runtime checks the length too, but only after converting the IDs. The conversion takes long
+    for hundreds of thousands of IDs.
     """
     most = model.bundle.max_canvas_length
     if len(ids) > most:

@@ -1,4 +1,4 @@
-"""Defines the Prometheus metrics of the server. The path ``/metrics`` returns the metrics."""
+"""Defines the Prometheus metrics of the server, which the path ``/metrics`` returns."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Metrics:
 
 
 class _Schedulers(Collector):
-    """Collects the counts that the schedulers keep."""
+    """Reads the counters of all schedulers when Prometheus asks for the metrics."""
 
     def __init__(self, models: Iterable[Model]) -> None:
         self._models = models

@@ -7,8 +7,8 @@ the one that backtracking finds first.
 This module first compiles the expression to *places*. A place is one instruction, such as "consume
 a character of this set". A state of the automaton is a list of places, in the order in which
 backtracking would try them (R. Cox, "Regular Expression Matching in the Wild", 2010). If a place
-ends the expression, later places in the list are dropped. The automaton therefore finds the same
-matches.
+ends the expression, the places after it in the list are dropped. The automaton therefore finds the
+same matches as backtracking.
 
 A match may depend on the next character, as in ``\\s+(?!\\S)``. The automaton therefore reports a
 match only when it reads the next character. The tokenizers library is called to find which
