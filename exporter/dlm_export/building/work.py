@@ -42,8 +42,7 @@ class ResumeError(DlmError):
 
 @contextmanager
 def opened(job: Job, staged: Path, stages: Stages) -> Iterator[Workplace]:
-    """Open the working folder for the duration of the ``with`` block, and yield the build's
-    resources.
+    """Open the working folder while the ``with`` block runs, and yield the build's resources.
 
     The folder of ``--resume`` remains after the build. Without that option, the folder is
     temporary.

@@ -39,8 +39,9 @@ def finish(
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any], files: dict[str, Any]) -> None:
-    """Write manifest.json atomically. ``files`` maps each file name to the file's size and
-    SHA-256.
+    """Write manifest.json atomically.
+
+    ``files`` maps each file name to the file's size and SHA-256.
     """
     text = (
         json.dumps(manifest | {"files": files}, indent=1, ensure_ascii=False, allow_nan=False)

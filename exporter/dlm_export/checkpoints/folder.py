@@ -132,8 +132,7 @@ class Config:
         return self._values.get(key)
 
     def unread(self) -> list[str]:
-        """Return the keys that the program has not read and that might change the network's
-        results.
+        """Return the keys that were not read and that might change the network's results.
 
         Keys whose value is null or false are left out.
         """
@@ -192,8 +191,7 @@ class Config:
         return value
 
     def require(self, key: str, *allowed: object, is_said: bool = False) -> None:
-        """Check that the value of a key is one of ``allowed``, the values that ``Denoiser``
-        supports.
+        """Check that the value of a key is one of ``allowed``, which ``Denoiser`` supports.
 
         Otherwise, raises CheckpointError. If ``is_said`` is false, the key may be missing.
         """

@@ -1,5 +1,6 @@
-"""Draws a canvas in the terminal after each pass. The drawing shows committed tokens, guesses and
-masks.
+"""Draws a canvas in the terminal after each pass.
+
+The drawing shows committed tokens, guesses and masks.
 """
 
 from __future__ import annotations

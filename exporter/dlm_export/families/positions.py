@@ -172,8 +172,9 @@ def _object(config: Config, key: str) -> dict[str, Any]:
 
 
 def _scaling(settings: _Settings, kind: str) -> Scaling | None:
-    """Read the numbers of a scaling. Raises CheckpointError, and ValueError if numbers contradict
-    each other.
+    """Read the numbers of a scaling.
+
+    Raises CheckpointError, and ValueError if numbers contradict each other.
     """
     if kind == "default":
         return None

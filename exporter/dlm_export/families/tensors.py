@@ -36,8 +36,10 @@ class Tensors:
         origins: Mapping[str, Origin],
         left_out: tuple[str, ...] = (),
     ) -> None:
-        """``origins`` contains the origin of each of the network's parameters. ``left_out``
-        contains prefixes. The network does not need tensors whose names start with one of these.
+        """``origins`` contains the origin of each of the network's parameters.
+
+        ``left_out`` contains prefixes. The network does not need tensors whose names start with one
+        of these.
 
         Raises CheckpointError, which names all tensors that are missing or unknown, or whose type
         or shape is wrong.
@@ -73,8 +75,9 @@ class Tensors:
         return {"BF16": BFLOAT16, "F16": FP16}.get(types.pop(), FP32) if len(types) == 1 else FP32
 
     def _expected(self) -> dict[str, Expected]:
-        """Return the types and shapes of the tensors that the denoiser needs. The keys are the
-        tensors' released names.
+        """Return the types and shapes of the tensors that the denoiser needs.
+
+        The keys are the tensors' released names.
         """
         expected: dict[str, Expected] = {}
         read: dict[

@@ -30,8 +30,7 @@ _MOST_WEIGHTS = 3  # A single kernel can compute up to this many layers that hav
 
 @dataclass(frozen=True)
 class Fused:
-    """Reports which modules ``fuse`` replaced with kernels, and which modules ``fuse`` did not
-    replace.
+    """Reports which modules ``fuse`` replaced with kernels, and which it did not replace.
 
     ``calls`` maps each native kernel to the number of nodes that call it. A module is in ``plain``
     if a kernel for this kind of module exists, but ``fuse`` could not use the kernel. ``plain``

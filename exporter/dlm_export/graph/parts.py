@@ -36,8 +36,9 @@ class Part:
 
     @property
     def inputs(self) -> list[str]:
-        """Names of the part's inputs. Each input is an input of the graph or an output of an
-        earlier part.
+        """Names of the part's inputs.
+
+        Each input is an input of the graph or an output of an earlier part.
         """
         return [str(value.name) for value in self.model.graph.inputs]
 

@@ -163,8 +163,9 @@ def _payloads(array: np.ndarray | Lazy, dtype: ir.DataType) -> Iterator[memoryvi
 
 
 def _name_nodes(graph: Graph) -> None:
-    """Give each node a name made of its module path and operator. The audit of TensorRT engines
-    uses these names.
+    """Give each node a name made of its module path and operator.
+
+    The audit of TensorRT engines uses these names.
     """
     used: Counter[str] = Counter()
     for node in graph.model.graph:
@@ -174,9 +175,7 @@ def _name_nodes(graph: Graph) -> None:
 
 
 def _share_data(graph: Graph, device: Graph, folder: Path) -> None:
-    """Let each initialiser of the device graph use the bytes of the initialiser with the same name
-    in ``graph``.
-    """
+    """Let the device graph use the bytes of the initialisers with the same names in ``graph``."""
     written = {name: value.const_value for name, value in graph.model.graph.initializers.items()}
     for name, value in device.model.graph.initializers.items():
         if value.const_value is not None:

@@ -407,9 +407,7 @@ class Denoiser(nn.Module):
         return self.final_norm(x), presents
 
     def project(self, features: Tensor) -> Tensor:
-        """Map features ``[..., hidden]`` to raw logits ``[..., V]``, including the mask token's
-        logit.
-        """
+        """Map features ``[..., hidden]`` to raw logits ``[..., V]``, including the mask token."""
         ready = self.transform(features)
         logits: Tensor = (
             self.head(ready, self.embed.weight) if self.network.tied_head else self.head(ready)

@@ -79,8 +79,7 @@ class Router(nn.Module):
         return weights if r.scale == 1 else weights * r.scale
 
     def shortfall(self, judged: Tensor, chosen: Tensor) -> Tensor:
-        """Return how much lower the scores of ``chosen`` ``[.., k]`` are than those of the best
-        choice.
+        """Return how much lower the scores of ``chosen`` ``[.., k]`` are than the best scores.
 
         The result is ``[..]``. ``judged`` ``[.., E]`` contains the scores by which the router
         chooses experts. The function compares the groups of the chosen experts with the best
@@ -134,8 +133,10 @@ class Stacked(nn.Module):
     """
 
     def __init__(self, count: int, inputs: int, outputs: int, *, is_down: bool = False) -> None:
-        """``is_down`` is true for the matrices of the down projection. ``wide`` joins these
-        matrices along their inputs, because a mixture adds up the outputs of the experts.
+        """``is_down`` is true for the matrices of the down projection.
+
+        ``wide`` joins these matrices along their inputs, because a mixture adds up the outputs of
+        the experts.
         """
         super().__init__()
         self.count, self.inputs, self.outputs, self.is_down = count, inputs, outputs, is_down
@@ -143,9 +144,7 @@ class Stacked(nn.Module):
         self.read: Callable[[int], Tensor] | None = None
 
     def forward(self, x: Tensor, expert: int | None = None) -> Tensor:
-        """Multiply ``x`` ``[.., in]`` by the matrix of ``expert``, or by ``wide()`` if it is
-        ``None``.
-        """
+        """Multiply ``x`` ``[.., in]`` by a matrix: that of ``expert``, or ``wide()`` if ``None``."""
         return product(x, self.wide() if expert is None else self.matrix(expert))
 
     def matrix(self, expert: int) -> Tensor:
@@ -203,9 +202,7 @@ class RoutedMLPs(nn.Module):
         return y.view(x.shape)
 
     def hidden(self, expert: int, x: Tensor) -> Tensor:
-        """Return features ``[n, size]`` of an expert before its down projection, for ``x`` ``[n,
-        hidden]``.
-        """
+        """Map ``x`` ``[n, hidden]`` to an expert's features ``[n, size]`` before ``down``."""
         y: Tensor = F.silu(self.gate(x, expert)) * self.up(x, expert)
         return y
 

@@ -187,8 +187,10 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One transformer layer. ``norms`` is a subset of ``NORMS``. ``norm_eps`` and ``norm_kind`` are
-    the epsilon and the kind of these norms.
+    """One transformer layer.
+
+    ``norms`` is a subset of ``NORMS``. ``norm_eps`` and ``norm_kind`` are the epsilon and the kind
+    of these norms.
     """
 
     attention: AttentionSpec
@@ -229,9 +231,7 @@ def has_router_bias(layer: LayerSpec) -> bool:
 
 
 def rotary_table(attention: AttentionSpec) -> RotaryTable | None:
-    """Return the rotary table of an attention layer, or ``None`` if attention does not depend on
-    positions.
-    """
+    """Return the rotary table of an attention layer, or ``None`` without rotary positions."""
     if attention.rope is None:
         return None
     size = round(attention.head_size * attention.rope.fraction)

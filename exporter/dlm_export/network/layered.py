@@ -203,8 +203,7 @@ class Layered:
     def packed(
         self, i: int, spans: Sequence[tuple[int, int]], past: Sequence[Past | None]
     ) -> tuple[Turn | None, None, Packed]:
-        """Return the arguments of layer ``i`` besides the hidden states, for several passes
-        together.
+        """Return the arguments of layer ``i`` besides the hidden states, for several passes.
 
         The hidden states of the passes are concatenated to ``[1, tokens, hidden]``. For each pass,
         ``spans`` contains the positions ``(first, end)`` of the pass, and ``past`` contains the
@@ -287,8 +286,9 @@ class Head:
         return out if self.bias is None else out.add_(self.bias)
 
     def pull(self, gradients: Tensor) -> Tensor:
-        """Backpropagate gradients of logits ``[..., V]``. Returns fp32 ``[..., hidden]`` on the
-        CPU.
+        """Backpropagate gradients of logits ``[..., V]``.
+
+        Returns fp32 ``[..., hidden]`` on the CPU.
         """
         out = torch.zeros(*gradients.shape[:-1], self.weight.shape[0], device=self.device)
         for columns, weight in self._widened():

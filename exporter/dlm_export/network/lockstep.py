@@ -43,16 +43,12 @@ class _Course:
         self.span = self.run.advance()
 
     def past(self, i: int) -> Past | None:
-        """Return the cached keys and values of layer ``i``, for the rows that the next pass does
-        not compute.
-        """
+        """Return layer ``i``'s cached keys and values that the next pass does not compute."""
         assert self.span is not None
         return outside(self.cache[i], self.span)
 
     def keep(self, i: int, keys: Tensor, values: Tensor) -> None:
-        """Store the keys and values ``[1, Hkv, T, D]`` of layer ``i``, if the plan of the pass
-        stores them.
-        """
+        """Store keys and values ``[1, Hkv, T, D]`` of layer ``i``, if the pass's plan says so."""
         assert self.span is not None
         if self.span.is_stored:
             self.cache[i] = store(self.cache[i], (keys, values), self.span)

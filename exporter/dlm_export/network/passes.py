@@ -27,8 +27,9 @@ FULL_CACHES = ("prefix", "dual")
 
 
 class Looped(Protocol):
-    """The fields of a network that the unmasking loop needs. ``NetworkSpec`` explains
-    ``visible_block``.
+    """The fields of a network that the unmasking loop needs.
+
+    ``NetworkSpec`` explains ``visible_block``.
     """
 
     @property
@@ -58,9 +59,7 @@ class Span:
     kept: str
 
     def is_whole(self, length: int) -> bool:
-        """Return True if the span covers a whole canvas of this length, so no cached rows are
-        needed.
-        """
+        """Return True if the span covers a whole canvas of this length."""
         return (self.first, self.last) == (0, length)
 
     @property

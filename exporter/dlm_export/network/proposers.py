@@ -35,8 +35,9 @@ class Proposals:
 
 
 class Proposer:
-    """Chooses the tokens that a request may commit. This base class proposes the most likely token
-    of each position.
+    """Chooses the tokens that a request may commit.
+
+    This base class proposes the most likely token of each position.
     """
 
     def __init__(self, mask_token_id: int, policy: Policy) -> None:
@@ -56,8 +57,7 @@ class Proposer:
         )
 
     def limit(self, turn: Turn, proposals: Proposals, chosen: np.ndarray) -> np.ndarray:
-        """Select the positions that may commit in the same step, out of those that the policy
-        chose.
+        """Select from the positions that the policy chose those that may commit together.
 
         ``chosen`` and the result are bool ``[M]``. At least one position is selected, unless the
         turn edits.
@@ -65,8 +65,7 @@ class Proposer:
         return chosen
 
     def scaffold(self, canvas: Canvas, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the positions in ``[first, last)`` where only one token is possible, and the
-        tokens.
+        """Return the positions in ``[first, last)`` with only one possible token, and the tokens.
 
         Both arrays are int64.
         """

@@ -85,8 +85,9 @@ class Run:
         steps: int = 0,
         proposer: Proposer | None = None,
     ) -> None:
-        """``generate`` explains ``steps``. If ``proposer`` is ``None``, the policy's default
-        proposer is used.
+        """``generate`` explains ``steps``.
+
+        If ``proposer`` is ``None``, the policy's default proposer is used.
         """
         self.network, self.policy = network, policy
         self.proposer = proposer or make_proposer(network.mask_token_id, policy)
@@ -125,8 +126,9 @@ class Run:
 
     @property
     def rows(self) -> Tensor:
-        """The rows whose logits ``commit`` needs, int64 ``[M]``. Row 0 is the first row of the
-        pass.
+        """The rows whose logits ``commit`` needs, int64 ``[M]``.
+
+        Row 0 is the first row of the pass.
         """
         return torch.from_numpy(
             (self._turn.positions - self.network.shift).clip(min=0) - self._turn.span.first
@@ -237,8 +239,9 @@ class _Passes:
         self.cache: list[Past | None] = [None] * len(denoiser.network.layers)
 
     def logits(self, tokens: Tensor, span: Span, rows: Tensor) -> Tensor:
-        """Run a pass over a span of the canvas ``tokens`` ``[L]``. Returns raw logits, fp32 ``[M,
-        V]``.
+        """Run a pass over a span of the canvas ``tokens`` ``[L]``.
+
+        Returns raw logits, fp32 ``[M, V]``.
         """
         device = self.denoiser.embed.weight.device
         past = [read for kept in self.cache if (read := outside(kept, span)) is not None] or None

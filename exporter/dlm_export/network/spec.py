@@ -226,8 +226,7 @@ class NetworkSpec:
         return next(iter(self.eos_token_ids), None)
 
     def difference(self, other: NetworkSpec, but: Sequence[str] = ()) -> str | None:
-        """Describe the first field that differs from ``other``, or return ``None`` if all are
-        equal.
+        """Describe the first field that differs from ``other``, or return ``None``.
 
         The fields in ``but`` are not compared.
         """
@@ -479,9 +478,7 @@ class NetworkSpec:
     # ---- Conversion to and from plain values ----
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields and the derived values, for ``network`` in the manifest and for
-        ``inspect --json``.
-        """
+        """Return fields and derived values, for the manifest and for ``inspect --json``."""
         values = asdict(self) | {
             "eos_token_ids": list(self.eos_token_ids),
             "layers": [asdict(layer) | {"norms": list(layer.norms)} for layer in self.layers],

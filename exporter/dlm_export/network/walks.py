@@ -30,8 +30,9 @@ class Walked:
     def __init__(
         self, layered: Layered, walks: Sequence[Walk], cache_dtype: str | None = None
     ) -> None:
-        """``cache_dtype`` is the type of the cache, as the manifest names it. If ``cache_dtype`` is
-        ``None``, the cache is not rounded.
+        """``cache_dtype`` is the type of the cache, as the manifest names it.
+
+        If ``cache_dtype`` is ``None``, the cache is not rounded.
         """
         self.layered, self.walks, self._cache_dtype = layered, walks, cache_dtype
         self._ids = [

@@ -91,8 +91,7 @@ class Measured:
     generation: MeasuredGeneration
 
     def leave_one_out(self) -> list[float]:
-        """Predict each pass's time from all other passes, and return the predictions' relative
-        errors.
+        """Predict the time of each pass from all other passes, and return the relative errors.
 
         If only one pass was measured, returns an empty list.
         """

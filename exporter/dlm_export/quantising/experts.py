@@ -53,6 +53,7 @@ class Entered:
         folder: Path | None,
     ) -> None:
         """If ``x`` needs more than ``memory_bytes``, ``x`` is stored in a file in ``folder``.
+
         Raises MemoryLimitError.
         """
         self.module, self._carried, self._states = module, carried, states
@@ -81,8 +82,7 @@ class Entered:
         return self.chosen.flatten().bincount(minlength=self.module.count).numpy()
 
     def inputs(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the inputs of the tokens with the indices ``rows``, in batches on the layer's
-        device.
+        """Yield the inputs of the tokens ``rows`` (indices), in batches on the layer's device.
 
         Each batch comes with the factors of its tokens in the Gram matrix.
         """
@@ -168,9 +168,7 @@ class Reached:
 
     @property
     def few(self) -> list[int]:
-        """The indices of experts with fewer than ``fewest`` tokens, including experts without
-        tokens.
-        """
+        """The indices of experts with fewer than ``fewest`` tokens, possibly none."""
         return [expert for expert, count in enumerate(self.tokens) if count < self.fewest]
 
     def as_dict(self) -> dict[str, Any]:

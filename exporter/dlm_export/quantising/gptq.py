@@ -72,8 +72,10 @@ class Gram:
 
 
 def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
-    """Return the upper triangular ``U``, fp32 ``[K, K]``, with ``U^T U`` = inverse of the damped
-    Gram.
+    """Return the matrix ``U``, fp32 ``[K, K]``, that ``gptq`` needs.
+
+    ``U`` is upper triangular, and ``U^T U`` is the inverse of the damped Gram matrix. "Damped"
+    means that a constant was added to the diagonal.
 
     With this matrix, GPTQ does not change other rows because of an input that was always zero. The
     function needs memory for two matrices ``[K, K]``, which are in float64 if K is at most

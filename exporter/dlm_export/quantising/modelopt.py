@@ -67,8 +67,9 @@ def version() -> str | None:
 
 
 def require() -> Any:
-    """Import ``modelopt.torch.quantization``. Raises ModeloptError, which names the packages to
-    install.
+    """Import ``modelopt.torch.quantization``.
+
+    Raises ModeloptError, which names the packages to install.
     """
     found = version()
     if found is None:

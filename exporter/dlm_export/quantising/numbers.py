@@ -93,8 +93,7 @@ class Folded:
         return by_site(self.network.linear_layers())
 
     def fold(self, of: str, scales: np.ndarray) -> None:
-        """Divide a site's input by ``scales``, and multiply the rows of the site's matrices by
-        ``scales``.
+        """Divide a site's input by ``scales``, and multiply the rows of its matrices by them.
 
         ``scales`` is ``[K]`` for K inputs, or ``[E, K]`` with separate scales for each of E
         experts.
@@ -250,8 +249,9 @@ class Quantisation:
     def rounded(
         self, w: np.ndarray | Lazy, chosen: LayerFormat, amax: np.ndarray | float | None = None
     ) -> QuantisedWeight:
-        """Round a matrix to the nearest numbers of a layer format. The docstring of
-        ``quantise_weight`` explains ``amax``.
+        """Round a matrix to the nearest numbers of a layer format.
+
+        The docstring of ``quantise_weight`` explains ``amax``.
         """
         assert chosen.weights is not None
         return quantise_weight(
@@ -304,9 +304,7 @@ class Quantisation:
         )
 
     def embedding(self) -> QuantisedWeight:
-        """Return the transposed quantised embedding table ``[hidden, V]``, with one scale per
-        token.
-        """
+        """Return the quantised embedding table as ``[hidden, V]``, with one scale per token."""
         assert self.recipe.embedding is not None
         return quantise_weight(_transposed(self._later(EMBEDDING)), self.recipe.embedding)
 

@@ -191,8 +191,9 @@ class Server:
             return await asyncio.to_thread(fields.read, kind, content)
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body of a request. Raises ApiError if the body is too large or arrives too
-        slowly.
+        """Return the body of a request.
+
+        Raises ApiError if the body is too large or arrives too slowly.
         """
         found = bytearray()
         size = request.headers.get("content-length", "")
@@ -211,8 +212,9 @@ class Server:
         return bytes(found)
 
     def _check_size(self, size: int) -> None:
-        """Check the size of a body, and the total size of all arriving bodies. Raises ApiError if a
-        size exceeds its limit.
+        """Check the size of a body, and the total size of all arriving bodies.
+
+        Raises ApiError if a size exceeds its limit.
         """
         if size > self._limits.body_bytes:
             said = f"the body has more than {self._limits.body_bytes} bytes"

@@ -180,9 +180,7 @@ class Connection(H11Protocol):
         self._answer(503, "Service Unavailable", error)
 
     def _answer(self, status: int, reason: str, error: ApiError) -> None:
-        """Send an error response to a client that has sent no complete request, and close the
-        connection.
-        """
+        """Send an error to a client that has not sent a whole request, and disconnect it."""
         self._stop_waiting()
         body = json.dumps(error.body).encode()
         headers = {"content-type": "application/json", "content-length": len(body)}

@@ -65,9 +65,7 @@ class Model:
             self.compiled.pop(next(iter(self.compiled)))
 
     def note_failure(self, key: bytes, error: CompileError) -> None:
-        """Remember that a constraint cannot be compiled, and forget the oldest if there are too
-        many.
-        """
+        """Remember that a constraint cannot be compiled. Forget the oldest if there are many."""
         # Remove an old entry, so that the new entry becomes the last one.
         self._failures.pop(key, None)
         self._failures[key] = (time.monotonic(), error)

@@ -57,8 +57,7 @@ class EventStream(StreamingResponse):
 
 
 class Writer(ABC):
-    """Waits for progress of the jobs of a request, and writes events with the text of their
-    answers.
+    """Writes events with the texts of the answers of a request while its jobs run.
 
     Subclasses define the format of the events. ``answers`` contains the finished answers.
 

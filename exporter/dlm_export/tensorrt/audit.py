@@ -129,8 +129,9 @@ def _dtype(tensor: Any) -> str:
 
 
 def network_table(network: Any) -> dict[str, str]:
-    """Return the format of every multiplication by a weight in a parsed network. The keys are
-    module paths.
+    """Return the format of every multiplication by a weight in a parsed network.
+
+    The keys are module paths.
     """
     parsed = _Network(network)
     table: dict[str, str] = {}

@@ -19,17 +19,16 @@ DEVICE_OVERHEAD_BYTES = 768 << 20
 
 
 class EngineError(DlmError):
-    """Raised if an engine cannot be built as requested. When this error is raised, no file was
-    written.
+    """Raised if an engine cannot be built as requested.
+
+    When this error is raised, no file was written.
     """
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class BuilderError(EngineError):
-    """Raised if this machine lacks TensorRT, memory or a GPU to build the engine, or the build
-    fails.
-    """
+    """Raised if this machine lacks something that the build needs, or if the build fails."""
 
     exit_code = ExitCode.COULD_NOT
 

@@ -122,8 +122,9 @@ def compile_splits(splits: Sequence[Split]) -> Splits:
 
 
 def _classes(sets: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
-    """Group characters into classes. Two characters are in the same class if they are in the same
-    sets.
+    """Group characters into classes.
+
+    Two characters are in the same class if they are in the same sets.
 
     Returns the class of each code point, and a bit mask for each class. The bit mask says which
     sets contain the class.
@@ -283,9 +284,7 @@ class _Parser:
         return make
 
     def _is_empty(self, first: int, last: int) -> bool:
-        """Return True if place ``last`` can be reached from place ``first`` without consuming a
-        character.
-        """
+        """Return True if ``first`` leads to ``last`` without consuming a character."""
         waiting, seen = [first], set[int]()
         while waiting:
             at = waiting.pop()

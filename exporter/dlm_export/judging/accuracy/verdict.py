@@ -52,8 +52,7 @@ class Budgets:
     min_task: float | None = None
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Raise JudgeError if a limit needs right answers, but ``samples`` contain no right
-        answers.
+        """Raise JudgeError if a limit needs right answers, but ``samples`` contain none.
 
         Call this method before judging.
         """

@@ -326,8 +326,9 @@ class _Released:
     """An instance of the chosen class with the checkpoint's weights, which computes in fp32."""
 
     def __init__(self, checkpoint: Checkpoint, choice: Choice, network: NetworkSpec) -> None:
-        """Load the class and the weights. Raises ReleasedCodeError if loading fails for any
-        reason.
+        """Load the class and the weights.
+
+        Raises ReleasedCodeError if loading fails for any reason.
         """
         self.checkpoint, self.choice = checkpoint, choice
         self.vocab_size, self.visible_block = network.vocab_size, network.visible_block

@@ -210,9 +210,7 @@ class Parity:
 
     @property
     def summary(self) -> str:
-        """Describe the first two missed tolerances, and state the number of other missed
-        tolerances.
-        """
+        """Describe the first two missed tolerances, and state how many others were missed."""
         more = len(self.misses) - 2
         return "; ".join(self.misses[:2]) + (f"; and {more} more" if more > 0 else "")
 

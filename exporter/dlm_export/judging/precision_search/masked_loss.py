@@ -17,8 +17,9 @@ class MaskedLoss:
     def __init__(
         self, reference: Scorer, samples: Sequence[Sample], policy: Policy, seed: int
     ) -> None:
-        """Mask the samples. If the reference is a ``Seer``, compute the reference's predictions
-        immediately.
+        """Mask the samples.
+
+        If the reference is a ``Seer``, compute the reference's predictions immediately.
         """
         limit = reference.max_canvas_length
         self._canvases = [

@@ -180,8 +180,9 @@ class _Assigned(Layered):
         formats: Mapping[str, str],
         device: torch.device,
     ) -> None:
-        """``ready`` maps each format to a quantisation of all layers in this format. ``formats``
-        maps each layer to its chosen format.
+        """``ready`` maps each format to a quantisation of all layers in this format.
+
+        ``formats`` maps each layer to its chosen format.
         """
         super().__init__(
             functools.partial(weights.tensor, source.parameters), source.network, device=device

@@ -120,8 +120,9 @@ def draw(
 
 
 def with_nan(values: Iterable[float | None]) -> np.ndarray:
-    """Convert values to an fp64 array. Missing and infinite values become NaN, which matplotlib
-    skips.
+    """Convert values to an fp64 array.
+
+    Missing and infinite values become NaN, which matplotlib skips.
     """
     return np.array([finite(value, math.nan) for value in values], dtype=float)
 

@@ -201,9 +201,7 @@ def draw_sensitivity(layers: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def draw_nfe(judgement: Mapping[str, Any]) -> Figure:
-    """Plot two histograms of the passes per prompt, one for the reference and one for the
-    candidate.
-    """
+    """Plot histograms of the passes per prompt of the reference and of the candidate."""
     free = judgement["free_running"]
     theirs, ours = np.array(free["reference_nfe"]), np.array(free["candidate_nfe"])
     # Some counts of passes are estimates, which may not be integers.
@@ -309,9 +307,7 @@ def draw_threshold(refit: Mapping[str, Any]) -> Figure:
 
 
 def draw_effort(effort: Mapping[str, Any]) -> Figure:
-    """Plot the quality of all variants against their numbers of passes, and mark the effort
-    levels.
-    """
+    """Plot the quality of all variants against their passes, and mark the effort levels."""
     curve, levels = effort["curve"], effort["levels"]
 
     def paint(canvas: Canvas) -> None:

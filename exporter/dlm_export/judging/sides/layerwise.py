@@ -41,8 +41,7 @@ class SweptPredictor:
         folder: Path | None = None,
         cache_dtype: str | None = None,
     ) -> None:
-        """``memory_bytes`` and ``folder`` determine where hidden states are stored (see
-        ``Carried``).
+        """``memory_bytes`` and ``folder`` say where to store hidden states (see ``Carried``).
 
         ``cache_dtype`` is the type of the cache (see ``Walked``).
         """

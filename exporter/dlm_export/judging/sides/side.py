@@ -94,9 +94,7 @@ class Seer(Scorer, Protocol):
 
 
 def check_comparable(reference: Side, candidate: Side) -> None:
-    """Raise JudgeError if two denoisers have different vocabularies or interpret a canvas
-    differently.
-    """
+    """Raise JudgeError if the vocabularies, mask tokens or shifts of two denoisers differ."""
     for name in ("vocab_size", "mask_token_id", "eos_token_ids", "shift", "visible_block"):
         theirs, ours = getattr(reference, name), getattr(candidate, name)
         if theirs != ours:

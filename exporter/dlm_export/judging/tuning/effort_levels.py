@@ -86,8 +86,7 @@ class Levels:
         return asdict(self)
 
     def applied(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of the manifest with these levels, and a default loop chosen from
-        ``curve``.
+        """Return a copy of the manifest with these levels, and a default loop from ``curve``.
 
         These replace any levels and fitted default loop that the manifest already contains.
         """

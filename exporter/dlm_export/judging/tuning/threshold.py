@@ -133,8 +133,7 @@ def refit_threshold(
     seed: int = 0,
     on_done: Callable[[], None] = lambda: None,
 ) -> Refit:
-    """Choose the candidate's commit threshold: the policy's threshold, or a better value in
-    ``grid``.
+    """Choose the candidate's commit threshold: that of the policy, or a better one in ``grid``.
 
     If every sample has an answer and ``decode`` returns text, quality is the share of right
     answers. Otherwise, quality is the share of tokens that are equal to the tokens of the reference
