@@ -115,11 +115,13 @@ def build(
     A failed build leaves no files behind.
 
     Args:
-        source_path: The checkpoint or bundle. output: Folder of the new bundle. options: What to
-        build. ``None`` builds an fp32 bundle for the CPU. overrides: Values to use where the
-        checkpoint's values are missing or wrong. hub: The origin of a downloaded checkpoint, which
-        the manifest records. ``None`` if the checkpoint was not downloaded. progress: The object
-        that is notified when a stage starts or advances.
+        source_path: The checkpoint or bundle.
+        output: Folder of the new bundle.
+        options: What to build. ``None`` builds an fp32 bundle for the CPU.
+        overrides: Values to use where the checkpoint's values are missing or wrong.
+        hub: The origin of a downloaded checkpoint, which the manifest records. ``None`` if the
+            checkpoint was not downloaded.
+        progress: The object that is notified when a stage starts or advances.
 
     Returns:
         A report of the build.

@@ -65,9 +65,11 @@ def claimed(
     folder is deleted.
 
     Args:
-        output: Final path. force: Replace existing output. kept_because: A function of an existing
-        path. It returns the reason why the path must never be replaced, or ``None`` if ``force``
-        may replace the path. needed_bytes: Disk space that must be free.
+        output: Final path.
+        force: Replace existing output.
+        kept_because: A function of an existing path. It returns the reason why the path must never
+            be replaced, or ``None`` if ``force`` may replace the path.
+        needed_bytes: Disk space that must be free.
 
     Raises:
         TakenError: ``output`` exists and must not be replaced.

@@ -73,9 +73,10 @@ class Target:
 
     A value that no source states is ``None``, or is missing from a mapping.
 
-    Attributes: formats: Formats of quantised layers that the device supports. auto: Formats that
-    ``--precision auto`` tries, cheapest first. aliases: Maps a name that ``--precision`` accepts to
-    the recipe that this name means on this
+    Attributes:
+        formats: Formats of quantised layers that the device supports.
+        auto: Formats that ``--precision auto`` tries, cheapest first.
+        aliases: Maps a name that ``--precision`` accepts to the recipe that this name means on this
             target.
         note: Advice for users.
         sm: Compute capability (89 means 8.9). ``None`` for the targets ``cpu`` and ``cuda``.
@@ -83,8 +84,8 @@ class Target:
         rates: Peak operations per second of the tensor cores, by number format. If the vendor gives
             a rate for accumulation in fp32, this rate is used.
         derived: Explains, for each rate that no source states directly, how it was derived.
-        provider: ONNX Runtime's provider if ``engine`` is "onnxruntime". engine_kinds: The TensorRT
-        variants that can build engines for this target. "rtx" is
+        provider: ONNX Runtime's provider if ``engine`` is "onnxruntime".
+        engine_kinds: The TensorRT variants that can build engines for this target. "rtx" is
             TensorRT-RTX. It can build engines without a GPU. "tensorrt" is standard TensorRT. It
             builds engines on the device itself.
         tensorrt, jetpack: Versions of TensorRT and JetPack that support the device, as text.

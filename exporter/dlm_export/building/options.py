@@ -53,8 +53,8 @@ class BuildOptions:
         quantise: Options for calibrating and judging quantised bundles.
         device: The device that torch uses: auto, cpu, cuda, or one GPU such as cuda:1.
         memory_bytes: Memory limit for torch. ``None`` allows all available memory.
-        resume: Folder that keeps the results of finished stages of a quantised build. A later
-            build with the same folder continues from these results.
+        resume: Folder that keeps the results of finished stages of a quantised build. A later build
+            with the same folder continues from these results.
     """
 
     targets: tuple[str, ...] = ("cpu",)

@@ -120,11 +120,13 @@ def rewrite(
 
     Args:
         traced: The graph. The graph must be in fp32 if a format computes input ranges in each pass.
-        formats: The format of each layer, a key of ``FORMATS``. amax: The largest magnitude of each
-        layer's input, for formats with a static range. Larger inputs are clipped. rotated: The
-        layers whose input is rotated, each with the size of its Hadamard matrix. embedding: Format
-        of the embedding table. form: The engine for which the graph is written. is_shared: True if
-        a CPU graph and a device graph use the same initialisers.
+        formats: The format of each layer, a key of ``FORMATS``.
+        amax: The largest magnitude of each layer's input, for formats with a static range. Larger
+            inputs are clipped.
+        rotated: The layers whose input is rotated, each with the size of its Hadamard matrix.
+        embedding: Format of the embedding table.
+        form: The engine for which the graph is written.
+        is_shared: True if a CPU graph and a device graph use the same initialisers.
 
     Returns:
         A dict that maps the name of each new initialiser to its description.
@@ -133,7 +135,7 @@ def rewrite(
         traced, form, has_panels=not is_shared and traced.element_type == ir.DataType.FLOAT
     )
     wanted = {layer for layer, name in formats.items() if name != HIGH}
-    # ``experts.lay_out`` or ``experts.spread`` must have replaced all mixtures before
+    # skip the weights of mixtures, because ``experts`` replaces the mixtures
     if any(node.op_type == MIXTURE for node in traced.model.graph):
         wanted -= {layer.path for layer in traced.network.linear_layers() if layer.is_stacked}
     head = traced.network.quantisable()[HEAD]

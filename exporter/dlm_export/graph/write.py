@@ -41,9 +41,10 @@ def data_bytes(
     token.
 
     Args:
-        network: The denoiser's description. precision: A key of ``PRECISIONS``. formats: The
-        formats of all quantised layers. All other layers have the type ``precision``. table_bytes:
-        Bytes per element of the embedding table, if its type is not ``precision``.
+        network: The denoiser's description.
+        precision: A key of ``PRECISIONS``.
+        formats: The formats of all quantised layers. All other layers have the type ``precision``.
+        table_bytes: Bytes per element of the embedding table, if its type is not ``precision``.
     """
     c = network
     tables = c.rotary_tables()

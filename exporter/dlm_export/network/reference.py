@@ -175,10 +175,11 @@ def generate(
     """Generate ``max_new_tokens`` tokens after the prompt, and fill the mask tokens in the prompt.
 
     Args:
-        denoiser: The network to run. tokens: Token ids of the prompt, which may include mask
-        tokens. policy: The rules of scoring, committing and caching. max_new_tokens: Number of
-        positions to generate after ``tokens``. steps: Number of passes planned for the whole
-        generation. The passes are divided evenly
+        denoiser: The network to run.
+        tokens: Token ids of the prompt, which may include mask tokens.
+        policy: The rules of scoring, committing and caching.
+        max_new_tokens: Number of positions to generate after ``tokens``.
+        steps: Number of passes planned for the whole generation. The passes are divided evenly
             among the blocks. If ``steps`` is 0, the policy's number is used.
         on_step: A function that is called with the canvas after each step.
         cache_dtype: Type of stored keys and values, as the manifest names it.

@@ -158,8 +158,10 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
     entry is ``None``.
 
     Args:
-        path: The bundle's folder. options: Options that select the measurements. progress: An
-        object that the function notifies when a stage starts and when a stage advances.
+        path: The bundle's folder.
+        options: Options that select the measurements.
+        progress: An object that the function notifies when a stage starts and when a stage
+            advances.
 
     Raises:
         CalibrationError: ``data`` cannot be read.

@@ -23,8 +23,8 @@ def loads(passes: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """Return the model's four inputs for each of N measured passes, fp64 ``[N, 4]``.
 
     The inputs are the constant 1, the number of tokens, the number of rows of logits, and the
-    number of attention scores. There is one attention score for each pair of a token and another
-    token that it attends to.
+    number of attention scores. There is one attention score for each pair of a token and a token that
+    it attends to.
     """
     sizes = [[one[name] for name in ("batch", "tokens", "cached", "rows")] for one in passes]
     batch, tokens, cached, rows = np.array(sizes, np.float64).T

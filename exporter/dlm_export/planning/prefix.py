@@ -54,13 +54,10 @@ class Side:
     submitted at once.
 
     - ``first_tokens_ms``: the median time from submitting a request until its first tokens are
-    committed.
-
+      committed.
     - ``tokens_per_s``: the number of generated tokens per second.
-
     - ``cached_tokens``: number of prompt tokens whose keys and values the requests reused.
     - ``cache_bytes``: the largest total size of the keys and values in memory.
-
     - ``canvases``: the finished canvases of the requests.
     """
 

@@ -79,14 +79,19 @@ def calibrate(
     """Find the activation ranges, scales and weights that a recipe needs.
 
     Args:
-        parameters: The parameters of the source. network: The description of the source. recipe:
-        The quantisation recipe. formats: The format of each layer. states: Calibration states. May
-        be empty if ``recipe.needs_states`` is false. on_done: Called ``units(...)`` times.
+        parameters: The parameters of the source.
+        network: The description of the source.
+        recipe: The quantisation recipe.
+        formats: The format of each layer.
+        states: Calibration states. May be empty if ``recipe.needs_states`` is false.
+        on_done: Called ``units(...)`` times.
         calibrator: Either ``own`` or ``modelopt``. With ``modelopt``, NVIDIA's package finds ranges
-        and folded scales, and the whole denoiser is loaded into memory. Our own code always
-        calibrates the experts. scale_dtype: Type of scales in the graph. workplace: The memory and
-        device to use. fewest_tokens: A solver rounds an expert's weights only if at least this many
-        calibration tokens are routed to the expert.
+            and folded scales, and the whole denoiser is loaded into memory. Our own code always
+            calibrates the experts.
+        scale_dtype: Type of scales in the graph.
+        workplace: The memory and device to use.
+        fewest_tokens: A solver rounds an expert's weights only if at least this many calibration
+            tokens are routed to the expert.
         is_dense: See the field ``is_dense`` of ``Quantisation``.
 
     Raises:

@@ -82,8 +82,8 @@ def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
     ``EXACT``.
 
     Args:
-        gram: fp32 ``[K, K]``. Only the upper triangle is used. damping: The diagonal is increased
-        by this share of its mean; default 0.01.
+        gram: fp32 ``[K, K]``. Only the upper triangle is used.
+        damping: The diagonal is increased by this share of its mean; default 0.01.
 
     Raises:
         QuantisationError: Values are not finite, or the matrix is not positive semi-definite.
@@ -156,10 +156,12 @@ def gptq(
         w: The weight matrix.
         factor: The result of ``inverse_factor`` for the layer's Gram matrix. Layers with the same
             input share one factor.
-        format: Number format; default int4. group_size: Rows in a group of int4; default 128. amax:
-        Largest magnitude to use instead of the column's own largest magnitude. For nvfp4, ``amax``
-        replaces the largest magnitude of the whole tensor. scale_dtype: Type of scales in the
-        graph. is_signed: Allow negative scales in int4.
+        format: Number format; default int4.
+        group_size: Rows in a group of int4; default 128.
+        amax: Largest magnitude to use instead of the column's own largest magnitude. For nvfp4,
+            ``amax`` replaces the largest magnitude of the whole tensor.
+        scale_dtype: Type of scales in the graph.
+        is_signed: Allow negative scales in int4.
 
     Raises:
         QuantisationError: The format is unknown, shapes do not match, or weights are not finite.

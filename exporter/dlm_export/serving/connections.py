@@ -31,9 +31,10 @@ class ConnectionLimits:
     """The limits that apply to all connections.
 
     Args:
-        connections: The maximum number of open connections. head_s: The maximum number of seconds
-        that a request's headers may take to arrive. write_s: The maximum number of seconds for
-        which a connection's send buffers may stay full because the client receives no data.
+        connections: The maximum number of open connections.
+        head_s: The maximum number of seconds that a request's headers may take to arrive.
+        write_s: The maximum number of seconds for which a connection's send buffers may stay full
+            because the client receives no data.
     """
 
     connections: int = 512
@@ -77,11 +78,12 @@ class Connection(H11Protocol):
     """A connection that closes if no request arrives in time.
 
     Args:
-        limits: The limits that all connections share. idle: The connections without a request,
-        oldest first. If there are too many connections, the server closes the oldest connection in
-        ``idle``. Clients that open connections and send nothing therefore cannot keep other clients
-        out. turns: Starts pipelined requests. All connections share this object. given: The
-        arguments for the protocol class of uvicorn.
+        limits: The limits that all connections share.
+        idle: The connections without a request, oldest first. If there are too many connections,
+            the server closes the oldest connection in ``idle``. Clients that open connections and
+            send nothing therefore cannot keep other clients out.
+        turns: Starts pipelined requests. All connections share this object.
+        given: The arguments for the protocol class of uvicorn.
     """
 
     def __init__(

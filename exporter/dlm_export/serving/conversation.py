@@ -35,7 +35,8 @@ COMPILE_LIMITS = CompileLimits(seconds=5)
 class Ask:
     """All requests to the runtime that are made for one HTTP request.
 
-    Args: given: One dict per request to the runtime. Each dict contains a prompt, token IDs or a
+    Args:
+        given: One dict per request to the runtime. Each dict contains a prompt, token IDs or a
             chat.
         options: The options that all requests to the runtime share.
         choices: The number of answers per request. Each answer uses a different seed.
@@ -114,9 +115,11 @@ def hole(body: Sampling, model: Model, before: str, after: str, length: int | No
 
     If the denoiser writes an end token into the hole, the rest of the hole is filled with padding.
 
-    Args: body: The body of the HTTP request. model: The model that fills the hole. before, after:
-    The texts before and after the hole. length: The number of tokens in the hole. If None, the
-    bundle's default is used.
+    Args:
+        body: The body of the HTTP request.
+        model: The model that fills the hole.
+        before, after: The texts before and after the hole.
+        length: The number of tokens in the hole. If None, the bundle's default is used.
 
     Raises:
         ApiError: The model cannot fill holes, or an option cannot be used with holes.

@@ -100,12 +100,13 @@ class Models:
     """All models by name. Only the thread of the event loop may use this object.
 
     Args:
-        paths: Maps the name of each model to its bundle's folder. opener: A function that opens the
-        bundle in a folder. max_running: The maximum number of requests that share a pass of one
-        model. max_waiting: The maximum number of requests that wait for one model.
+        paths: Maps the name of each model to its bundle's folder.
+        opener: A function that opens the bundle in a folder.
+        max_running: The maximum number of requests that share a pass of one model.
+        max_waiting: The maximum number of requests that wait for one model.
         prefix_cache_bytes: The maximum number of bytes of keys and values that one model keeps
-        after its requests have ended. If None, they may use all memory for keys and values that no
-        running request needs.
+            after its requests have ended. If None, they may use all memory for keys and values that
+            no running request needs.
     """
 
     def __init__(

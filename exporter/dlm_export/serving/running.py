@@ -102,15 +102,18 @@ def serve(
     bundles again.
 
     Args:
-        paths: Maps the name of each model to its bundle's folder. opener: A function that opens the
-        bundle in a folder. address: The address at which the server listens. keys: The valid API
-        keys. Each request must contain a valid key, unless ``keys`` is empty. limits: The limits
-        that apply to each request. max_running: The maximum number of requests that share a pass of
-        one model. max_waiting: The maximum number of requests that wait for one model.
+        paths: Maps the name of each model to its bundle's folder.
+        opener: A function that opens the bundle in a folder.
+        address: The address at which the server listens.
+        keys: The valid API keys. Each request must contain a valid key, unless ``keys`` is empty.
+        limits: The limits that apply to each request.
+        max_running: The maximum number of requests that share a pass of one model.
+        max_waiting: The maximum number of requests that wait for one model.
         prefix_cache_bytes: The maximum number of bytes of keys and values that one model keeps
-        after its requests have ended. If None, they may use all memory for keys and values that no
-        running request needs. connections: The limits that apply to all connections. shutdown_s:
-        The maximum number of seconds that running requests may take after SIGTERM or
+            after its requests have ended. If None, they may use all memory for keys and values that
+            no running request needs.
+        connections: The limits that apply to all connections.
+        shutdown_s: The maximum number of seconds that running requests may take after SIGTERM or
             SIGINT.
         has_log: If True, a line of JSON is written to stderr for each request.
         on_start: Called with the port number when the server starts to listen.

@@ -37,8 +37,9 @@ class EventStream(StreamingResponse):
     """A response that consists of server-sent events.
 
     Args:
-        chunks: The encoded events. release: A function that is called once when the response has
-        ended, even if the client disconnects before the first event.
+        chunks: The encoded events.
+        release: A function that is called once when the response has ended, even if the client
+            disconnects before the first event.
     """
 
     def __init__(self, chunks: AsyncIterator[bytes], release: Callable[[], None]) -> None:

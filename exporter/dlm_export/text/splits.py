@@ -10,8 +10,8 @@ backtracking would try them (R. Cox, "Regular Expression Matching in the Wild", 
 ends the expression, the places after it in the list are dropped. The automaton therefore finds the
 same matches as backtracking.
 
-A match may depend on the next character, as in ``\\s+(?!\\S)``. The automaton therefore reports a
-match only when it reads the next character. The tokenizers library is called to find which
+A match may depend on the character after it, as in ``\\s+(?!\\S)``. The automaton therefore reports
+a match only when it reads that character. The module calls the tokenizers library to find which
 characters ``\\s`` or ``\\p{L}`` match.
 """
 
@@ -425,8 +425,9 @@ def _only(letters: str) -> np.ndarray:
 
 @functools.cache
 def _members(escape: str) -> np.ndarray:
-    """Return the characters that an escape such as ``\\p{L}`` matches. Raises NotCompiled if the
-    escape is unknown.
+    """Return the characters that an escape such as ``\\p{L}`` matches.
+
+    Raises NotCompiled if the escape is unknown.
     """
     from tokenizers import Regex, pre_tokenizers
 

@@ -76,9 +76,12 @@ def check_parity(
 ) -> Parity:
     """Compare a bundle's logits and generated text with the results of its source in torch.
 
-    Args: folder: The bundle. source: The source of the bundle. presets: Maps names to the policies
-    that generate text. precision: The precision of the bundle, a key of ``TOLERANCES``.
-    cache_dtype: Type of cached keys and values, as in the manifest. Torch rounds its cache in
+    Args:
+        folder: The bundle.
+        source: The source of the bundle.
+        presets: Maps names to the policies that generate text.
+        precision: The precision of the bundle, a key of ``TOLERANCES``.
+        cache_dtype: Type of cached keys and values, as in the manifest. Torch rounds its cache in
             the same way.
         prompts: The token IDs of each prompt. If ``None``, random prompts are used.
         max_new_tokens: The number of tokens to generate after each prompt.

@@ -94,7 +94,7 @@ class Seer(Scorer, Protocol):
 
 
 def check_comparable(reference: Side, candidate: Side) -> None:
-    """Raise JudgeError if the vocabularies, mask tokens or shifts of two denoisers differ."""
+    """Raise JudgeError if two denoisers differ in their vocabulary or decoding rules."""
     for name in ("vocab_size", "mask_token_id", "eos_token_ids", "shift", "visible_block"):
         theirs, ours = getattr(reference, name), getattr(candidate, name)
         if theirs != ours:
