@@ -138,7 +138,7 @@ def check_outside(output: Path, *sources: Path) -> None:
             raise TakenError(f"{output}: is the source that is read; choose another path")
         if read in wanted.parents:
             raise TakenError(
-                f"{output}: is inside {source}, which is only read, never written; choose a path outside it"
+                f"{output}: is inside {source}, which must not be changed; choose a path outside it"
             )
 
 

@@ -369,7 +369,7 @@ def print_threshold(refit: Refit) -> None:
     lost = f"{refit.difference:+.1%} ({low:+.1%} .. {high:+.1%}, 95%, {refit.samples} samples)"
     original, there = refit.original.threshold, refit.refitted.threshold
     saved = f"{refit.original.nfe:.2f} passes become {refit.refitted.nfe:.2f}"
-    is_open = "; whether it reaches the reference's takes more samples to tell (--judged)"
+    is_open = "; more samples are needed to tell whether it reaches the reference's (--judged)"
     none = (
         f"the reference gets no sample of {refit.samples} right, so thresholds cannot be compared"
     )

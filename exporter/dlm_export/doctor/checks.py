@@ -228,12 +228,12 @@ def _board(m: Machine) -> Iterator[Finding]:
     if board is None:
         return
     if board.sm is None:
-        said = f"{board.model}, which dlm-export has no target for"
+        said = f"{board.model}, for which dlm-export has no target"
         yield note("board", "Jetson", said, "bundles for the CPU run here")
     else:
         yield ok("board", "Jetson", f"{board.model}, SM {sm_text(board.sm)}")
     if board.sm is not None and m.sm is not None and m.sm not in reported_sms(board.sm):
-        said = f"the driver calls it SM {sm_text(m.sm)}"
+        said = f"the driver reports SM {sm_text(m.sm)}"
         yield note("board", "GPU", said, "engines are chosen by the driver's SM")
     if board.linux is None and board.jetpack is None:
         said = "/etc/nv_tegra_release and the package nvidia-jetpack are both missing, as in some containers"

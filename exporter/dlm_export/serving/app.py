@@ -528,7 +528,9 @@ async def _disconnected(request: Request) -> None:
 def _tokenizer(model: Model) -> Any:
     tokenizer = model.bundle.tokenizer
     if tokenizer is None:
-        raise ApiError(400, "this model has no tokenizer: it takes and gives token ids", "model")
+        raise ApiError(
+            400, "this model has no tokenizer: it accepts and returns token ids", "model"
+        )
     return tokenizer
 
 

@@ -240,7 +240,7 @@ def _options(body: Sampling, model: Model, max_new_tokens: int | None) -> dict[s
     if max_new_tokens is not None:
         found["max_new_tokens"] = max_new_tokens
     if body.logit_bias:
-        raise unsupported("logit_bias", "this server cannot change single tokens")
+        raise unsupported("logit_bias", "this server cannot change the logits of single tokens")
     if body.stream_options is not None and not body.stream:
         raise unsupported("stream_options", "it needs stream: true")
     if body.diffusing and not body.stream:

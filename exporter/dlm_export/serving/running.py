@@ -150,7 +150,7 @@ def serve(
             try:
                 await models.reload()
             except DlmError as err:
-                warn(f"the bundles were not opened again, and the old ones go on: {err}")
+                warn(f"cannot open the bundles again, so the old bundles stay in use: {err}")
 
         def on_hangup() -> None:
             task = loop.create_task(reload())

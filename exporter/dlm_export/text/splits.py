@@ -365,12 +365,12 @@ class _Parser:
         if not self._ignores_case:
             return _only(found)
         if not found.isascii():
-            raise self._refused("a letter in another case than ASCII's")
+            raise self._refused("a non-ASCII letter that must match in any case")
         return _only(found.lower() + found.upper() + _FOLDED.get(found.lower(), ""))
 
     def _class(self) -> np.ndarray:
         if self._ignores_case:
-            raise self._refused("a class in any case")
+            raise self._refused("a class that must match in any case")
         members, is_negative = np.zeros(CODE_POINTS, bool), self._take("^")
         while not self._take("]"):
             if self._text[self._at : self._at + 1] in ("", "[") or self._text.startswith(

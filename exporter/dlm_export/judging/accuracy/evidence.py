@@ -70,7 +70,7 @@ class Evidence:
         ``free_runs`` is ``None``.
         """
         if not pool:
-            raise JudgeError("no samples to judge with: give held-out data")
+            raise JudgeError("no samples to judge on: give held-out data")
         if max_new_tokens < 1:
             raise JudgeError("judging needs at least one new token")
         self._others = [candidate, *([noise_floor] if noise_floor is not None else [])]
