@@ -52,10 +52,8 @@ class BuildReport:
     precision: str
     simulated: bool
     kernels: dict[str, Any] | None
-    """The modules that call native kernels, and the modules that use plain operators, with the
-    reasons.
-
-    The dict has the layout of ``Fused.as_dict``. The value is ``None`` for a GPU target.
+    """The number of calls of each native kernel, and the modules that use slower operators, with
+    the reasons (see ``Fused.as_dict``). ``None`` for a GPU target.
     """
     stages_s: dict[str, float]
     files_bytes: dict[str, int]
@@ -64,9 +62,8 @@ class BuildReport:
     threshold: Refit | None
     levels: Levels | None
     cache: dict[str, Any] | None
-    """The loss of accuracy from rounding cached keys and values (``rounded_cache.judge_cache``).
-
-    The value is ``None`` if the cache does not round keys and values.
+    """The loss of accuracy because the cache stores rounded keys and values (the result of
+    ``rounded_cache.judge_cache``). ``None`` if the cache does not round keys and values.
     """
     curve: list[CurvePoint]
     tuning: Tuning | None

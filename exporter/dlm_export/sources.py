@@ -70,8 +70,7 @@ class Source:
     hub: Hub | None = None
     """The place from which the checkpoint was downloaded, or ``None`` if it was not downloaded."""
     has_effort: bool = False
-    """True if the source is a bundle with effort levels. A bundle that is built from this source
-    cannot use these levels.
+    """True if the source is a bundle with effort levels. The new bundle does not get these levels.
     """
 
 

@@ -14,8 +14,8 @@ from dlm_runtime.errors import DlmError, RequestError
 SMALL_MATRIX = 1 << 19
 """Matrices of at most this many elements are multiplied on one thread.
 
-Such a product takes about a millisecond, so dividing the product between threads takes more time
-than it saves.
+Such a product takes about a millisecond, so dividing it between threads takes more time than it
+saves.
 """
 
 

@@ -35,15 +35,13 @@ class Request:
     options: BuildOptions
     targets: tuple[Target, ...]
     recipe: Recipe | None
-    """The recipe that the option ``precision`` names.
-
-    The value is ``None`` for a full precision. The value is also ``None`` for ``auto`` and
-    ``stored``, because the recipe for these two options is found later.
+    """The recipe that the option ``precision`` names. ``None`` for a full precision. Also ``None``
+    for ``auto`` and ``stored``, because the build finds the recipe later.
     """
     builders: Mapping[str, Builder]
     """Maps the name of a target to the builder of its engine.
 
-    If a target is missing in this mapping, no engine is built for the target on this machine.
+    If the mapping does not contain a target, this machine does not build the target's engine.
     """
     device: torch.device
     """The device on which torch runs."""
@@ -104,7 +102,7 @@ class Job:
     yet.
     """
     notes: tuple[str, ...] = ()
-    """Messages for the user about layers that get an unrequested format."""
+    """Messages for the user about layers that do not get the requested format."""
 
     @property
     def cache_dtype(self) -> str:
@@ -220,7 +218,7 @@ def check_job(request: Request, source: Source) -> Job:
 DENSE_EXPERTS = 16
 """The maximum number of experts per layer in a graph for GPUs.
 
-There is a limit because a graph for GPUs computes all experts for every token.
+The limit exists because a graph for GPUs computes all experts for every token.
 """
 
 

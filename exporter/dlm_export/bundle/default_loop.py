@@ -14,8 +14,8 @@ from typing import Any
 FEWEST_SAMPLES = 32
 """Fitting a default loop needs at least this many samples.
 
-With fewer samples, a fitted loop may look as good as the published loop although the fitted loop is
-a tenth worse.
+With fewer samples, a fitted loop may seem as good as the published loop, although its quality is a
+tenth lower.
 """
 FITTED = "fitted"
 """Name of the preset that contains a fitted loop."""

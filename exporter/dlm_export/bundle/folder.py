@@ -14,10 +14,8 @@ from dlm_export import outputs
 from dlm_runtime.manifest import MANIFEST_FILE
 
 _OWN_FILES = re.compile(r"manifest\.json(\.new)?|engines/[^/]+\.engine(\.new)?")
-"""Matches the names of files that belong to a bundle even if the bundle's manifest does not list
-these files.
-
-These files are the manifest, and the files that remain if ``dlm-export engine`` is killed.
+"""Matches the names of files that belong to a bundle although its manifest does not list them: the
+manifest, and the files that remain if ``dlm-export engine`` is killed.
 """
 
 

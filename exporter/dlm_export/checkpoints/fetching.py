@@ -41,7 +41,7 @@ FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Names of the files that are fetched from a checkpoint. All other files are never fetched."""
+"""Names of the files that this module downloads. It never downloads any other file."""
 HEADER_LIMIT_BYTES = 100_000_000
 """Largest header of a safetensors file, as the format specifies."""
 TIMEOUT_S = 30.0

@@ -37,8 +37,8 @@ INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 WEIGHT_DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
 QUANTISED_DTYPES = {"F8_E4M3": 1, "U8": 1}  # accepted only in quantised checkpoints
 POSITION_IDS = ".embeddings.position_ids"
-"""The end of the name of an integer tensor in old checkpoints of transformers. The tensor contains
-the numbers 0, 1, 2 and so on, so it is not read.
+"""The suffix of the name of an integer tensor in old checkpoints of transformers. The tensor
+contains the numbers 0, 1, 2 and so on, so this module ignores it.
 """
 QUANTISATION_FILE = "hf_quant_config.json"
 NAME_LIMIT_BYTES = 255  # limit of a file name on all Linux file systems
@@ -228,11 +228,9 @@ ALGORITHMS = {
     "NVFP4": "nvfp4",
     "W4A16_NVFP4": "nvfp4-weight",
 }
-"""The supported quantisation algorithms of modelopt -> the layer format that recipes use for the
-algorithm.
-
-Other algorithms of modelopt are not supported, because these algorithms scale, pack or split
-weights differently.
+"""Maps each supported quantisation algorithm of modelopt to the layer format that recipes use for
+it. Other algorithms of modelopt are not supported, because they scale, pack or split weights
+differently.
 """
 MIXED = "MIXED_PRECISION"  # each layer names its own algorithm
 _NVFP4_GROUP_SIZE = 16

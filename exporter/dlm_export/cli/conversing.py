@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 KEPT_BYTES = 1 << 30
-"""The most bytes of keys and values that ``chat`` keeps between answers."""
+"""The maximum number of bytes of keys and values that ``chat`` stores between answers."""
 _TOOL_OPTIONS = {"tools": "--tools", "tool_choice": "--tool-choice", "call_format": "--call-format"}
 
 

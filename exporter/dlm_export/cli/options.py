@@ -26,7 +26,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 LAYOUTS = click.Choice(list(layout.LAYOUTS))
 CALL_FORMATS = click.Choice(list(tools.FORMATS))
 NAMES_WIDTH = 32
-"""Width of the column with option names in the help. If an option's name is longer, the option's
+"""Width of the help's column with option names, in characters. If a name is longer, the option's
 help text starts on the next line.
 """
 

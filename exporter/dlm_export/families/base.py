@@ -120,22 +120,23 @@ class Family:
     architectures: tuple[str, ...]
     description: str
     default_preset: str
-    """The preset of the loop that was published for the family. A bundle uses
-    ``default_preset`` until a different default loop is fitted.
+    """The name of the preset with the loop that was published for the family. A bundle uses this
+    preset until ``dlm-export effort`` fits a different default loop.
     """
     read: Callable[[Checkpoint, Overrides], NetworkSpec]
     origins: Callable[[NetworkSpec, Checkpoint], dict[str, Origin]]
     trunk: str | None = None
-    """The class of the transformers library that has the same layers and tensor names. ``capture``
-    runs this class with the network's attention mask.
+    """The name of the class in transformers with the same layers and tensor names. ``capture`` can
+    run this class with the network's attention mask.
     """
     block_preset: str | None = None
-    """The default preset for checkpoints with block-causal attention. If ``None``, checkpoints with
-    block-causal attention use ``default_preset``.
+    """The default preset of checkpoints with block-causal attention, or ``None`` if it is
+    ``default_preset`` too.
     """
     left_out: tuple[str, ...] = ()
-    """The start of the names of tensors that a checkpoint may contain and that the denoiser does not
-    need, such as those of other heads. A message lists the tensors that are left out.
+    """Prefixes of tensor names. The checkpoint may contain tensors whose names start with a prefix,
+    but the denoiser does not need them. Tensors of other heads are an example. A message to the
+    user lists such tensors.
     """
 
     def preset_for(self, network: NetworkSpec) -> str:

@@ -48,7 +48,9 @@ EXPERT_NAMES = {
     "mlp.experts.up": "mlp.experts.{e}.up_proj",
     "mlp.experts.down": "mlp.experts.{e}.down_proj",
 }
-"""The names that several releases use for a router and the router's experts."""
+"""Maps the modules of a mixture (the router and the experts) to the tensor names in several
+releases.
+"""
 
 MIXTURE = replace(TRUNK, names=TRUNK.names | EXPERT_NAMES)
 """The tensor names of transformers' Qwen3-MoE."""

@@ -60,4 +60,4 @@ PRECISIONS = {"fp32": 4, "fp16": 2, "bf16": 2}
 quantisation.
 """
 CACHE_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}
-"""For each precision of the cache, the ``cache_dtype`` in the manifest."""
+"""Maps each precision of the cache to the value of ``cache_dtype`` in the manifest."""

@@ -23,16 +23,15 @@ ATTENTION = (
 )
 """Attention functions whose cache contains fp32 rows."""
 STORED = {"float32": "", "float16": "Fp16", "int8": "Int8"}
-"""Type of the cache -> prefix of the attention function's name."""
+"""Maps the type of the cache to the prefix of the attention function's name."""
 POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)
-"""The fp32 number for each value of the exponent bits: ``2 ** (field - 127)``.
-
-The first entry is 0, and the last entry is infinity.
+"""A table of powers of two in fp32. The index is the value of the exponent bits, so entry ``i`` is
+``2 ** (i - 127)``, except that the first entry is 0 and the last entry is infinity.
 """
 
 _Code = Callable[["Body", ir.Value], ir.Value]
-"""The type of a function that converts rows ``[B, Hkv, rows, D]`` to the cache's form, or that
-converts stored rows back.
+"""The type of a function that converts rows ``[B, Hkv, rows, D]`` to the form in the cache, or
+back.
 """
 
 
@@ -184,4 +183,6 @@ CACHES: dict[str, tuple[_Code, _Code]] = {
     "float16": (_as(ir.DataType.FLOAT16), _as(ir.DataType.FLOAT)),
     "int8": (_store_int8, _read_int8),
 }
-"""Type of the cache -> functions that convert rows to their stored form, and back."""
+"""Maps the type of the cache to two functions: the first converts rows to the form in the cache,
+and the second converts them back.
+"""

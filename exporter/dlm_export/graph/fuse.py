@@ -308,17 +308,15 @@ _HIDING = ("Unsqueeze", ("Mul", ("Cast", _HIDDEN), float(np.finfo(np.float32).mi
 _DISTANCES = ("Abs", ("Sub", ("Unsqueeze", "positions", 1), ("Unsqueeze", "positions", 2)))
 _FAR = ("Greater", ("Concat", ("Expand", 0, "rows"), _DISTANCES), "length")
 _WINDOW = ("Unsqueeze", ("Mul", ("Cast", _FAR), float(np.finfo(np.float32).min)), 1)
-"""The patterns of nodes into which the function ``hiding`` of ``network.denoiser`` is traced, for
-block-causal attention and for attention in a window.
-
-A tuple is an operator with its inputs. A number stands for a constant with this value. A name
-matches any value.
+"""The node patterns of attention masks: block-causal attention, and attention in a window. Tracing
+the function ``hiding`` of ``network.denoiser`` gives these nodes. A tuple is an operator with its
+inputs. A number is a constant with this value. A name matches any value.
 """
 
 
 _PATTERNS = {"visible_block": _HIDING, "window": _WINDOW}
 _SEEN = {"visible_block": BLOCK, "window": WINDOW}
-"""Attribute of an attention function -> the pattern of its mask, and the part of its name."""
+"""Maps the name of an attribute of attention functions to a part of the function's name."""
 
 
 def _seen(hidden: ir.Value, positions: ir.Value) -> dict[str, int]:

@@ -18,7 +18,9 @@ from dlm_export.graph.parts import EMBED, block_of
 from dlm_export.network.spec import NetworkSpec
 
 _NUMBERED = re.compile(r"(blocks\.|(?:past|present)_(?:key|value)\.)(\d+)")
-"""Matches the start of a layer's module path or port name, including the layer's index."""
+"""Matches the start of the module path of a layer, or of the name of a cache input or output, up to
+and including the layer's index.
+"""
 
 
 def kinds(network: NetworkSpec) -> list[int]:

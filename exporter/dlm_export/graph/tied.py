@@ -16,7 +16,8 @@ TIED_HEADS = {
     ir.DataType.BFLOAT16: "Bf16TiedHead",
     ir.DataType.FLOAT16: "Fp16TiedHead",
 }
-"""Type of an unquantised table -> name of the function that multiplies by this table."""
+"""Maps the type of an unquantised table to the name of the function that multiplies by the table.
+"""
 FP8_TIED_HEAD = "Fp8TiedHead"
 
 

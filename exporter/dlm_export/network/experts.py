@@ -22,8 +22,8 @@ torch.library.define(
     "dlm_export::experts", "(Tensor x, Tensor chosen, Tensor weights, Tensor[] stacks) -> Tensor"
 )
 _NO_SUM = 1e-20
-"""The number that is added to the sum of routing weights before the routing weights are divided by
-this sum, as in released routers.
+"""Routers normalise routing weights by dividing them by their sum. As in released routers, this
+number is added to the sum, so that the sum is never 0.
 """
 
 

@@ -24,8 +24,9 @@ NORMS = (
     "mlp_out_norm",
     "mlp_sum_norm",
 )
-"""Possible norms of a layer: before attention, after attention, after the residual sum of attention,
-and the same for the MLP. A layer with sum norms only is called post-norm.
+"""Possible norms of a layer: before attention, after attention, after the residual sum of
+attention, and the same three for the MLP. A layer that has norms only after the residual sums is
+called post-norm.
 """
 NORM_KINDS = ("rms", "layer", "layer-bias")
 """Kinds of norms: RMSNorm, LayerNorm without a bias, and LayerNorm with a bias."""

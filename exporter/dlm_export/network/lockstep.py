@@ -26,8 +26,8 @@ from dlm_export.network.turns import Canvas, reserve_end
 from dlm_runtime.policy import Policy
 
 HELD = 250_000_000
-"""Denoisers with at most this many parameters (1 GB in fp32) stay in memory with all layers, if the
-layers need at most half of the memory limit.
+"""All layers of a denoiser stay in memory if it has at most this many parameters (1 GB in fp32),
+and if the layers need at most half of the memory limit.
 """
 SCORED_ROWS = 256  # number of rows of logits that are in memory at a time
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 LOWEST, HIGHEST = 1e-6, 1e6
-"""Limits of the numbers of a scaling. Between these limits, no formula overflows."""
+"""Limits of the numbers in a scaling's description. Between these limits, no formula overflows."""
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,8 @@ __all__ = [
 ]
 
 CACHE_ROWS = {"float32": (4, 0), "float16": (2, 0), "bfloat16": (2, 0), "int8": (1, 2)}
-"""For each cache type, the bytes per element, and the bytes of the scale of a row. A row is the key
-or value of one position in one head.
-
-The keys are the types' names in the manifest.
+"""Maps each cache type, as the manifest names it, to two numbers: the bytes per element, and the
+bytes of the scale of a row. A row is the key or value of one position in one head.
 """
 STACKS = ("gate", "up", "down")
 """Roles of the three matrices of a gated MLP. The stacks of experts have the same roles."""

@@ -150,10 +150,8 @@ class Quantisation:
     """The data type of scales in the graph. Some formats always use fp16 scales."""
     solved: Solved = field(default_factory=Solved)
     is_dense: bool = False
-    """True if the graph computes all experts for every token. In this case, each stack of experts
-    is joined into one matrix.
-
-    If ``is_dense`` is true, all experts in a stack of down projections share one scale per column.
+    """True if the graph computes all experts for every token. Each stack of experts is then joined
+    into one matrix, and all experts of a down projection share one scale per column.
     """
     reached: dict[str, Reached] = field(default_factory=dict)
     """For each quantised mixture, the number of calibration tokens that were routed to each expert.

@@ -30,11 +30,10 @@ contains only clean states, like the calibration data of autoregressive language
 # Every fourth sample of a file is used for judging. The remaining samples are used for calibration.
 JUDGED_EVERY = 4
 FEWEST_TOKENS = 32
-"""By default, an expert's weights are solved if at least this many tokens are routed to the expert.
-
-If the tokens' inputs are independent, GPTQ is better than rounding to nearest from 8 tokens on.
-From 32 tokens on, GPTQ's loss is a third less than the loss of rounding to nearest. The default is
-32 instead of 8, because the tokens of a few texts are often similar.
+"""By default, GPTQ rounds an expert's weights if at least this many tokens are routed to the
+expert. Measured with independent inputs, GPTQ is better than rounding to nearest from 8 tokens on.
+From 32 tokens on, its loss is a third smaller. The default is 32 instead of 8, because the tokens
+of a few texts are often similar.
 """
 RANDOM_LENGTH = 64  # length of a random sample in tokens; its first half is the prompt
 # The maximum number of passes per block. Without a maximum, a denoiser with low confidences would

@@ -40,11 +40,11 @@ from dlm_runtime import DlmError, Generation, Job
 from dlm_runtime.generation.deciding import Deciding
 
 OPEN_PATHS = ("/health", "/ready", *page_routes.PATHS)
-"""Requests to a path in this set need no key."""
+"""Requests to these paths need no API key."""
 MOST_ID = 128
 QUICK_BYTES = 1 << 14
-"""The server checks smaller bodies on the thread of the event loop, and larger bodies on another
-thread.
+"""A size in bytes. The server checks smaller bodies on the thread of the event loop, and larger
+bodies on another thread.
 """
 
 

@@ -26,7 +26,9 @@ CURSOR = "<|cursor|>"
 FENCE = "```"
 """The line that Mercury's API writes before and after the region in an answer."""
 SPARE_TOKENS = 16
-"""A new region may be longer than the old region by at least this number of tokens."""
+"""The canvas has room for a new region that is longer than the old region by at least this number
+of tokens.
+"""
 WHERE = "messages[0].content"
 
 

@@ -21,16 +21,16 @@ MOST_TOOLS = 128
 MOST_PROMPTS = 64
 MOST_VALUES = 1 << 14
 """The maximum total number of strings, lists and objects in a body. The limit is needed because
-pydantic holds the interpreter's lock while it reads a body, even in a separate thread, so all other
-requests wait.
+pydantic holds the interpreter's lock while it checks a body, even in a separate thread. All other
+requests wait during this time.
 """
 MOST_COMMAS = 1 << 18
-"""The maximum number of commas outside strings in a body. The commas separate the numbers of a list.
-pydantic reads a number faster than a string, so this limit is larger than ``MOST_VALUES``.
+"""The maximum number of commas outside strings in a body. This limits the numbers in lists, which
+commas separate. pydantic checks a number faster than a string, so this limit is larger than
+``MOST_VALUES``.
 """
 MOST_PROBLEMS = 1000
-"""If a body contains more problems than this, the error message contains only the number of
-problems.
+"""If a body contains more problems than this, the error message states only their number.
 """
 
 _Item = TypeVar("_Item")

@@ -15,8 +15,8 @@ from dlm_export.serving.errors import ApiError, CompileError
 MOST_COMPILED = 64
 """The maximum number of compiled constraints that each bundle keeps in memory."""
 FAILURE_S = 60.0
-"""If a constraint cannot be compiled, then for this number of seconds, the server rejects all
-requests with the same constraint without compiling the constraint again.
+"""After a constraint could not be compiled, the server rejects requests with the same constraint
+for this number of seconds, without trying again.
 """
 
 
@@ -32,8 +32,8 @@ class Model:
         self.scheduler = bundle.scheduler(**limits)
         self.takes_conversations = self.has_chat and _takes_conversations(bundle)
         self.compiled: dict[bytes, None] = {}
-        """The keys of the constraints that were compiled last. A request starts quickly if
-        ``compiled`` contains the request's key.
+        """The hashes of the constraints that were compiled last. A request with one of these
+        constraints starts quickly.
         """
         self._failures: dict[bytes, tuple[float, CompileError]] = {}
         self._users = 0

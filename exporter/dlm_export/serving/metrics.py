@@ -18,8 +18,8 @@ PATHS = (
     "/tokenize",
     "/detokenize",
 )
-"""Each path in this tuple has its own time series. All paths that are not in this tuple share one
-time series, so that clients cannot create new time series.
+"""Each of these paths has its own time series. All other paths share one time series, so that
+clients cannot create new time series.
 """
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 

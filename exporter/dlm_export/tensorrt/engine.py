@@ -178,7 +178,9 @@ def build_engine(
         method = "inspector"
         engine = trt.Runtime(logger).deserialize_cuda_engine(output.read_bytes())
         _raise_logged(
-            logger, f"the engine for {target.name} cannot be loaded after its build", engine is not None
+            logger,
+            f"the engine for {target.name} cannot be loaded after its build",
+            engine is not None,
         )
         information = engine.create_engine_inspector().get_engine_information(
             trt.LayerInformationFormat.JSON

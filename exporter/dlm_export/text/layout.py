@@ -24,9 +24,9 @@ CONTINUES: the token continues a word.
 STRIPS_LEFT, STRIPS_RIGHT = 1, 2
 SPACE_LETTER, STARTS_WITH_SPACE, BYTE_FALLBACK, STRIPS_SPACE = 1, 2, 4, 8
 WORD_PIECES, DROPS_SPACE = 16, 32
-"""Flags of a tokenizer. WORD_PIECES: the model is WordPiece. Then WHOLE marks the tokens of the
-vocabulary, ``byte_ids`` contains the unknown token, and ``composition`` contains the table of
-``word_pieces``. DROPS_SPACE: pieces of white space are not encoded.
+"""Flags of a tokenizer. WORD_PIECES: the model is WordPiece. In this case, WHOLE marks the tokens
+of the vocabulary, ``byte_ids`` contains the unknown token, and ``composition`` contains the table
+that ``word_pieces`` makes. DROPS_SPACE: pieces that consist of white space are not encoded.
 """
 
 

@@ -28,7 +28,7 @@ from dlm_export.text.refusal import NotCompiled
 from dlm_export.text.splits import Split, Splits, compile_splits
 
 PREFIX = "##"
-"""The start of the names of tokens that continue a word."""
+"""The names of tokens that continue a word start with this prefix."""
 LONGEST_WORD = 100
 """A word with more characters is encoded as the unknown token. All released BERTs use this limit."""
 UNCHANGED, DROPPED, BREAKS, PADDED, REPLACED, MARKS = 0, 1, 2, 3, 4, 8
@@ -43,7 +43,9 @@ UNCHANGED, DROPPED, BREAKS, PADDED, REPLACED, MARKS = 0, 1, 2, 3, 4, 8
 """
 _SEPARATOR = "|"
 _LATER, _EARLIER = "\u302e", "\U0001d165"
-"""Two marks that NFD sorts, and that stripping accents keeps: the first has the higher class."""
+"""Two combining marks for tests of the normaliser. NFD sorts them, and stripping accents does not
+remove them. The first mark has the higher combining class.
+"""
 _AT_ONCE = 1 << 16  # number of characters per call of the tokenizers library
 # Classes of characters for BERT's pre-tokenizer; _ALONE is punctuation.
 _WORD, _SPACE, _ALONE = 0, 1, 2
