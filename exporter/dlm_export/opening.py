@@ -27,6 +27,7 @@ class Opening:
 
 
 ON_CPU = Opening(engine="onnxruntime")
-"""Opens a bundle with ONNX Runtime on the CPU. Every bundle can be opened in this way, even a
-bundle for GPUs.
+"""Opens a bundle with ONNX Runtime on the CPU.
+
+Every bundle can be opened in this way, even a bundle for GPUs.
 """

@@ -53,12 +53,14 @@ class Source:
     notes: tuple[str, ...] = ()
     """Messages for the user about parts of the checkpoint that a build ignores."""
     config_sha256: str | None = None
-    """SHA-256 of the checkpoint's config.json. The value is ``None`` for a bundle that does not
-    record this hash.
+    """SHA-256 of the checkpoint's config.json.
+
+    The value is ``None`` for a bundle that does not record this hash.
     """
     max_new_tokens: int | None = None
-    """The default number of tokens that a request generates. The value is ``None`` if the source
-    does not define this number.
+    """The default number of tokens that a request generates.
+
+    The value is ``None`` if the source does not define this number.
     """
     json_layout: str | None = None
     """Name of the JSON layout that the denoiser was trained on, or ``None`` if the layout is

@@ -24,8 +24,9 @@ AUTO = "auto"
 STORED = "stored"
 
 LEAST_SM = {"fp16": 75, "bf16": 80}
-"""The lowest SM that supports each full precision. 75 means SM 7.5. TensorRT-RTX 1.7 does not
-compile bf16 for SM 7.5.
+"""The lowest SM that supports each full precision. 75 means SM 7.5.
+
+TensorRT-RTX 1.7 does not compile bf16 for SM 7.5.
 """
 GPU_ALIASES = {"int8": "int8-weight", "int4": "int4-g64"}
 CPU_ALIASES = {"int4-g64": "int4-g64-dynamic", "int4-g128": "int4-g128-dynamic"}

@@ -35,8 +35,10 @@ class Request:
     options: BuildOptions
     targets: tuple[Target, ...]
     recipe: Recipe | None
-    """The recipe that the option ``precision`` names. ``None`` for a full precision. Also ``None``
-    for ``auto`` and ``stored``, because the build finds the recipe later.
+    """The recipe that the option ``precision`` names.
+
+    ``None`` for a full precision. Also ``None`` for ``auto`` and ``stored``, because the build
+    finds the recipe later.
     """
     builders: Mapping[str, Builder]
     """Maps the name of a target to the builder of its engine.
@@ -98,8 +100,9 @@ class Job:
     preset: str
     """The preset whose canvases are used for calibration and judging."""
     formats: Mapping[str, str] | None
-    """Maps each layer to its format. ``None`` if there is no recipe, or if the recipe is not known
-    yet.
+    """Maps each layer to its format.
+
+    ``None`` if there is no recipe, or if the recipe is not known yet.
     """
     notes: tuple[str, ...] = ()
     """Messages for the user about layers that do not get the requested format."""

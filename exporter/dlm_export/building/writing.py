@@ -39,8 +39,9 @@ from dlm_export.text.compiled import TEXT_FILE, compile_text
 from dlm_runtime.text.tokenizer import Tokenizer
 
 ReadParameter = Callable[[str, np.dtype], np.ndarray | Lazy]
-"""The type of a function that returns the array of an initialiser. ``write.write_graph`` calls it
-with the name and the element type of the initialiser.
+"""The type of a function that returns the array of an initialiser.
+
+``write.write_graph`` calls it with the name and the element type of the initialiser.
 """
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)

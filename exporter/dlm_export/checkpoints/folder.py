@@ -37,8 +37,9 @@ INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 WEIGHT_DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
 QUANTISED_DTYPES = {"F8_E4M3": 1, "U8": 1}  # accepted only in quantised checkpoints
 POSITION_IDS = ".embeddings.position_ids"
-"""The suffix of the name of an integer tensor in old checkpoints of transformers. The tensor
-contains the numbers 0, 1, 2 and so on, so this module ignores it.
+"""The suffix of the name of an integer tensor in old checkpoints of transformers.
+
+The tensor contains the numbers 0, 1, 2 and so on, so this module ignores it.
 """
 QUANTISATION_FILE = "hf_quant_config.json"
 NAME_LIMIT_BYTES = 255  # limit of a file name on all Linux file systems

@@ -26,8 +26,9 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 LAYOUTS = click.Choice(list(layout.LAYOUTS))
 CALL_FORMATS = click.Choice(list(tools.FORMATS))
 NAMES_WIDTH = 32
-"""Width of the help's column with option names, in characters. If a name is longer, the option's
-help text starts on the next line.
+"""Width of the help's column with option names, in characters.
+
+If a name is longer, the option's help text starts on the next line.
 """
 
 
@@ -225,8 +226,9 @@ cpu_opening_group = group(
     ),
     *_RUN_OPTIONS,
 )
-"""Like ``opening_group``, but for commands that compare bundles. The default engine is onnxruntime,
-which runs bundles on the CPU.
+"""Like ``opening_group``, but for commands that compare bundles.
+
+The default engine is onnxruntime, which runs bundles on the CPU.
 """
 
 # ---- Judging ----

@@ -120,23 +120,26 @@ class Family:
     architectures: tuple[str, ...]
     description: str
     default_preset: str
-    """The name of the preset with the loop that was published for the family. A bundle uses this
-    preset until ``dlm-export effort`` fits a different default loop.
+    """The name of the preset with the loop that was published for the family.
+
+    A bundle uses this preset until ``dlm-export effort`` fits a different default loop.
     """
     read: Callable[[Checkpoint, Overrides], NetworkSpec]
     origins: Callable[[NetworkSpec, Checkpoint], dict[str, Origin]]
     trunk: str | None = None
-    """The name of the class in transformers with the same layers and tensor names. ``capture`` can
-    run this class with the network's attention mask.
+    """The name of the class in transformers with the same layers and tensor names.
+
+    ``capture`` can run this class with the network's attention mask.
     """
     block_preset: str | None = None
     """The default preset of checkpoints with block-causal attention, or ``None`` if it is
     ``default_preset`` too.
     """
     left_out: tuple[str, ...] = ()
-    """Prefixes of tensor names. The checkpoint may contain tensors whose names start with a prefix,
-    but the denoiser does not need them. Tensors of other heads are an example. A message to the
-    user lists such tensors.
+    """Prefixes of tensor names.
+
+    The checkpoint may contain tensors whose names start with a prefix, but the denoiser does not
+    need them. Tensors of other heads are an example. A message to the user lists such tensors.
     """
 
     def preset_for(self, network: NetworkSpec) -> str:

@@ -14,8 +14,10 @@ from dlm_calibration.formats import SMALLEST_ROW
 from dlm_export.graph.body import Body
 
 BLOCK, WINDOW, NORMED = "Block", "Window", "Normed"
-"""Parts of the names of attention functions. ``Block`` means block-causal attention. ``Window``
-means attention in a window. ``Normed`` means that an RMSNorm is applied to queries and keys.
+"""Parts of the names of attention functions.
+
+``Block`` means block-causal attention. ``Window`` means attention in a window. ``Normed`` means
+that an RMSNorm is applied to queries and keys.
 """
 ATTENTION = (
     *(f"{block}{normed}CachedAttention" for normed in ("", NORMED) for block in ("", BLOCK)),
@@ -25,8 +27,10 @@ ATTENTION = (
 STORED = {"float32": "", "float16": "Fp16", "int8": "Int8"}
 """Maps the type of the cache to the prefix of the attention function's name."""
 POWERS = (np.arange(256, dtype=np.uint32) << 23).view(np.float32)
-"""A table of powers of two in fp32. The index is the value of the exponent bits, so entry ``i`` is
-``2 ** (i - 127)``, except that the first entry is 0 and the last entry is infinity.
+"""A table of powers of two in fp32.
+
+The index is the value of the exponent bits, so entry ``i`` is ``2 ** (i - 127)``, except that the
+first entry is 0 and the last entry is infinity.
 """
 
 _Code = Callable[["Body", ir.Value], ir.Value]

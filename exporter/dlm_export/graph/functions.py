@@ -101,8 +101,9 @@ from dlm_export.graph.routed import FUNCTIONS, experts
 from dlm_export.graph.tied import FP8_TIED_HEAD, TIED_HEADS, tied_head
 
 LINEAR = ("Int8Linear", "Int4Linear")
-"""Linear functions that quantise each row of their input. Calls with the same input can be merged
-into one call.
+"""Linear functions that quantise each row of their input.
+
+Calls with the same input can be merged into one call.
 """
 KERNELS = (
     *(f"{stored}{name}" for name in ATTENTION for stored in STORED.values()),

@@ -308,9 +308,10 @@ _HIDING = ("Unsqueeze", ("Mul", ("Cast", _HIDDEN), float(np.finfo(np.float32).mi
 _DISTANCES = ("Abs", ("Sub", ("Unsqueeze", "positions", 1), ("Unsqueeze", "positions", 2)))
 _FAR = ("Greater", ("Concat", ("Expand", 0, "rows"), _DISTANCES), "length")
 _WINDOW = ("Unsqueeze", ("Mul", ("Cast", _FAR), float(np.finfo(np.float32).min)), 1)
-"""The node patterns of attention masks: block-causal attention, and attention in a window. Tracing
-the function ``hiding`` of ``network.denoiser`` gives these nodes. A tuple is an operator with its
-inputs. A number is a constant with this value. A name matches any value.
+"""The node patterns of attention masks: block-causal attention, and attention in a window.
+
+Tracing the function ``hiding`` of ``network.denoiser`` gives these nodes. A tuple is an operator
+with its inputs. A number is a constant with this value. A name matches any value.
 """
 
 

@@ -19,8 +19,9 @@ from dlm_export.graph.body import Body, LoopBody
 from dlm_export.network.spec import STACKS
 
 MIXTURE = "Experts"
-"""Name of the function for mixtures of experts in a traced graph. ``graph.experts`` replaces calls
-of this function with calls of another function in ``FUNCTIONS``.
+"""Name of the function for mixtures of experts in a traced graph.
+
+``graph.experts`` replaces calls of this function with calls of another function in ``FUNCTIONS``.
 """
 RANGES = ("x_scale", "hidden_scale")
 E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)

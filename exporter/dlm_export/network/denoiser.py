@@ -33,8 +33,9 @@ from dlm_export.network.spec import (
 from dlm_runtime.errors import DlmError, ExitCode
 
 Turn = tuple[Tensor, Tensor, Tensor]
-"""The rotary embedding of a pass: a table of cosines, a table of sines, and position ids. The
-tables are ``[positions, D / 2]``. The position ids ``[B, T]`` select rows of the tables.
+"""The rotary embedding of a pass: a table of cosines, a table of sines, and position ids.
+
+The tables are ``[positions, D / 2]``. The position ids ``[B, T]`` select rows of the tables.
 """
 Past = tuple[Tensor, Tensor]
 """One layer's keys and values, ``[B, Hkv, rows, D]``."""

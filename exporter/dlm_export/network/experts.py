@@ -22,8 +22,9 @@ torch.library.define(
     "dlm_export::experts", "(Tensor x, Tensor chosen, Tensor weights, Tensor[] stacks) -> Tensor"
 )
 _NO_SUM = 1e-20
-"""Routers normalise routing weights by dividing them by their sum. As in released routers, this
-number is added to the sum, so that the sum is never 0.
+"""Routers normalise routing weights by dividing them by their sum.
+
+As in released routers, this number is added to the sum, so that the sum is never 0.
 """
 
 

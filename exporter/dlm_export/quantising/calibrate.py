@@ -327,8 +327,9 @@ class _Seen:
         self.states = states
         self.is_masked = [state.canvas == mask_token_id for state in states]
         self.predicted = [np.flatnonzero(is_masked) for is_masked in self.is_masked]
-        """For each state, the positions for which the head is computed. These are the masked
-        positions, or all positions if no state contains masked positions.
+        """For each state, the positions for which the head is computed.
+
+        These are the masked positions, or all positions if no state contains masked positions.
         """
         if not any(map(len, self.predicted)):
             self.predicted = [np.arange(len(is_masked)) for is_masked in self.is_masked]

@@ -53,8 +53,9 @@ _WEIGHTS: dict[str, dict[str, Any]] = {
     "nvfp4": _ACTIVATIONS["nvfp4"],
 }
 AWQ_SWEEPS = 2
-"""The number of times that AWQ runs the denoiser on every state. For ranges and SmoothQuant, the
-denoiser runs once per state.
+"""The number of times that AWQ runs the denoiser on every state.
+
+For ranges and SmoothQuant, the denoiser runs once per state.
 """
 
 

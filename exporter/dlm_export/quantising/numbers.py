@@ -150,8 +150,10 @@ class Quantisation:
     """The data type of scales in the graph. Some formats always use fp16 scales."""
     solved: Solved = field(default_factory=Solved)
     is_dense: bool = False
-    """True if the graph computes all experts for every token. Each stack of experts is then joined
-    into one matrix, and all experts of a down projection share one scale per column.
+    """True if the graph computes all experts for every token.
+
+    Each stack of experts is then joined into one matrix, and all experts of a down projection share
+    one scale per column.
     """
     reached: dict[str, Reached] = field(default_factory=dict)
     """For each quantised mixture, the number of calibration tokens that were routed to each expert.

@@ -43,8 +43,10 @@ OPEN_PATHS = ("/health", "/ready", *page_routes.PATHS)
 """Requests to these paths need no API key."""
 MOST_ID = 128
 QUICK_BYTES = 1 << 14
-"""A size in bytes. The server checks smaller bodies on the thread of the event loop, and larger
-bodies on another thread.
+"""A size in bytes.
+
+The server checks smaller bodies on the thread of the event loop, and larger bodies on another
+thread.
 """
 
 

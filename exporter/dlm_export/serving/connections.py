@@ -21,8 +21,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dlm_export.serving.errors import ApiError
 
 LINGER_S = 1.0
-"""The number of seconds for which the server still receives the rest of a rejected body. If the
-server closed the connection at once, a client that is still sending would not receive the response.
+"""The number of seconds for which the server still receives the rest of a rejected body.
+
+If the server closed the connection at once, a client that is still sending would not receive the
+response.
 """
 
 

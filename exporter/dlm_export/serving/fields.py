@@ -20,14 +20,16 @@ MOST_MESSAGES = 2048
 MOST_TOOLS = 128
 MOST_PROMPTS = 64
 MOST_VALUES = 1 << 14
-"""The maximum total number of strings, lists and objects in a body. The limit is needed because
-pydantic holds the interpreter's lock while it checks a body, even in a separate thread. All other
-requests wait during this time.
+"""The maximum total number of strings, lists and objects in a body.
+
+The limit is needed because pydantic holds the interpreter's lock while it checks a body, even in a
+separate thread. All other requests wait during this time.
 """
 MOST_COMMAS = 1 << 18
-"""The maximum number of commas outside strings in a body. This limits the numbers in lists, which
-commas separate. pydantic checks a number faster than a string, so this limit is larger than
-``MOST_VALUES``.
+"""The maximum number of commas outside strings in a body.
+
+This limits the numbers in lists, which commas separate. pydantic checks a number faster than a
+string, so this limit is larger than ``MOST_VALUES``.
 """
 MOST_PROBLEMS = 1000
 """If a body contains more problems than this, the error message states only their number.
@@ -35,7 +37,9 @@ MOST_PROBLEMS = 1000
 
 _Item = TypeVar("_Item")
 Items = Annotated[list[_Item], Field(fail_fast=True)]
-"""A list whose check stops at the first wrong item. Otherwise, checking a million wrong items would
+"""A list whose check stops at the first wrong item.
+
+Otherwise, checking a million wrong items would take seconds.
 take seconds."""
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
 Effort = Literal["instant", "low", "medium", "high"]

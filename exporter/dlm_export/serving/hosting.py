@@ -32,8 +32,9 @@ class Model:
         self.scheduler = bundle.scheduler(**limits)
         self.takes_conversations = self.has_chat and _takes_conversations(bundle)
         self.compiled: dict[bytes, None] = {}
-        """The hashes of the constraints that were compiled last. A request with one of these
-        constraints starts quickly.
+        """The hashes of the constraints that were compiled last.
+
+        A request with one of these constraints starts quickly.
         """
         self._failures: dict[bytes, tuple[float, CompileError]] = {}
         self._users = 0

@@ -18,8 +18,9 @@ PATHS = (
     "/tokenize",
     "/detokenize",
 )
-"""Each of these paths has its own time series. All other paths share one time series, so that
-clients cannot create new time series.
+"""Each of these paths has its own time series.
+
+All other paths share one time series, so that clients cannot create new time series.
 """
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 

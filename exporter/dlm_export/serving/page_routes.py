@@ -44,8 +44,9 @@ def _files() -> dict[str, str]:
 
 FILES = _files()
 PATHS = tuple(FILES)
-"""The paths of the page's files. Requests to these paths need no key, because the page itself asks
-the user for the key.
+"""The paths of the page's files.
+
+Requests to these paths need no key, because the page itself asks the user for the key.
 """
 
 

@@ -16,8 +16,9 @@ from dlm_runtime import Generation, ToolCall
 from dlm_runtime.generation.infill import read
 
 FINISHES = {"stop": "stop", "constraint": "stop"}
-"""Maps finish reasons of the runtime to OpenAI's finish reasons. All reasons that are not listed
-here become "length".
+"""Maps finish reasons of the runtime to OpenAI's finish reasons.
+
+All reasons that are not listed here become "length".
 """
 
 

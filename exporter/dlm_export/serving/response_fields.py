@@ -46,8 +46,9 @@ REFUSED = {
     "store": "this server stores no responses: give false",
     "truncation": "this server does not shorten the input: give disabled",
 }
-"""Maps each unsupported field to the reason why it is not supported. For these fields, the server
-accepts only the values None, false and "disabled".
+"""Maps each unsupported field to the reason why it is not supported.
+
+For these fields, the server accepts only the values None, false and "disabled".
 """
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -21,8 +21,10 @@ from dlm_export.text.refusal import NotCompiled
 
 ROLES = ("system", "user", "assistant", "tool")
 LEADING = "leading system"
-"""The name of the role "system" for the first message of a chat. This role is separate, because
-templates often treat a first system message differently from later system messages.
+"""The name of the role "system" for the first message of a chat.
+
+This role is separate, because templates often treat a first system message differently from later
+system messages.
 """
 REFUSED, AS_IS, STRIPPED = 0, 1, 2
 MOST_MESSAGES = 4  # largest number of messages in the conversations that this module renders
@@ -62,8 +64,9 @@ _METHODS = (
 
 Message = dict[str, str]
 Render = Callable[[Sequence[Sequence[Message]]], Sequence[str | None]]
-"""Renders conversations with the template. The result is ``None`` for a conversation that the
-template rejects.
+"""Renders conversations with the template.
+
+The result is ``None`` for a conversation that the template rejects.
 """
 
 

@@ -11,8 +11,9 @@ import numpy as np
 CODE_POINTS = 0x110000
 LAST_PLANE = 0x30000  # From this code point on, characters have no compositions.
 STARTS = 255
-"""The class of starters that may change together with a neighbour. A starter is a character of
-combining class 0.
+"""The class of starters that may change together with a neighbour.
+
+A starter is a character of combining class 0.
 """
 
 

@@ -17,16 +17,20 @@ from dlm_export.text.splits import Splits
 
 MAGIC = b"DLMTEXT\x01"
 SPECIAL, WHOLE, BYTE, CONTINUES = 1, 2, 4, 8
-"""Flags of a token. SPECIAL: the token is decoded to an empty text. WHOLE: the token's text is
-encoded to this token alone. BYTE: the token is one byte of a character that the vocabulary lacks.
-CONTINUES: the token continues a word.
+"""Flags of a token.
+
+SPECIAL: the token is decoded to an empty text. WHOLE: the token's text is encoded to this token
+alone. BYTE: the token is one byte of a character that the vocabulary lacks. CONTINUES: the token
+continues a word.
 """
 STRIPS_LEFT, STRIPS_RIGHT = 1, 2
 SPACE_LETTER, STARTS_WITH_SPACE, BYTE_FALLBACK, STRIPS_SPACE = 1, 2, 4, 8
 WORD_PIECES, DROPS_SPACE = 16, 32
-"""Flags of a tokenizer. WORD_PIECES: the model is WordPiece. In this case, WHOLE marks the tokens
-of the vocabulary, ``byte_ids`` contains the unknown token, and ``composition`` contains the table
-that ``word_pieces`` makes. DROPS_SPACE: pieces that consist of white space are not encoded.
+"""Flags of a tokenizer.
+
+WORD_PIECES: the model is WordPiece. In this case, WHOLE marks the tokens of the vocabulary,
+``byte_ids`` contains the unknown token, and ``composition`` contains the table that ``word_pieces``
+makes. DROPS_SPACE: pieces that consist of white space are not encoded.
 """
 
 

@@ -43,8 +43,10 @@ UNCHANGED, DROPPED, BREAKS, PADDED, REPLACED, MARKS = 0, 1, 2, 3, 4, 8
 """
 _SEPARATOR = "|"
 _LATER, _EARLIER = "\u302e", "\U0001d165"
-"""Two combining marks for tests of the normaliser. NFD sorts them, and stripping accents does not
-remove them. The first mark has the higher combining class.
+"""Two combining marks for tests of the normaliser.
+
+NFD sorts them, and stripping accents does not remove them. The first mark has the higher combining
+class.
 """
 _AT_ONCE = 1 << 16  # number of characters per call of the tokenizers library
 # Classes of characters for BERT's pre-tokenizer; _ALONE is punctuation.

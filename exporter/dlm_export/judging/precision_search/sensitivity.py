@@ -47,8 +47,10 @@ SWEPT_STATES = 16
 LARGE_SWEPT = 2  # number of calibration states for large denoisers, whose passes take seconds
 FRONTIER = 0.9  # a position is at the frontier if a token has at least this probability
 DRAWS = 4
-"""Number of random gradients for frontier positions. There are as many again for all other masked
-positions. BENCHMARKS.md shows how much the estimate would improve with more gradients.
+"""Number of random gradients for frontier positions.
+
+There are as many again for all other masked positions. BENCHMARKS.md shows how much the estimate
+would improve with more gradients.
 """
 Losses = dict[str, tuple[float, float]]
 """Maps each layer or mixture of experts to ``(kl, frontier_kl)``, in nats per position."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 LEAST_SAVING = 0.1
 """A faster loop replaces the preset's own loop only if it saves at least this share of the passes.
+
 A few dozen samples cannot show a small loss of quality, and a smaller saving might not be worth
 such a loss.
 """
