@@ -164,8 +164,8 @@ def _quantised_reader(numbers: Quantisation, parts: Mapping[str, quantise.Part])
     """Return a function that reads the initialisers of a quantised graph.
 
     Some initialisers are a part of a quantised layer, such as its scales. ``parts`` maps the name
-    of each of these initialisers to the layer's part. All other initialisers are parameters of the
-    denoiser.
+    of each of these initialisers to the layer and the part. All other initialisers are parameters
+    of the denoiser.
     """
     held: dict[str, QuantisedWeight] = {}
 

@@ -157,7 +157,9 @@ def _read_network(
         max_canvas_length=overrides.max_canvas_length or longest,
         shift=0,
         mask_token_id=tokens.mask,
-        eos_token_ids=(),  # the token at the end of a training text does not end an answer
+        # No end tokens, because the token at the end of each training text does not mark the end of
+        # an answer.
+        eos_token_ids=(),
         pad_token_id=tokens.pad,
         norm_kind="layer-bias",
         embedding=EmbeddingSpec(rows, first_position, config.integer("type_vocab_size"), norm=True),

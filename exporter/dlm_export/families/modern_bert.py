@@ -88,7 +88,9 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         or config.integer("max_position_embeddings", 8192),
         shift=0,
         mask_token_id=tokens.mask,
-        eos_token_ids=(),  # the token at the end of a training text does not end an answer
+        # No end tokens, because the token at the end of each training text does not mark the end of
+        # an answer.
+        eos_token_ids=(),
         pad_token_id=tokens.pad,
         norm_kind=norm_kind,
         embedding=EmbeddingSpec(norm=True),

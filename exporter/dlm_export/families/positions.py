@@ -190,7 +190,7 @@ def _scaling(settings: _Settings, kind: str) -> Scaling | None:
             settings.number("low_freq_factor"),
             settings.number("high_freq_factor"),
         )
-    # As in transformers, a factor of null stands for the network's length divided by the original
+    # As in transformers, if the factor is null, it is the network's length divided by the original
     # length.
     ratio = settings.length() / original_length if "factor" in settings.nulls else None
     factor = settings.number("factor", ratio)

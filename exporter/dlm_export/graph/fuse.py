@@ -377,7 +377,7 @@ def _refuse_settings(node: ir.Node, names: Sequence[str]) -> None:
 
 
 def _all(values: Sequence[ir.Value | None], count: int) -> list[ir.Value]:
-    """Check that there are exactly ``count`` values, that no value is missing, and return them.
+    """Return the values, after checking that there are ``count`` values and that none is missing.
 
     Otherwise, raises _Unlike.
     """

@@ -416,7 +416,8 @@ class _Writer:
             zero = self.constant("zero.int8", np.int8(0))
         else:
             # ONNX Runtime multiplies uint8 by int8 in one instruction, but needs several
-            # instructions for int8 by int8. Both ways represent the same values.
+            # instructions for int8 by int8. Codes of uint8 with zero point 128 represent the same
+            # values as codes of int8.
             zero = self.constant("zero.uint8", np.uint8(128))
         return self.nodes(
             node,

@@ -1,4 +1,4 @@
-"""ONNX functions for mixtures of experts: a loop over the chosen experts and their tokens.
+"""Defines ONNX functions for mixtures of experts, which loop over the chosen experts.
 
 INT8 and INT4 experts call the gated layer and the linear layer of ``functions``, which quantise
 each row of their input. CPUs cannot multiply in FP8 or NVFP4. The functions therefore dequantise

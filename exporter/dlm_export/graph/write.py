@@ -200,7 +200,7 @@ def _share_data(graph: Graph, device: Graph, folder: Path) -> None:
 def _packed(codes: np.ndarray) -> np.ndarray:
     """Pack 4-bit codes, each in one byte, into half as many bytes.
 
-    As in ONNX, the first code of a byte is in the low nibble.
+    As in ONNX, the first code of a byte is in the low four bits.
     """
     nibbles = codes & np.uint8(15)
     return pack_nibbles(np.pad(nibbles, (0, nibbles.size % 2)) if nibbles.size % 2 else nibbles)

@@ -415,13 +415,15 @@ class NetworkSpec:
         return list(zip(stacks[::3], stacks[1::3], stacks[2::3], strict=True))
 
     def quantisable(self) -> dict[str, LinearSpec]:
-        """Return the linear layers that a recipe may quantise, by path, in the order of a pass."""
+        """Return a dict: path -> linear layer that a recipe may quantise, in the order of a pass."""
         return {
             layer.path: layer for layer in self.linear_layers() if layer.role not in NEVER_QUANTISED
         }
 
     def units(self) -> dict[str, tuple[LinearSpec, ...]]:
-        """Return groups of layers that must have the same format, by path, in the order of a pass.
+        """Return a dict: path -> group of layers that must have the same format.
+
+        The groups are in the order in which a pass computes them.
 
         A group is one quantisable layer, or all stacks of a mixture.
         """

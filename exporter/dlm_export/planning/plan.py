@@ -233,8 +233,11 @@ def make_plan(
     for name in names or ():
         if all(name in reasons for reasons in left_out.values()):
             recipe_for(
-                targets[:1], name
-            )  # raises an error that lists the valid names, unless a CPU can simulate the precision
+                targets[:1],
+                name,
+                # This call raises an error that lists the valid names, unless a CPU can simulate the
+                # precision.
+            )
             raise PlanError(
                 f"precision {name} on {targets[0].name}: {left_out[targets[0].name][name]}; choose another"
             )

@@ -18,8 +18,8 @@ from dlm_export.quantising.experts import Entered, hidden_of, kept_rows
 from dlm_export.quantising.numbers import Quantisation
 
 AWQ_ROWS = 256
-# All experts of a mixture share the scales of gate and up. AWQ tries such scales on this many
-# experts.
+# All experts of a mixture share the scales of gate and up. AWQ tries each choice of scales on this
+# many experts only.
 AWQ_EXPERTS = 8
 
 

@@ -99,7 +99,7 @@ def inverse_factor(gram: Tensor, damping: float = 0.01) -> Tensor:
             "the Gram matrix has values that are not finite, or a negative diagonal: calibrate again."
         )
     is_dead = diagonal == 0
-    # If an input was always zero, its row and column of the Gram matrix are zero in a valid matrix.
+    # In a valid Gram matrix, the row and the column of an input that was always zero are zero.
     added = damping * diagonal[~is_dead].mean() if not bool(is_dead.all()) else torch.zeros(())
     # Let R be the upper triangular matrix for which R R^T is the damped matrix. Then U is the
     # inverse of R. To find R, reverse the order of rows and columns, compute the Cholesky factor,

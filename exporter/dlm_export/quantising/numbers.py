@@ -127,8 +127,8 @@ def _transposed(matrix: Lazy) -> Lazy:
 def _along(scales: np.ndarray, at: Index, ndim: int, axis: int) -> np.ndarray:
     """Return the scales that apply to the part ``at`` of an array with ``ndim`` axes.
 
-    Along ``axis``, each element of the array has one scale. If the scales have the shape ``[E,
-    K]``, each expert has separate scales.
+    There is one scale for each index along ``axis``. If the scales have the shape ``[E, K]``, each
+    expert has separate scales.
     """
     place = ndim + axis
     found: np.ndarray = scales[at[: scales.ndim - 1] + at[place : place + 1]]

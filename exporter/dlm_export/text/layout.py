@@ -168,8 +168,8 @@ def _starts(parts: Sequence[Sequence[object] | np.ndarray]) -> np.ndarray:
 def _pages(values: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """Compress a table with one entry per code point. Equal pages of 256 entries are stored once.
 
-    Returns the index of the page for each 256 code points, int32 ``[4352]``, and the P distinct
-    pages, uint8 ``[P * 256]``.
+    Returns the index of the page for each group of 256 code points, int32 ``[4352]``, and the P
+    distinct pages, uint8 ``[P * 256]``.
     """
     if values is None:
         return np.zeros(0, np.int32), np.zeros(0, np.uint8)

@@ -52,7 +52,7 @@ class Splits:
     ``classes``, uint8 ``[0x110000]``, contains the class of each code point. Each pattern has a
     table, int32 ``[states, classes + 1]``. The last column is for the end of the text. An entry is
     0 if there is no next state. Otherwise, the entry is 2 * (next state + 1). If a match ends
-    before the character, the entry is larger by 1.
+    before a character of this class, 1 is added to the entry.
     """
 
     classes: np.ndarray

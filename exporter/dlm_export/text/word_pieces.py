@@ -120,8 +120,8 @@ def of_word_pieces(
 def _decoded(decoders: Sequence[Part], names: Mapping[int, str]) -> dict[int, tuple[str, int]]:
     """Return the text of each token after other tokens, and the token's flags.
 
-    At the start of a text, a token may have a different text. Raises NotCompiled if that text does
-    not follow from the returned text.
+    At the start of a text, a token may have a different text. Raises NotCompiled if the runtime
+    could not derive that text from the returned text.
     """
     if [part["type"] for part in decoders] == ["Fuse"]:
         if any(name.startswith(PREFIX) for name in names.values()):
@@ -174,8 +174,9 @@ def _bert_splits() -> Splits:
 def _characters(normaliser: str) -> Composition:
     """Make the table of characters of a BertNormalizer, which is given as JSON.
 
-    The table has the fields of ``Composition``. ``classes`` has the meaning that ``Composition``
-    describes, and ``decompositions`` contains replaced characters.
+    The table has the fields of ``Composition``, but other contents: ``classes`` contains the
+    classes of this module (UNCHANGED to MARKS), and ``decompositions`` maps replaced characters to
+    their replacements.
     """
     from tokenizers import Tokenizer, models
 

@@ -114,8 +114,8 @@ def estimate(
     already include the scales. ``on_done`` is called twice per transformer block.
 
     Memory contains one block, a quantised copy of the block for each choice in ``choices``, and the
-    hidden states before every block. If the hidden states need more than ``memory_bytes``, the rest
-    is stored in a file in ``folder``. Raises MemoryLimitError.
+    hidden states before every block. Hidden states that do not fit into ``memory_bytes`` are stored
+    in a file in ``folder``. Raises MemoryLimitError.
     """
     c, canvases = layered.network, [state.canvas for state in states]
     carried = Carried(layered, canvases, memory_bytes=memory_bytes, folder=folder)

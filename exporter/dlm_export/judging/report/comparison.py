@@ -22,7 +22,8 @@ from dlm_runtime.errors import DlmError, ExitCode
 
 TEMPLATE = "comparison.html.jinja"
 SAME_LOSS = (
-    # The losses of the same reference on two machines differ by less than this, relatively.
+    # If two losses of the reference differ by more than this share, they belong to different
+    # denoisers. Smaller differences occur between machines.
     1e-3
 )
 
