@@ -349,7 +349,7 @@ tensorrt_group = group(
 
 
 def options(*groups: Any) -> Callable[[_Command], _Command]:
-    """Combine several decorators to one, so that the help shows their options in this order."""
+    """Combine several decorators into one, so that the help shows their options in this order."""
 
     def decorate(command: _Command) -> _Command:
         for decorator in reversed(groups):

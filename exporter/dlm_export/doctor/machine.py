@@ -133,7 +133,7 @@ class Machine:
 
 
 def look(system: System, folder: Path) -> Machine:
-    """Collect all facts about a machine. Free disk space is that of the disk of ``folder``."""
+    """Collect all facts about a machine, and the free space on the disk of ``folder``."""
     memory = _memory(system)
     wheels = {
         name: version

@@ -192,7 +192,7 @@ def count_work(
             kind.number * round(scored * kind.experts * kind.share) * kind.expert_macs
         )
     # Attention computes two products: of queries and keys, and of attention weights and values.
-    # Every token sees all cached tokens and all tokens of the pass.
+    # Every token attends to all cached tokens and all tokens of the pass.
     features = sum(layer.attention.heads * layer.attention.head_size for layer in network.layers)
     macs[f"attention.{FULL}"] = batch * 2 * features * tokens * (cached + tokens)
     row = (element_bytes, 0) if cache_dtype is None else CACHE_ROWS[cache_dtype]
@@ -208,7 +208,7 @@ def _matrix_bytes(chosen: LayerFormat, inputs: int, outputs: int, element_bytes:
 
 
 def _table_bytes(network: NetworkSpec, kinds: tuple[MatrixKind, ...], element_bytes: int) -> int:
-    """Return the size of the embedding table in bytes, which may also be the head's matrix."""
+    """Return the size in bytes of the embedding table, which a tied head uses too."""
     if network.tied_head:
         return sum(kind.expert_bytes for kind in kinds if kind.part == HEAD)
     return element_bytes * network.vocab_size * network.hidden_size

@@ -280,7 +280,7 @@ def _messages(body: ResponsesBody) -> tuple[list[Message], list[str]]:
 
 
 def _content(given: str | list[ItemPart]) -> str | list[Part]:
-    """Return the content of a message, with the type that chats use for all texts."""
+    """Return the content of a message, in which all texts have the type that chats use."""
     if isinstance(given, str):
         return given
     return [

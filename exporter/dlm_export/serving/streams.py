@@ -205,8 +205,8 @@ class Writer(ABC):
     def _snapshot(self, job: Job, event: Event) -> tuple[str, str, float]:
         """Return the canvas as text, the text with guesses, and the share of decided positions.
 
-        The guesses are the denoiser's. In the first text, ``UNDECIDED`` represents each undecided
-        position.
+        In the first text, ``UNDECIDED`` represents each undecided position. In the second text, the
+        denoiser's guesses replace undecided positions.
         """
         tokenizer, bundle = self._model.bundle.tokenizer, self._model.bundle
         assert tokenizer is not None

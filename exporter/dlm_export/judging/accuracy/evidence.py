@@ -130,7 +130,8 @@ class Evidence:
             ]
         else:
             # Limit the number of runs, because a loop that commits one token per pass needs many
-            # passes. All runs together may need at most one pass per masked canvas.
+            # passes. All runs together may need at most as many passes as there are masked
+            # canvases.
             least = max(1, (self._free_runs or 0) - self._freely)
             passes = len(canvases)
             runs = meet_within(

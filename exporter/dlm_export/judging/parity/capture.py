@@ -114,10 +114,9 @@ def capture(
     """Run a checkpoint's released code in fp32 on the CPU, and return its logits.
 
     Args:
-        path: The checkpoint's folder.
-        options: The options that select the class and the prompts.
-        overrides: Values for keys that are missing in config.json.
-        progress: The progress to report the three stages to.
+        path: The checkpoint's folder. options: The options that select the class and the prompts.
+        overrides: Values for keys that are missing in config.json. progress: Receives the three
+        stages of the capture.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.

@@ -176,7 +176,8 @@ def _check_judged_alike(entry: Entry, other: Entry) -> None:
                 "same --calib, --judge, --judged, --calib-preset and --seed."
             )
     if ours["data"]["samples"] != theirs["data"]["samples"]:
-        # The reference's losses differ, so the bundles were judged on different samples.
+        # Do not compare the losses of the reference, because they were measured on different
+        # samples.
         return
     losses = [judgement["overall"]["reference_ce"] for judgement in (ours, theirs)]
     if not math.isclose(*losses, rel_tol=SAME_LOSS):
