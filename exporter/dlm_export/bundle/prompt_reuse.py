@@ -21,7 +21,7 @@ FULL_ATTENTION = (
 
 
 def page_tokens(visible_block: int | None) -> int:
-    """Return the number of tokens in a page: the smallest multiple of the block that is >= 16."""
+    """Return the tokens in a page: the smallest multiple of the block length that is >= 16."""
     return whole_pages(LEAST_PAGE_TOKENS, visible_block or LEAST_PAGE_TOKENS)
 
 

@@ -145,7 +145,10 @@ class Stacked(nn.Module):
         self.read: Callable[[int], Tensor] | None = None
 
     def forward(self, x: Tensor, expert: int | None = None) -> Tensor:
-        """Multiply ``x`` ``[.., in]`` by a matrix: that of ``expert``, or ``wide()`` if ``None``."""
+        """Multiply ``x`` ``[.., in]`` by one expert's matrix, or by ``wide()``.
+
+        If ``expert`` is ``None``, the method multiplies by ``wide()``.
+        """
         return product(x, self.wide() if expert is None else self.matrix(expert))
 
     def matrix(self, expert: int) -> Tensor:

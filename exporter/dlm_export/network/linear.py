@@ -1,4 +1,4 @@
-"""Multiplies by weights in torch: defines linear layers, the tied head and the MLP."""
+"""Defines linear layers, the tied head and MLPs in torch."""
 
 from __future__ import annotations
 

@@ -41,11 +41,11 @@ def interpolated_ratio(passes: Sequence[MeasuredPass], asked: PassSize) -> float
     """Return the ratio of a pass's real time to the pass's shortest possible time.
 
     If no pass of the same size was measured, the ratio is interpolated from the ratios of the
-    measured passes. The result is a weighted average of the logarithms of the measured ratios. The
-    weight of a measured pass is the inverse of its squared distance (Shepard 1968). A pass with T
-    tokens, S cached tokens and R rows of logits is the point (log T, log(S + T), log(R + 1)). The
-    result is never smaller than the smallest measured ratio, and never larger than the largest
-    measured ratio.
+    measured passes (Shepard 1968). The logarithm of the result is a weighted average of the
+    logarithms of the measured ratios. The weight of a measured pass is the inverse of its squared
+    distance to the requested pass. To compute distances, a pass with T tokens, S cached tokens and
+    R rows of logits is the point (log T, log(S + T), log(R + 1)). The result is never smaller than
+    the smallest measured ratio, and never larger than the largest measured ratio.
     """
 
     def place(made: PassSize) -> tuple[float, ...]:

@@ -85,8 +85,8 @@ class _End:
 
 
 _Place = _Take | _Choose | _Look | _End
-# Creates the places of a part of the expression. The argument is the place that follows the part.
-# The result is the first place of the part.
+# The type of a function that creates the places of a part of the expression. The argument is the
+# place after the part. The result is the first place of the part.
 _Make = Callable[[int], int]
 
 

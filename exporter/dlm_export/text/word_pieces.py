@@ -164,8 +164,8 @@ def _bert_splits() -> Splits:
         for _, (first, last) in split("a" + "".join(f"{letter}a" for letter in letters)):
             kinds[first:last] = _ALONE if last - first == 1 else _WORD
         classes[[ord(letter) for letter in letters]] = kinds[1::2]
-    # Columns: word, space, punctuation, end of the text. States: start, after space, after
-    # punctuation.
+    # The columns are for letters of words, white space, punctuation and the end of the text. The
+    # rows are the states: at the start, after white space, and after punctuation.
     table = np.array([[0, 4, 6, 0], [1, 5, 1, 1], [1, 1, 1, 1]], np.int32)
     return Splits(classes, 3, [table])
 

@@ -67,8 +67,8 @@ def judge_source(
     is the noise floor.
 
     If the effort is "full", the whole source is loaded into memory, because the source generates
-    text. Otherwise, the source's layers are read one at a time, with the memory and device of
-    ``workplace``. If ``workplace`` is ``None``, the CPU and all of the memory are used.
+    text. Otherwise, the source's layers are loaded one at a time, with the memory and device of
+    ``workplace``. If ``workplace`` is ``None``, the function uses the CPU and all available memory.
     """
     import torch
 

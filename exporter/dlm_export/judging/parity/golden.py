@@ -72,7 +72,7 @@ class Provenance:
       own code, the transformers class with the same name, and a transformers class with the same
       layers.
     - ``module``: the Python module of the class that ran.
-    - ``attention``: describes which positions each position can see.
+    - ``attention``: describes which positions each position attends to.
     - ``code``: SHA-256 of each Python file of the checkpoint that ran.
     - ``weights``: SHA-256 of each weight file of the checkpoint.
     - ``checkpoint``: name of the checkpoint's folder.
