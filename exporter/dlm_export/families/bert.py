@@ -1,4 +1,4 @@
-"""Defines the family BERT (arXiv:1810.04805), which are masked language models.
+"""Defines the family BERT (arXiv:1810.04805) of masked language models.
 
 BERT has learned positions, token types, and a norm after each residual sum.
 """

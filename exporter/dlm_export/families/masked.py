@@ -72,11 +72,15 @@ def family(
     """Return a family of masked language models.
 
     Args:
-        name: Name of the family. architectures: Entries of ``architectures`` in config.json.
-        description: Text for messages. layout: The names of the tensors. first_position: A function
-        that returns the row of the position table for position 0 of a canvas. mask_text: The usual
-        text of the mask token, for checkpoints that do not record it. left_out: Prefixes of the
-        names of tensors that are not used, such as tensors of other heads.
+        name: Name of the family.
+        architectures: Entries of ``architectures`` in config.json.
+        description: Text for messages.
+        layout: The names of the tensors.
+        first_position: A function that returns the row of the position table for position 0 of a
+            canvas.
+        mask_text: The usual text of the mask token, for checkpoints that do not record it.
+        left_out: Prefixes of the names of tensors that are not used, such as tensors of other
+            heads.
     """
 
     def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:

@@ -1,4 +1,4 @@
-"""Defines the family ModernBERT (arXiv:2412.13663), which are masked language models.
+"""Defines the family ModernBERT (arXiv:2412.13663) of masked language models.
 
 ModernBERT has rotary positions and gated MLPs, and most layers have attention in a window. Layers
 with full attention and layers with attention in a window have different rotary bases. The first
@@ -50,7 +50,7 @@ def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
         )
     kinds = _kinds(config)
     thetas = _thetas(config)
-    # Config.json counts the tokens on both sides; ``window`` counts one side.
+    # config.json counts the tokens on both sides; ``window`` counts one side.
     window = config.integer("local_attention", 128, low=2) // 2
     bias = config.flag("attention_bias")
     mlp = MlpSpec(config.integer("intermediate_size"), "gelu", bias=config.flag("mlp_bias"))

@@ -196,7 +196,7 @@ def tensor(
         )
         return part if dtype is None else part.to(dtype)
     if found is not None and dtype == torch.float32:
-        found = found.to(dtype)  # keeps the memory order of the tensor
+        found = found.to(dtype)  # ``to`` keeps the memory order of the tensor
     elif found is None or dtype not in (None, found.dtype):
         if dtype == torch.bfloat16:
             found = torch.from_numpy(weights.read(parameter, BFLOAT16).view(np.int16)).view(

@@ -120,7 +120,7 @@ KERNELS = (
 """Names of the functions that have a kernel in the native runtime."""
 # Number of columns per panel, and number of products that one CPU instruction adds up.
 PANEL, DOT = 32, 4
-PAIRS = 2 * DOT  # number of number of inputs whose INT4 codes are packed together
+PAIRS = 2 * DOT  # number of inputs whose INT4 codes are packed together
 BITS = {"int4": 4, "int8": 8}  # bits per code in MatMulNBits
 _BLOCK_SIZES = (128, 64, 32)  # block sizes that all kernels of MatMulNBits support
 _F8 = ir.DataType.FLOAT8E4M3FN

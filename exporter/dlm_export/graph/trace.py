@@ -325,7 +325,7 @@ def _simplify_reshapes(model: ir.Model) -> None:
         number, wanted = (
             ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None
         )
-        # Torch made a one-element list from a scalar; use the scalar.
+        # torch made a one-element list from a scalar; use the scalar.
         if number is not None and wanted is not None:
             folded = constant(node, number.numpy().reshape(wanted.numpy()), "value")
             node.outputs[0].replace_all_uses_with(folded)

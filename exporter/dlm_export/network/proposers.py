@@ -57,7 +57,7 @@ class Proposer:
         )
 
     def limit(self, turn: Turn, proposals: Proposals, chosen: np.ndarray) -> np.ndarray:
-        """Select from the positions that the policy chose those that may commit together.
+        """Select the positions of ``chosen`` that may commit in the same step.
 
         ``chosen`` and the result are bool ``[M]``. At least one position is selected, unless the
         turn edits.

@@ -168,7 +168,7 @@ class Reached:
 
     @property
     def few(self) -> list[int]:
-        """The indices of experts with fewer than ``fewest`` tokens, possibly none."""
+        """The indices of experts with 0 to ``fewest - 1`` tokens."""
         return [expert for expert, count in enumerate(self.tokens) if count < self.fewest]
 
     def as_dict(self) -> dict[str, Any]:

@@ -114,9 +114,10 @@ def capture(
     """Run a checkpoint's released code in fp32 on the CPU, and return its logits.
 
     Args:
-        path: The checkpoint's folder. options: The options that select the class and the prompts.
-        overrides: Values for keys that are missing in config.json. progress: Receives the three
-        stages of the capture.
+        path: The checkpoint's folder.
+        options: The options that select the class and the prompts.
+        overrides: Values for keys that are missing in config.json.
+        progress: Receives the three stages of the capture.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.

@@ -9,11 +9,11 @@ There are two methods: the exact method and the estimate. The exact method quant
 turn and runs the whole denoiser. The estimate computes the losses of all layers with one forward
 and one backward pass, and needs memory for one block at a time.
 
-The estimate is a second-order approximation: the loss of a layer is half the mean of ``(g .
-e)**2``. ``e`` is the change of the layer's output if the layer is quantised and its input is not.
-``g`` is a random gradient at the layer's output. The module samples random gradients at the logits,
-with the Fisher information as their covariance. It then backpropagates them to each layer (as in
-K-FAC, arXiv:1503.05671).
+The estimate is a second-order approximation: the loss of a layer is half the mean of
+``(g . e)**2``. ``e`` is the change of the layer's output if the layer is quantised and its input is
+not. ``g`` is a random gradient at the layer's output. The module samples random gradients at the
+logits, with the Fisher information as their covariance. It then backpropagates them to each layer
+(as in K-FAC, arXiv:1503.05671).
 
 A tied head uses the embedding table. Quantising the table changes both the head's output and the
 table rows that are looked up at the start of a pass. The head's loss is the sum of the losses from
