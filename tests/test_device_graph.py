@@ -3,7 +3,8 @@
 Engines for GPUs are built from device.onnx, but ``dlm-export judge`` runs denoiser.onnx. So both
 graphs must compute the same results. The denoisers are tiny and random. ONNX Runtime runs both
 graphs if it has all of their operators. Otherwise, onnx.reference runs them: graphs in bf16, and
-graphs with TensorRT's operator TRT_FP4DynamicQuantize. NVFP4 is implemented here from its definition, without this project's code.
+graphs with TensorRT's operator TRT_FP4DynamicQuantize. NVFP4 is implemented here from its
+definition, without this project's code.
 """
 
 from __future__ import annotations
