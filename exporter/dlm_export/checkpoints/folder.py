@@ -119,7 +119,8 @@ class Config:
     """The content of config.json. Each method checks the type of the value that it returns.
 
     Error messages name the file, the key and the expected value. The object records which keys the
-    program has read. A key that it has not read might describe an unknown part of the network.
+    program has read, because an unread key might describe a part of the network that dlm-export
+    does not know.
     """
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
@@ -192,7 +193,7 @@ class Config:
         return value
 
     def require(self, key: str, *allowed: object, is_said: bool = False) -> None:
-        """Check that the value of a key is one of ``allowed``, which ``Denoiser`` supports.
+        """Check that the value of a key is in ``allowed``, the values that ``Denoiser`` supports.
 
         Otherwise, raises CheckpointError. If ``is_said`` is false, the key may be missing.
         """
@@ -233,12 +234,12 @@ ALGORITHMS = {
 it. Other algorithms of modelopt are not supported, because they scale, pack or split weights
 differently.
 """
-MIXED = "MIXED_PRECISION"  # each layer names its own algorithm
+MIXED = "MIXED_PRECISION"  # the algorithm of a checkpoint whose layers use different algorithms
 _NVFP4_GROUP_SIZE = 16
 
 
 def weight_format(algorithm: str) -> str:
-    """Return the number format of the weights of a supported algorithm: fp8 or nvfp4."""
+    """Return the number format in which a supported algorithm stores weights: fp8 or nvfp4."""
     found = FORMATS[ALGORITHMS[algorithm]].weights
     assert found is not None, algorithm
     return found
@@ -312,7 +313,7 @@ def read_quantisation(folder: Path, config: Config) -> PreQuantised | None:
         kv_cache, excluded = values.get("kv_cache_quant_algo"), values.get("exclude_modules")
     elif embedded is not None:
         path, found, values = config.path, embedded, embedded
-        # config.json describes the cache differently: if the cache is FP8, the value is an object.
+        # In config.json, an FP8 cache is described by an object instead of a name.
         scheme = embedded.get("kv_cache_scheme")
         kv_cache, excluded = "FP8" if isinstance(scheme, dict) else scheme, embedded.get("ignore")
     else:

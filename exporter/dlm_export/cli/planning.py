@@ -528,7 +528,7 @@ def _three(value: float | None) -> str:
 
 
 def _by_value(named: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return a dict that maps each value of ``named`` to the list of its keys."""
+    """Map each value of ``named`` to the list of keys that have this value."""
     out: dict[str, list[str]] = {}
     for name, value in named.items():
         out.setdefault(value, []).append(name)

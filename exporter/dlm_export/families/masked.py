@@ -1,7 +1,8 @@
 """Reads masked language models with the config keys and tensor names of BERT (arXiv:1810.04805).
 
 BERT and RoBERTa have the same layers: full attention, a norm after each residual sum, and an MLP
-without a gate. They differ in the positions and in some tensor names.
+without a gate. They differ in the row of the position table that they use for the first position,
+and in some tensor names.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ def is_tied(checkpoint: Checkpoint, head: str, table: str) -> bool:
 
 def _origins(layout: Layout, network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
     found, tensors = layout.origins(network, checkpoint), checkpoint.tensors
-    if f"{layout.head}.bias" in tensors:  # transformers uses this bias if a checkpoint has both
+    if f"{layout.head}.bias" in tensors:  # if there are two biases, transformers uses this one
         found["head.bias"] = Origin.of(f"{layout.head}.bias")
     for parameter, origin in found.items():
         (piece,) = origin.pieces

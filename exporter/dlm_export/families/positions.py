@@ -111,7 +111,7 @@ class _Settings:
         return self._positions(LENGTH, self.config.get(LENGTH))
 
     def original_length(self) -> int:
-        """Return the number of positions in the training without scaling. Raises CheckpointError.
+        """Return the number of positions before any scaling. Raises CheckpointError.
 
         Some releases store this number outside of ``rope_scaling``. If the number is missing, the
         result is ``max_position_embeddings``, as in transformers.

@@ -44,8 +44,8 @@ from __future__ import annotations
 OPSET = 23
 # opset of graphs that every TensorRT 10 can parse, because all their operators are elementary
 PLAIN_OPSET = 21
-# Number of tokens that a graph returns per scored row. The margin is the difference between the
-# probabilities of the two best tokens.
+# Number of tokens that a graph returns per scored row. The decoding loop needs two, because the
+# score "margin" is the difference between the probabilities of the two most likely tokens.
 TOP_K = 2
 MICROSOFT_DOMAIN = "com.microsoft"  # domain of operators that only ONNX Runtime defines
 # Node metadata stores the module path under this key, for example blocks.3.mlp.down.

@@ -18,9 +18,10 @@ QUANTISED = (MICROSOFT_DOMAIN, "MatMulNBits")
 A group consists of 16 to 128 inputs.
 """
 
-# Operators of opset 23 that have kernels for fp16, bf16 and fp32. Some of these operators are used
-# with integers only. TopK and Log have no bf16 kernels, but graphs apply TopK and Log to fp32
-# values only.
+# Operators of opset 23 that have CUDA kernels for fp16, bf16 and fp32. The list also contains
+# operators that have kernels for only some types, because graphs apply such operators to these
+# types only. For example, TopK and Log have no bf16 kernels, but graphs apply them to fp32 values
+# only.
 KERNELS = frozenset(
     [
         "Add",

@@ -326,7 +326,8 @@ def _group_of_input(body: Body, inputs: ir.Value) -> ir.Value:
 def _embedding(name: str, *, is_int4: bool) -> ir.Function:
     """Define the function that looks up embeddings in a table of panels.
 
-    The embedding of a token is one column of a panel: its codes times its scales.
+    The embedding of a token is one column of a panel. The function multiplies the codes of this
+    column by their scales.
     """
     body = Body(name, "ids panels scales")
     op, ints = body.op, body.ints

@@ -80,7 +80,7 @@ def element_type(precision: str) -> ir.DataType:
 
 
 class Pass(nn.Module):
-    """The torch module that is traced: a complete pass from token ids to the best tokens."""
+    """The torch module that is traced: a complete pass from token ids to the most likely tokens."""
 
     mask_token_bias: Tensor
 

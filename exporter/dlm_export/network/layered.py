@@ -118,7 +118,7 @@ class Layered:
         # A weak reference to the layer that was loaded last. It returns None after that layer is
         # freed.
         self._last: Callable[[], object] = lambda: None
-        self._rooms: list[Tensor] = []  # buffers for the converted weights of that layer
+        self._rooms: list[Tensor] = []  # buffers for the last loaded layer's converted weights
         tables = network.rotary_tables()
         self._rotary = [
             Rotary(table, network.max_canvas_length).to(self.device, dtype) for table in tables
@@ -193,8 +193,8 @@ class Layered:
     ) -> tuple[Turn | None, Tensor | None, Past | None]:
         """Return the arguments of layer ``i`` besides the hidden states.
 
-        These are the rotation, the additive attention mask and ``past``. The hidden states belong
-        to the tokens ``ids`` ``[B, T]``. The first token is at position ``first``. ``past``
+        The arguments are the rotation, the additive attention mask and ``past``. The hidden states
+        belong to the tokens ``ids`` ``[B, T]``. The first token is at position ``first``. ``past``
         contains the cached keys and values of other positions.
         """
         positions = torch.arange(first, first + ids.shape[1], device=self.device).expand_as(ids)

@@ -97,10 +97,10 @@ def turns(
     become end tokens.
 
     ``steps`` is the number of passes planned for the whole generation. The passes are divided
-    evenly among the blocks. If ``steps`` is 0, the policy's number is used. The function
-    ``scaffold(first, last)`` fills the positions of ``[first, last)`` where only one token is
-    possible. ``scaffold`` is first called once for the whole canvas. Before each pass, ``scaffold``
-    is then called for the block of the pass.
+    evenly among the blocks. If ``steps`` is 0, the number of passes in the policy is used. The
+    function ``scaffold(first, last)`` fills the positions of ``[first, last)`` where only one token
+    is possible. ``scaffold`` is first called once for the whole canvas. Before each pass,
+    ``scaffold`` is then called for the block of the pass.
     """
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     scaffold(0, len(tokens))

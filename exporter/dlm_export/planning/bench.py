@@ -182,8 +182,8 @@ def bench(path: Path, options: BenchOptions, progress: Progress | None = None) -
             _telling_passes(bundle) if options.cost else _fitting_passes(bundle)
         )
         made = list(product(sizes, batches))
-        # Time 0 passes of each size. If a size is impossible, this raises an error before the long
-        # measurement starts.
+        # Ask the runtime to time 0 passes of each size. If a size is impossible, the runtime raises
+        # an error now, before the long measurement starts.
         for size, batch in made:
             bundle.time_passes(size.tokens, size.cached, size.rows, 0, batch)
         if options.cost:
@@ -281,7 +281,8 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, Any]:
 def _seconds(results: Sequence[Generation]) -> float:
     """Return the total time of requests that ran together.
 
-    The total is the sum of the results' times, because each result contains only its own share.
+    The total is the sum of the results' times, because each result contains only its request's
+    share of the time.
     """
     return sum(result.timings["total"] for result in results)
 

@@ -1,4 +1,4 @@
-"""Measures how much time a scheduler saves by reusing the keys and values of equal prompt starts.
+"""Measures how much time a scheduler saves if prompts that start alike share keys and values.
 
 ``dlm-export bench --prefix`` and benchmarks/prefix.py use this module.
 """

@@ -57,7 +57,7 @@ def _rounded_by(done: Quantisation, layer: LinearSpec) -> Callable[[np.ndarray],
 def _row_amax(done: Quantisation, layer: LinearSpec) -> np.ndarray:
     """Return the largest magnitude in each row of a layer's weight, fp32 ``[K]``.
 
-    For a stack, the result contains the largest magnitudes over all experts.
+    For a stack of experts' matrices, the result contains the largest magnitudes over all experts.
     """
     found: np.ndarray
     if layer.is_stacked:

@@ -32,13 +32,13 @@ from dlm_export.quantising import gptq
 from dlm_export.quantising.experts import Reached, member
 from dlm_export.quantising.solved import Solved
 
-_HEAD_COLUMNS = 1 << 14  # number of columns of a head that are solved at a time
+_HEAD_COLUMNS = 1 << 14  # number of a head's columns that the solver rounds at a time
 
 
 def by_site(layers: Iterable[LinearSpec]) -> dict[str, list[LinearSpec]]:
-    """Group layers by site. All layers of a site have the same input.
+    """Group layers that have the same input. The keys are the layers' sites (see ``LinearSpec``).
 
-    The sites and layers are in the order in which a pass computes the layers.
+    The groups, and the layers in each group, are in the order in which a pass computes them.
     """
     sites: dict[str, list[LinearSpec]] = {}
     for layer in layers:
@@ -93,10 +93,11 @@ class Folded:
         return by_site(self.network.linear_layers())
 
     def fold(self, of: str, scales: np.ndarray) -> None:
-        """Divide a site's input by ``scales``, and multiply the rows of its matrices by them.
+        """Divide an input by ``scales``, and multiply the rows of the matrices that use it.
 
-        ``scales`` is ``[K]`` for K inputs, or ``[E, K]`` with separate scales for each of E
-        experts.
+        The result of each product stays the same. ``of`` is the site of these matrices (see
+        ``LinearSpec``). ``scales`` is ``[K]`` for K inputs, or ``[E, K]`` with separate scales for
+        each of E experts.
         """
         readers = self._readers[of]
         fold = readers[0].fold
@@ -181,7 +182,7 @@ class Quantisation:
         return _transposed(parameter) if spec.is_tied else parameter
 
     def expert(self, layer: str, expert: int) -> QuantisedWeight:
-        """Return one expert's quantised weight, which is rounded to nearest if it was not solved."""
+        """Return one expert's quantised weight, rounded to nearest if no solver has rounded it."""
         name = member(layer, expert)
         if name in self.solved:
             return self.solved[name]
@@ -197,7 +198,7 @@ class Quantisation:
         )
 
     def _shared_range(self, layer: str) -> np.ndarray | float | None:
-        """Return the range that all experts of a stack share, or ``None`` if they do not share one.
+        """Return the weight range that all experts of a stack share, or ``None`` if there is none.
 
         In NVFP4, experts share the range of the whole stack. If experts are joined into one matrix
         along their inputs, the experts share one range per column.
@@ -228,7 +229,7 @@ class Quantisation:
         return replace(first, codes=codes, scales=scales)
 
     def weight(self, layer: str) -> QuantisedWeight:
-        """Return a layer's quantised weight, which is rounded to nearest if it was not solved.
+        """Return a layer's quantised weight, rounded to nearest if no solver has rounded it.
 
         A stack of experts becomes one matrix.
         """
@@ -280,8 +281,9 @@ class Quantisation:
             "is_signed": chosen.is_int4_in_panels,
         }
         if layer == HEAD and chosen.weights != "nvfp4":
-            # Solve a head a few columns at a time, because all columns in fp32 would take
-            # gigabytes. This does not change the result, because columns are solved independently.
+            # Round a head a few columns at a time, because all columns in fp32 would take
+            # gigabytes. The result stays the same, because the solver rounds each column
+            # independently.
             stored = self._stored(layer)
             pieces = [
                 gptq.gptq(np.ascontiguousarray(stored[:, at], FP32), factor, **options)

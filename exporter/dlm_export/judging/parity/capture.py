@@ -276,7 +276,7 @@ def _own_code(checkpoint: Checkpoint, architecture: str) -> Choice | None:
 
 
 def _files_run(folder: Path, module: str) -> tuple[str, ...]:
-    """Return the file of a module, and the files in the folder that it imports, also indirectly."""
+    """Return a module's file, and the folder's files that it imports directly or indirectly."""
     names = [f"{module}.py"]
     for name in names:  # the list grows during the loop
         path = folder / name

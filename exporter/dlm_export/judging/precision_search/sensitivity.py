@@ -2,12 +2,12 @@
 
 The loss of a layer is the mean KL divergence between the predictions with and without quantisation
 of this layer. Two losses are measured: one over all masked positions, and one over the frontier.
-The frontier consists of the positions that the next pass would commit. All experts of a block count
-as one layer, because they have the same format.
+The frontier consists of the positions that the next pass would commit. All experts of a transformer
+block count as one layer, because they have the same format.
 
 There are two methods: the exact method and the estimate. The exact method quantises each layer in
 turn and runs the whole denoiser. The estimate computes the losses of all layers with one forward
-and one backward pass, and needs memory for one block at a time.
+and one backward pass, and needs memory for one transformer block at a time.
 
 The estimate is a second-order approximation: the loss of a layer is half the mean of
 ``(g . e)**2``. ``e`` is the change of the layer's output if the layer is quantised and its input is
@@ -96,7 +96,7 @@ def divergence(expected: Tensor, found: Tensor) -> Tensor:
     return torch.where(probs > 0, probs * (expected - found), 0.0).sum(-1)
 
 
-# --- All layers from one sweep ---
+# --- The estimate: all layers from one forward and one backward pass ---
 
 
 def estimate(
@@ -331,7 +331,7 @@ def _quantised(modules: Mapping[str, Linear | RoutedMLPs], done: Quantisation) -
     return twins
 
 
-# --- One layer at a time, through the whole denoiser ---
+# --- The exact method: one layer at a time, through the whole denoiser ---
 
 
 class Sweep:
@@ -394,7 +394,8 @@ def losses(
     if not exact:
         layered = families.layered(parameters, network, device=place.device)
         most = place.activation_bytes
-        # Hidden states, the inputs of all blocks, and gradients get a third of the memory each.
+        # Three kinds of data get a third of the memory each: the hidden states of the current
+        # block, the inputs of all blocks, and the gradients.
         shared = None if most is None else most // 3
         chosen = swept(
             states, LARGE_SWEPT if network.parameter_count() > calibrate.LARGE else SWEPT_STATES

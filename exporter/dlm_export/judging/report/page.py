@@ -227,7 +227,7 @@ def flatten(recipe: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
 
 
 def _block_and_role(layer: str) -> tuple[int | None, str]:
-    """Split a layer's path into the index of the layer's block and the layer's role in the block.
+    """Split a layer's path into the index of its transformer block, and its role in the block.
 
     For example, ``blocks.3.mlp.up`` gives (3, ``blocks.*.mlp.up``). If the layer is outside the
     blocks, the index is ``None``.
@@ -237,14 +237,14 @@ def _block_and_role(layer: str) -> tuple[int | None, str]:
 
 
 def grouped(layers: Iterable[str]) -> list[tuple[str, int]]:
-    """Replace the block indices in paths by ``*``, and count how often each result occurs."""
+    """Replace the block index in each path by ``*``, and count how often each new path occurs."""
     return list(Counter(_block_and_role(layer)[1] for layer in layers).items())
 
 
 def layer_map(layers: Mapping[str, str]) -> dict[str, Any]:
-    """Arrange the formats of all layers as a map: one row per role, one column per block.
+    """Arrange the formats of all layers as a map: rows are roles, columns are blocks.
 
-    A role is, for example, ``blocks.*.mlp.up``. The result contains three keys:
+    A block is a transformer block. A role is, for example, ``blocks.*.mlp.up``. The result contains three keys:
 
     - ``formats``: each format with its number of layers.
     - ``blocks``: the number of blocks.

@@ -138,8 +138,8 @@ def refit_threshold(
     If every sample has an answer and ``decode`` returns text, quality is the share of right
     answers. Otherwise, quality is the share of tokens that are equal to the tokens of the reference
     with one token per pass. In the second case, the function uses fewer samples, because the loop
-    with one token per pass is slow. That loop makes at most as many passes as judging makes for
-    masked positions.
+    with one token per pass is slow. The function chooses so few samples that this loop makes at
+    most as many passes as the comparison of masked canvases.
 
     There are two reasons to change the threshold:
 
