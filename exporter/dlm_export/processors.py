@@ -14,7 +14,7 @@ class KernelSet:
 
     ``codes`` names the instruction set of the integer kernels, which compute INT8 and INT4 layers.
     ``floats`` names the instruction set of the floating-point kernels, which compute NVFP4 layers,
-    attention, and the best tokens of each row.
+    attention, and the choice of the most likely tokens.
     """
 
     name: str

@@ -108,7 +108,7 @@ def make_manifest(
 
 
 def _source(config_sha256: str, hub: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the entry that describes the checkpoint."""
+    """Return the manifest's entry that describes the checkpoint."""
     return {"config_sha256": config_sha256} | ({} if hub is None else {"hub": hub})
 
 

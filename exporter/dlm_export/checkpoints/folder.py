@@ -42,7 +42,7 @@ POSITION_IDS = ".embeddings.position_ids"
 The tensor contains the numbers 0, 1, 2 and so on, so this module ignores it.
 """
 QUANTISATION_FILE = "hf_quant_config.json"
-NAME_LIMIT_BYTES = 255  # limit of a file name on all Linux file systems
+NAME_LIMIT_BYTES = 255  # maximum length of a file name on Linux
 
 
 class CheckpointError(DlmError):
@@ -160,9 +160,10 @@ class Config:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a positive number.
+        """Return the positive number that config.json stores under ``key``.
 
-        ``default`` is the default value in the documentation of the architecture, if there is one.
+        If the key is missing, the result is ``default``, the documented default of the
+        architecture.
         """
         value = self.get(key)
         if value is None and default is not None:
@@ -373,7 +374,7 @@ def _producer(values: dict[str, Any]) -> str:
 
 
 def _text(value: object) -> str | None:
-    """Return a value that is a short printable name, and ``None`` for any other value."""
+    """Return the value if it is a short printable name, and ``None`` otherwise."""
     return (
         value if isinstance(value, str) and 0 < len(value) <= 64 and value.isprintable() else None
     )

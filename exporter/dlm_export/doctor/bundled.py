@@ -197,7 +197,8 @@ def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
 
     The block length is taken from the default preset. For a bundle for GPUs, ``tensorrt.estimate``
     computes the result. For a bundle for CPUs, the field ``device`` is the memory of the process.
-    This memory contains the weights, the cache, and the intermediate results of a pass in fp32.
+    The process needs memory for the weights, the cache, and the intermediate results of a pass in
+    fp32.
     """
     loop, network = manifest["loop"], network_of(manifest)
     graph = loop["graph"]

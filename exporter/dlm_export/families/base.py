@@ -139,7 +139,8 @@ class Family:
     """Prefixes of tensor names.
 
     The checkpoint may contain tensors whose names start with a prefix, but the denoiser does not
-    need them. Tensors of other heads are an example. A message to the user lists such tensors.
+    need them. An example are the tensors of a classification head. A message to the user lists such
+    tensors.
     """
 
     def preset_for(self, network: NetworkSpec) -> str:

@@ -80,8 +80,8 @@ def family(
         first_position: A function that returns the row of the position table for position 0 of a
             canvas.
         mask_text: The usual text of the mask token, for checkpoints that do not record it.
-        left_out: Prefixes of the names of tensors that are not used, such as tensors of other
-            heads.
+        left_out: Prefixes of the names of unused tensors, such as those of BERT's head for
+            next-sentence prediction.
     """
 
     def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
@@ -174,7 +174,7 @@ def is_tied(checkpoint: Checkpoint, head: str, table: str) -> bool:
     """Return True if the head uses the embedding table, in a checkpoint with these tensor names.
 
     If the checkpoint contains a head matrix that differs from the embedding table, the result is
-    False even if config.json says otherwise. transformers does the same.
+    False even if config.json says that the head is tied. transformers decides in the same way.
     """
     tensors = checkpoint.tensors
     return checkpoint.config.flag("tie_word_embeddings", True) and (

@@ -172,9 +172,10 @@ def _object(config: Config, key: str) -> dict[str, Any]:
 
 
 def _scaling(settings: _Settings, kind: str) -> Scaling | None:
-    """Read the numbers of a scaling.
+    """Read the numbers that describe how rotary positions are scaled.
 
-    Raises CheckpointError, and ValueError if numbers contradict each other.
+    Raises CheckpointError if a number is missing or invalid, and ValueError if numbers contradict
+    each other.
     """
     if kind == "default":
         return None

@@ -105,10 +105,10 @@ def network_of(
     longest: int | None = None,
     mask_text: str | None = None,
 ) -> NetworkSpec:
-    """Describe the whole network by ``layers``, and by config keys that most releases use.
+    """Return the network that consists of ``layers``. Reads all other values from config.json.
 
-    The docstring of ``trunk_network`` explains ``longest`` and ``mask_text``. Raises
-    CheckpointError.
+    Most releases use the same config keys for these other values. The docstring of
+    ``trunk_network`` explains ``longest`` and ``mask_text``. Raises CheckpointError.
     """
     config = checkpoint.config
     vocab_size = config.integer("vocab_size")

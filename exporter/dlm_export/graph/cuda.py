@@ -13,9 +13,9 @@ from dlm_export.graph.trace import Graph
 from dlm_export.targets import TargetError
 
 QUANTISED = (MICROSOFT_DOMAIN, "MatMulNBits")
-"""This operator multiplies fp16, bf16 or fp32 activations by INT8 or INT4 weights.
+"""The operator that multiplies fp16, bf16 or fp32 activations by INT8 or INT4 weights.
 
-A group consists of 16 to 128 inputs.
+Each scale of the weight belongs to a group of 16 to 128 inputs of one column.
 """
 
 # Operators of opset 23 that have CUDA kernels for fp16, bf16 and fp32. The list also contains

@@ -134,7 +134,7 @@ def _is_embedding(node: ir.Node) -> bool:
 
 
 def _cut(graph: ir.Graph) -> tuple[list[ir.Node], list[list[ir.Node]], list[ir.Node]]:
-    """Return the nodes before the traced layers, of each traced layer, and after the last one."""
+    """Return the nodes before the traced layers, the nodes of each layer, and all later nodes."""
     nodes = list(graph)
     blocks = [block_of(node) for node in nodes]
     numbers = [number for number in blocks if number is not None]

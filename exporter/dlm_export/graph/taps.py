@@ -17,10 +17,10 @@ from dlm_export.graph.routed import MIXTURE
 from dlm_export.graph.trace import Graph
 
 ROUTES = ".routes"
-"""A mixture of experts has a second tap.
+"""The suffix of the path of a mixture's second tap.
 
-The path of this tap ends with this suffix. The input of this tap contains the indices of the chosen
-experts. The output of this tap contains the routing weights of the chosen experts.
+The input of this tap contains the indices of the chosen experts of each token. Its output contains
+the routing weights of these experts.
 """
 SHOWN = "tap:"
 """Prefix of the names of outputs that ``show`` adds."""

@@ -161,8 +161,8 @@ def describe(
 ) -> dict[str, Any]:
     """Describe the graph for the native reader. The manifest stores the result as ``loop.graph``.
 
-    ``for_device`` says whether the bundle also contains a graph for GPUs. ``Fused`` explains
-    ``has_segments``.
+    ``for_device`` says whether the bundle also contains a graph for GPUs. The docstring of
+    ``fuse.Fused`` explains ``has_segments``.
     """
     kinds = ("past_key", "past_value", "present_key", "present_value")
     layers = [

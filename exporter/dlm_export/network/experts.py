@@ -71,7 +71,7 @@ class Router(nn.Module):
     def weights_of(self, scores: Tensor, judged: Tensor, chosen: Tensor) -> Tensor:
         """Return the routing weights ``[.., k]`` of the experts ``chosen``.
 
-        These experts may differ from the experts that the router would choose.
+        ``chosen`` may differ from the experts that the router would choose.
         """
         r = self.spec
         weights = (judged if r.bias == "weights" else scores).gather(-1, chosen)

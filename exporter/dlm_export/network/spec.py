@@ -439,8 +439,8 @@ class NetworkSpec:
     def visible_block(self) -> int | None:
         """The smallest block length with which no query attends to a key of a later block.
 
-        This holds for all layers. The first block starts at position 0. The value is ``None`` if
-        any layer has full attention.
+        The block length is the same for all layers, and the first block starts at position 0. The
+        value is ``None`` if any layer has full attention.
         """
         visible = [layer.attention.visible_block for layer in self.layers]
         return None if None in visible else math.lcm(*(n for n in visible if n is not None))

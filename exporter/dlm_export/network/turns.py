@@ -211,7 +211,7 @@ def floor_count(masked: int, left: int, steps: int) -> int:
     """Return how many positions RND1's schedule commits if ``left`` of ``masked`` are undecided.
 
     After pass k of N, the schedule leaves floor(masked * (N - k) / N) positions masked, computed in
-    fp32. In the published code, some passes commit no position. These passes are skipped.
+    fp32. In the published code, some passes commit no position. This module skips such passes.
     """
     kept = (np.float32(masked) * (np.arange(steps) / steps).astype(np.float32)).astype(int)
     return left - int(kept[kept < left].max(initial=0))

@@ -454,8 +454,8 @@ def side_by_side(
     bundles are open at the same time. If ``options`` names no preset, all bundles run the default
     preset of the first bundle.
 
-    Returns a dict for each bundle. It contains the values that ``bench`` returns as ``generation``,
-    and also ``ms_per_pass`` with its quartiles. Raises the errors of ``bench``.
+    Returns a dict for each bundle. The dict contains the values that ``bench`` returns as
+    ``generation``, and also ``ms_per_pass`` with its quartiles. Raises the errors of ``bench``.
     """
     progress = progress or Silent()
     with contextlib.ExitStack() as stack:

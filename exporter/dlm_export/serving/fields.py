@@ -40,7 +40,7 @@ Items = Annotated[list[_Item], Field(fail_fast=True)]
 """A list whose check stops at the first wrong item.
 
 Otherwise, checking a million wrong items would take seconds.
-take seconds."""
+"""
 Count = Annotated[int, Field(ge=1, le=1 << 24)]
 Effort = Literal["instant", "low", "medium", "high"]
 

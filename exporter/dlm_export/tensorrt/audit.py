@@ -1,14 +1,15 @@
 """Compares the format of each layer in an engine with the format that the recipe requests.
 
-A layer with another format is a fallback, and must not go unnoticed. In this module, a layer is a
-matrix multiplication. The module path of a layer is part of the names of its nodes in the device
-graph. The formats come from two sources:
+A layer whose format differs is called a fallback. An engine with fallbacks is rejected, unless the
+user allows them. In this module, a layer is a matrix multiplication. The module path of a layer is
+part of the names of its nodes in the device graph. The formats come from two sources:
 
 - The parsed network, which needs no GPU. This network is strongly typed, so each operand of a
   multiplication can be traced back to the operand's dequantisation.
 - The report of the engine inspector, on a device only.
 
-The result maps module paths to format names of recipes.
+The result maps the module path of each layer to its format. Formats have the same names as in
+recipes.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def check_size(engine_bytes: int, weights_bytes: int, target: str, *, allow_fall
     Raises AuditError if the engine contains weights in a wider type, or lacks weights.
     """
     low, high = int(SIZE_LEAST * weights_bytes), int(SIZE_MOST * weights_bytes) + SIZE_KERNELS_BYTES
-    padding = 4096 * 2048  # bytes of padding in a data file; no denoiser's tensors need more
+    padding = 4096 * 2048  # upper bound for the bytes of padding in a data file
     if not low - padding <= engine_bytes <= high and not allow_fallback:
         raise AuditError(
             f"the engine for {target} was not written: it has {engine_bytes:,} bytes, but its weights have "

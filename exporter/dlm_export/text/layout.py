@@ -30,7 +30,7 @@ WORD_PIECES, DROPS_SPACE = 16, 32
 
 WORD_PIECES: the model is WordPiece. In this case, WHOLE marks the tokens of the vocabulary,
 ``byte_ids`` contains the unknown token, and ``composition`` contains the table that ``word_pieces``
-makes. DROPS_SPACE: pieces that consist of white space are not encoded.
+makes. DROPS_SPACE: parts of the split text that consist of white space are not encoded.
 """
 
 

@@ -1,6 +1,6 @@
 """Compiles split patterns to automata over character classes.
 
-A tokenizer cuts text at the matches of a regular expression. It matches the expression by
+A tokenizer cuts text at the matches of a regular expression. The tokenizer finds matches by
 backtracking, and uses the leftmost match. If several matches start at the same position, it uses
 the one that backtracking finds first.
 
@@ -449,7 +449,8 @@ def _digits() -> np.ndarray:
 
     members = np.zeros(CODE_POINTS, bool)
     for start, text in _planes():
-        # The text starts with a letter, so the pieces alternate between non-digits and digits.
+        # The text starts with a letter, so the parts into which Digits splits it alternate between
+        # non-digits and digits.
         pieces = pre_tokenizers.Digits(individual_digits=False).pre_tokenize_str("a" + text)
         for _, (first, last) in pieces[1::2]:
             members[start + first - 1 : start + last - 1] = True
@@ -459,8 +460,8 @@ def _digits() -> np.ndarray:
 def _filled(members: np.ndarray) -> np.ndarray:
     """Complete a set of characters that was found by testing.
 
-    The result contains no surrogates. In some planes, only the first character was tested. If it is
-    in the set, the result contains the whole plane.
+    The result contains no surrogates. In some of Unicode's planes, only the first character was
+    tested. If it is in the set, the result contains the whole plane.
     """
     members[0xD800:0xE000] = False
     for plane in _ALIKE:

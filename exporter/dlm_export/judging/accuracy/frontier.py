@@ -149,8 +149,8 @@ def meet_within(
 ) -> list[Met]:
     """Generate text for one sample after another, with about ``passes`` passes in total at most.
 
-    The function stops before a run that would probably exceed ``passes``. It always makes at least
-    ``least`` runs.
+    The function stops before a run that would probably exceed ``passes``. At least ``least`` runs
+    are always made.
     """
     runs: list[Met] = []
     for number, sample in samples:

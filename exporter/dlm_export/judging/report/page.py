@@ -1,9 +1,9 @@
 """Writes report.html, a page that shows how much accuracy a quantised bundle loses.
 
 The module fills the template ``report.html.jinja`` with values from the manifest and accuracy.json,
-and with the figures of ``figures.py``. The page loads no other files and runs no scripts. Its
-colours depend on the browser's light or dark mode. The same results always give a page with the
-same bytes.
+and with the figures of ``figures.py``. The page loads no other files and runs no scripts. The
+page's colours depend on the browser's light or dark mode. The same results always give a page with
+the same bytes.
 """
 
 from __future__ import annotations
@@ -244,7 +244,8 @@ def grouped(layers: Iterable[str]) -> list[tuple[str, int]]:
 def layer_map(layers: Mapping[str, str]) -> dict[str, Any]:
     """Arrange the formats of all layers as a map: rows are roles, columns are blocks.
 
-    A block is a transformer block. A role is, for example, ``blocks.*.mlp.up``. The result contains three keys:
+    A block is a transformer block. A role is, for instance, ``blocks.*.mlp.up``. The result
+    contains three keys:
 
     - ``formats``: each format with its number of layers.
     - ``blocks``: the number of blocks.
@@ -280,11 +281,11 @@ def clipped(text: str | None) -> str | None:
 
 
 def compared(ours: str | None, theirs: str | None) -> list[tuple[bool, str]] | None:
-    """Split the text ``ours`` into pieces, and compare the pieces with the text ``theirs``.
+    """Mark the parts of the text ``ours`` that differ from the text ``theirs``.
 
-    Returns a list of pairs of a flag and a piece of ``ours``. The flag is True if ``theirs`` does
-    not contain the piece at the corresponding place. If ``ours`` is ``None``, the function returns
-    ``None``.
+    Returns a list of pairs of a flag and a part of ``ours``. The parts follow each other in the
+    text. The flag is True if ``theirs`` does not contain the part at the corresponding place. If
+    ``ours`` is ``None``, the function returns ``None``.
     """
     if ours is None:
         return None
