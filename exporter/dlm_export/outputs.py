@@ -205,7 +205,7 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 @contextlib.contextmanager
 def _claim(output: Path) -> Iterator[Path]:
-    """Own the claim of ``output`` while the block runs, and yield the claim's path.
+    """Own the claim (temporary folder) of ``output`` while the block runs, and yield its path.
 
     Files that a killed process left in the claim are removed first.
     """

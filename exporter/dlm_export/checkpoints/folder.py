@@ -250,7 +250,7 @@ def weight_format(algorithm: str) -> str:
 class PreQuantised:
     """Describes how a checkpoint is quantised, with the fields of modelopt's hf_quant_config.json.
 
-    - ``excluded``: patterns of the modules that are in full precision.
+    - ``excluded``: patterns that match the names of the modules in full precision.
     - ``layers``: the algorithm of each module. This field is used only if ``algorithm`` is
       ``MIXED_PRECISION``.
     - ``kv_cache``: the format of cached keys and values for which the checkpoint was calibrated.
@@ -266,7 +266,7 @@ class PreQuantised:
     def algorithm_of(self, module: str) -> str | None:
         """Return the algorithm with which a module's weight is quantised.
 
-        Returns ``None`` if the module, or a module that contains it, is excluded.
+        Returns ``None`` if the module, or a module that contains it, is excluded from quantisation.
         """
         if self.algorithm == MIXED:
             return self.layers.get(module)

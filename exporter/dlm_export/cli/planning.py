@@ -423,7 +423,7 @@ def _print_cache(name: str, cache: Cache) -> None:
 
 
 def _print_passes(plan: Plan) -> None:
-    """Print the number of passes of each length. Denoisers with equal passes share a table."""
+    """Print the number of passes of each length. Denoisers that make equal passes share a table."""
     tables: dict[tuple[Any, ...], list[str]] = {}
     for (name, block), found in groupby(
         plan.passes, lambda each: (each.denoiser, each.block_length)

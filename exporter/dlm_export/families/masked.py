@@ -75,7 +75,7 @@ def family(
     Args:
         name: Name of the family.
         architectures: Entries of ``architectures`` in config.json.
-        description: Text for messages.
+        description: A text that describes the family in messages.
         layout: The names of the tensors.
         first_position: A function that returns the row of the position table for position 0 of a
             canvas.

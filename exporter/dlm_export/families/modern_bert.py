@@ -162,7 +162,7 @@ def origins(network: NetworkSpec, checkpoint: Checkpoint) -> dict[str, Origin]:
     tensor.
     """
     found = LAYOUT.origins(network, checkpoint)
-    rows: dict[str, int] = {}  # rows of each fused tensor that are already used
+    rows: dict[str, int] = {}  # the number of rows of each fused tensor that earlier parameters use
     for linear in network.linear_layers():
         if linear.role not in ("q", "k", "v", "gate", "up"):
             continue

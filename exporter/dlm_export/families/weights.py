@@ -48,9 +48,9 @@ class Weights(Tensors):
     def read(self, parameter: str, dtype: np.dtype, at: Index = ()) -> np.ndarray:
         """Read one parameter as an array of ``dtype``. A quantised matrix is dequantised.
 
-        A whole parameter is C-contiguous. The parameter is assembled from parts, so that only one
-        large array is in memory. Raises CheckpointError if an element is NaN, infinite, or outside
-        the range of ``dtype``.
+        A whole parameter is C-contiguous. The function reads and converts a few rows at a time, so
+        that only one large array is in memory. Raises CheckpointError if an element is NaN,
+        infinite, or outside the range of ``dtype``.
         """
         if at:
             return self._part(parameter, dtype, at)

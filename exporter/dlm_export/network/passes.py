@@ -141,8 +141,9 @@ def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[
 
     With a cache, the first pass of each block computes the whole canvas. If ``refresh`` is set,
     only the first pass of the first block computes the whole canvas. The first pass of a later
-    block starts ``refresh`` tokens before the block. It starts even earlier if the cache contains
-    outdated rows there, whose positions were decided after their keys and values were stored.
+    block starts ``refresh`` tokens before the block. If the previous block starts even earlier, the
+    pass starts there, because the cached rows of that block are outdated: they were stored before
+    its positions were decided.
     """
     before: int | None = None  # start of the block that was decided before this block
     for start, end, steps in blocks:

@@ -143,8 +143,8 @@ class LinearSpec:
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter: ``[inputs, outputs]``.
 
-        The shape of a stack is ``[experts, inputs, outputs]``. The shape of a tied head is
-        ``[outputs, inputs]``.
+        For a stack of experts' matrices, the shape is ``[experts, inputs, outputs]``. The shape of
+        a tied head is ``[outputs, inputs]``.
         """
         if self.is_tied:
             return (self.outputs, self.inputs)
@@ -178,9 +178,9 @@ class HeadSpec:
     """Describes how the logits are computed from the output of the last layer.
 
     - ``final_norm``: True if a norm is applied to the features of the last layer.
-    - ``transform``: some networks compute a matrix, an activation function and a norm before the
-      head. This is the name of the activation function, or ``None`` for other networks.
-    - ``transform_bias``: True if this matrix has a bias.
+    - ``transform``: the name of an activation function. Some networks multiply by a matrix, apply
+      this function and apply a norm before the head. ``None`` for all other networks.
+    - ``transform_bias``: True if the matrix of this transform has a bias.
     - ``bias``: True if the head has a bias.
     """
 
@@ -240,7 +240,7 @@ class NetworkSpec:
     # ---- Derived: tensors ----
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Return a dict: name of a parameter of ``Denoiser`` -> shape, layer by layer.
+        """Map the name of each parameter of ``Denoiser`` to its shape, layer by layer.
 
         A tied head has no entry, because the head uses the embedding table.
         """
@@ -317,7 +317,7 @@ class NetworkSpec:
         )
 
     def linear_layers(self) -> tuple[LinearSpec, ...]:
-        """Return every multiplication by a weight matrix, in the order of a pass. The head is last."""
+        """Return every multiplication by a weight matrix, in the order of computation."""
         return self._linear_layers
 
     @functools.cached_property
@@ -415,13 +415,13 @@ class NetworkSpec:
         return list(zip(stacks[::3], stacks[1::3], stacks[2::3], strict=True))
 
     def quantisable(self) -> dict[str, LinearSpec]:
-        """Return a dict: path -> linear layer that a recipe may quantise, in the order of a pass."""
+        """Map the path of each linear layer that a recipe may quantise to the layer."""
         return {
             layer.path: layer for layer in self.linear_layers() if layer.role not in NEVER_QUANTISED
         }
 
     def units(self) -> dict[str, tuple[LinearSpec, ...]]:
-        """Return a dict: path -> group of layers that must have the same format.
+        """Map the path of each group of layers that must have the same format to the group.
 
         The groups are in the order in which a pass computes them.
 

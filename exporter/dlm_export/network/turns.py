@@ -191,9 +191,9 @@ Walk = Sequence[Step]
 
 
 def timestep_count(masked: int, step: int, steps: int, eps: float) -> int:
-    """Return how many of ``masked`` positions Dream's schedule commits at ``step`` of ``steps``.
+    """Return how many of ``masked`` positions Dream's schedule commits in pass ``step``.
 
-    The last step commits all positions.
+    There are ``steps`` passes. The last pass commits all positions.
     """
     if step >= steps - 1:
         return masked

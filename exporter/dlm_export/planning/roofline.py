@@ -112,7 +112,7 @@ def work_of(
 
 
 def cache_bytes_by_type(network: NetworkSpec) -> dict[str, int]:
-    """Return a dict: cache type -> number of bytes for the keys and values of one token."""
+    """Map each cache type to the number of bytes for the keys and values of one token."""
     return {
         name: network.cache_bytes(*CACHE_ROWS[CACHE_DTYPES[name]])
         for name in ("fp32", "fp16", "int8")

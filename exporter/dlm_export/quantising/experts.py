@@ -82,7 +82,7 @@ class Entered:
         return self.chosen.flatten().bincount(minlength=self.module.count).numpy()
 
     def inputs(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the inputs of the tokens ``rows`` (indices), in batches on the layer's device.
+        """Yield the inputs of the tokens with indices ``rows``, in batches on the layer's device.
 
         Each batch comes with the factors of its tokens in the Gram matrix.
         """

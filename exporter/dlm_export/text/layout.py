@@ -1,4 +1,4 @@
-"""Writes the compiled text file: a header with the sizes of all arrays, and then the arrays.
+"""Writes the file with a compiled tokenizer and chat template: array sizes, then the arrays.
 
 runtime/native/src/text/text_file.cc reads this file.
 """
@@ -50,7 +50,7 @@ class Added:
 
 @dataclass(frozen=True, eq=False)
 class TextTables:
-    """The content of a compiled text file.
+    """The content of a file with a compiled tokenizer and chat template.
 
     - ``tokens``: the text of each token.
     - ``token_flags``: the flags of each token, uint8 ``[V]``.

@@ -1,4 +1,4 @@
-"""Checks that a compiled text file gives the same token ids, text and chats as Python's libraries."""
+"""Checks that a compiled tokenizer gives the same ids, texts and chats as Python's libraries."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def _classes(sets: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
     signature = np.zeros(CODE_POINTS, np.uint64)
     for number, members in enumerate(sets):
         signature |= members.astype(np.uint64) << np.uint64(number)
-    # The start of each run of equal entries. There are few runs.
+    # The start of each sequence of equal entries. There are few such sequences.
     starts = np.append(0, np.nonzero(np.diff(signature))[0] + 1)
     found, numbers = np.unique(signature[starts], return_inverse=True)
     if len(found) > MOST_CLASSES:
@@ -284,7 +284,7 @@ class _Parser:
         return make
 
     def _is_empty(self, first: int, last: int) -> bool:
-        """Return True if ``first`` leads to ``last`` without consuming a character."""
+        """Return True if there is a way from ``first`` to ``last`` that consumes no character."""
         waiting, seen = [first], set[int]()
         while waiting:
             at = waiting.pop()
@@ -476,7 +476,7 @@ _ALIKE = (*range(4, 14), 15, 16)
 
 @functools.cache
 def _planes() -> list[tuple[int, str]]:
-    """Return the characters to test: texts, each with the code point of its first character."""
+    """Return the characters to test, as pairs: a code point, and a text that starts with it."""
     whole = [(plane << 16, plane + 1 << 16) for plane in (1, 2, 3, 14)]
     bounds = [
         (0, 0xD800),

@@ -433,7 +433,7 @@ class _Released:
         return logits
 
     def check_visibility(self, tokens: np.ndarray) -> None:
-        """Check that the class lets position 0 see its own block, but no later block.
+        """Check that position 0 attends to its own block, but not to later blocks.
 
         The check changes one token of the canvas at a time. If the changed token is a later token
         of the first block, the logits of position 0 must change. If the changed token is the first
