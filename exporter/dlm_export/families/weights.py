@@ -143,7 +143,7 @@ class Weights(Tensors):
         return tensor
 
     def _stack(self, parameter: str, at: Index) -> torch.Tensor:
-        """Return the part ``at`` of a stacked parameter. Only the tensors in the part are opened."""
+        """Return the part ``at`` of a stacked parameter. Opens only the tensors of this part."""
         origin = self.origins[parameter]
         pieces = [self._piece(piece) for piece in origin.pieces[at[0]]]
         return torch.stack([(piece.mT if origin.transpose else piece)[at[1:]] for piece in pieces])

@@ -90,10 +90,10 @@ EMBEDDING = "embed.weight"
 class Fold:
     """Says into which parameters the scales of a layer's input can be folded.
 
-    To fold scales, the last axis of each of ``parameters`` is divided by them. In grouped-query
-    attention, several query heads use the same value head. Several inputs of the ``out`` matrix
-    then depend on the same elements of the parameters, and must have the same scales. For each
-    value head, ``repeats`` groups of ``run`` inputs have the same scales.
+    To fold scales, each parameter in ``parameters`` is divided by the scales along its last axis.
+    In grouped-query attention, several query heads use the same value head. Several inputs of the
+    ``out`` matrix then depend on the same elements of the parameters, and must have the same
+    scales. For each value head, ``repeats`` groups of ``run`` inputs have the same scales.
     """
 
     parameters: tuple[str, ...]

@@ -109,7 +109,7 @@ class Data:
 def threshold_preset(
     network: NetworkSpec, presets: Mapping[str, Policy], name: str | None
 ) -> tuple[str, Policy]:
-    """Return the name of a preset, and the preset's policy without sampling.
+    """Return a preset's name, and the preset's policy with sampling switched off.
 
     The default preset is the parallel loop that was published for networks of this kind. If there
     is no such preset, raises RequestError, which lists the choices.

@@ -199,8 +199,8 @@ def _quantised(parsed: _Network, tensor: Any, *, is_weight: bool) -> tuple[str |
 def inspector_table(information: str, expected: Mapping[str, str]) -> dict[str, str]:
     """Return the formats of layers according to the JSON of IEngineInspector.
 
-    The JSON must be made with detailed verbosity. An engine layer contains one or more nodes of the
-    graph. A layer has its ``expected`` format if the engine layer that contains its node has an
+    The JSON must be created with detailed verbosity. An engine layer contains one or more nodes of
+    the graph. A layer has its ``expected`` format if the engine layer that contains its node has an
     input of this format. Otherwise, the result contains the types of the engine layer's inputs
     instead. Raises AuditError if the JSON contains no layers.
     """

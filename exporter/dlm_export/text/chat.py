@@ -265,8 +265,8 @@ def _holds(
 def _literals(template: str) -> tuple[list[str], list[str]]:
     """Return the string constants of a template in two lists.
 
-    The first list contains the constants that the template searches for in contents. The second
-    list contains all other constants.
+    The first list contains the constants that the template searches for in the contents of
+    messages. The second list contains all other constants.
     """
     from jinja2 import Environment, TemplateError, nodes
 

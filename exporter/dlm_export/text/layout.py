@@ -38,8 +38,8 @@ makes. DROPS_SPACE: parts of the split text that consist of white space are not 
 class Added:
     """A text that is always encoded as one token.
 
-    If ``is_raw`` is true, the runtime searches the original text for it. Otherwise, the runtime
-    searches the normalised text.
+    If ``is_raw`` is true, the runtime searches the original text for the token's text. Otherwise,
+    the runtime searches the normalised text.
     """
 
     text: bytes

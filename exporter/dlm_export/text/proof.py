@@ -26,8 +26,8 @@ def prove_tokens(
 ) -> None:
     """Compare the compiled tokenizer with Python's tokenizer on generated texts and token ids.
 
-    Raises NotCompiled at the first text that the two encode differently, or at the first list of
-    ids that they decode differently.
+    Raises NotCompiled at the first text that the two tokenizers encode differently, or at the first
+    list of ids that they decode differently.
     """
     for special_tokens in (True, False):
         for texts in _parts(samples.lines(lines, vocabulary, added)):

@@ -469,8 +469,8 @@ def _filled(members: np.ndarray) -> np.ndarray:
     return members
 
 
-# Planes that are empty or for private use. All code points of such a plane behave alike, so only
-# the first code point is tested.
+# Unicode's planes that are empty or for private use. All code points of such a plane behave alike,
+# so only the first code point is tested.
 _ALIKE = (*range(4, 14), 15, 16)
 
 

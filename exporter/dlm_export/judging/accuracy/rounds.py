@@ -13,7 +13,7 @@ from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 MOST_JUDGED = 32  # maximum number of samples to compare on, unless the user requests more
 LEAST_SECONDS = 4.0  # smallest time limit in seconds, even if the build's other stages are short
 PILOT_SAMPLES = 4  # number of samples in the first round, which measures how long a sample takes
-LARGE_PILOT = 1  # the same number if a single pass takes several seconds
+LARGE_PILOT = 1  # samples in the first round if a single pass takes several seconds
 
 EffortName = Literal["default", "full", "none"]
 

@@ -159,7 +159,8 @@ def compare_bundles(
 ) -> Judgement:
     """Compare the accuracy of two bundles of the same denoiser.
 
-    Raises JudgeError if the denoisers differ. Also raises further kinds of DlmError.
+    Raises JudgeError if the denoisers differ. Raises other kinds of DlmError if a bundle cannot be
+    opened or run.
     """
     with (
         options.opening.open(reference) as first,
