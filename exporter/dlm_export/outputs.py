@@ -30,7 +30,7 @@ OWNER, NEW, OLD = "owner", "new", "old"
 """Names of the entries of a claim.
 
 ``owner`` is the locked file. ``new`` is the folder of the unfinished output. ``old`` is the
-replaced output. It exists only on file systems that cannot exchange two paths.
+replaced output. The entry ``old`` exists only on file systems that cannot exchange two paths.
 """
 
 _AT_FDCWD = -100

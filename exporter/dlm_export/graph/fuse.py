@@ -133,7 +133,7 @@ def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
 def _merge_linear_layers(model: ir.Model) -> dict[str, str]:
     """Merge layers that have the same format and the same input.
 
-    Returns the layers that could not be merged: module path -> reason.
+    Returns a dict that maps the module path of each layer that could not be merged to the reason.
     """
     alike: dict[tuple[int, str, int], list[ir.Node]] = defaultdict(list)
     for node in model.graph:

@@ -54,7 +54,7 @@ BLOCKS = (4, 8, 32)
 # The default canvas length and numbers of tokens per pass if ``BenchOptions.cost`` is true.
 TELLING_CANVAS, TELLING_TOKENS = 1024, (8, 32, 128, 512)
 WARM_UP = 3  # number of untimed passes of each size; engines capture a CUDA graph in the third pass
-# The benchmark runs one generation per five rounds, because a generation takes long.
+# A generation takes long, so it is repeated only a fifth as often as a single pass.
 GENERATION_SHARE = 5
 
 

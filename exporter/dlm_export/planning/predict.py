@@ -87,8 +87,7 @@ def block_length_for(policy: Policy, network: NetworkSpec, new_tokens: int) -> i
 
 
 def loop_for(policy: Policy, network: NetworkSpec, request: Request) -> Loop:
-    """Describe the passes of a request. Only whole pages (groups of tokens) of a prompt are
-    reused."""
+    """Describe the passes of a request. Only whole pages of a prompt's tokens are reused."""
     reused = 0
     if request.reused_tokens:
         assert network.visible_block is not None

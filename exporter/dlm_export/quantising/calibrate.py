@@ -49,7 +49,7 @@ from dlm_export.workplace import Workplace
 LARGE = 500_000_000
 """Denoisers with more parameters than this are calibrated in bf16, if bf16 is fast on the device.
 
-bf16 is exact enough for activation ranges. Judging uses fp32.
+bf16 is exact enough for activation ranges. Accuracy is measured in fp32.
 """
 
 

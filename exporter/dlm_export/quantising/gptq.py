@@ -30,8 +30,8 @@ from dlm_calibration.formats import (
 COMMITTED_WEIGHT = 0.5
 """The factor by which committed positions are multiplied in a Gram matrix.
 
-For masked positions, the factor is 1. It is smaller for committed positions, because decoding uses
-only the predictions at masked positions.
+For masked positions, the factor is 1. The factor is smaller for committed positions, because
+decoding uses only the predictions at masked positions.
 """
 # Number of rows in a batch. A single matrix product applies the errors of a batch to all later
 # rows.

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 CALIBRATION_FILE = "calibration.jsonl"
 MIXES = {"denoising": (0.5, 0.4, 0.1), "text": (0.0, 0.0, 1.0)}
 """The shares of masked, trajectory and clean states in each mix. "denoising" is the default. "text"
-contains only clean states, like the calibration data of autoregressive language models.
+contains only clean states (texts without masks), like the calibration data of autoregressive
+language models.
 """
 # Every fourth sample of a file is used to measure accuracy. All other samples are used for
 # calibration.
