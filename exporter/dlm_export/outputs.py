@@ -207,7 +207,7 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 def _claim(output: Path) -> Iterator[Path]:
     """Own the claim (temporary folder) of ``output`` while the block runs, and yield its path.
 
-    Files that a killed process left in the claim are removed first.
+    If an earlier process was killed, its files in the claim are removed first.
     """
     claim = output.with_name(f".{output.name}.dlm-export")
     try:
@@ -234,7 +234,7 @@ def _claim(output: Path) -> Iterator[Path]:
 
 
 def _take(claim: Path, output: Path) -> int:
-    """Create the claim, or take over the claim of a killed process.
+    """Create the claim (temporary folder), or take over the claim of a process that was killed.
 
     Returns the descriptor of the file ``owner``, which is open and locked. Raises OutputError or
     OSError.

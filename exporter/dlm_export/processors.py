@@ -27,7 +27,7 @@ class KernelSet:
         """Maps each kind of kernel to its instruction set.
 
         The kinds are the formats of linear layers, ``attention``, and ``candidates`` (the choice of
-        the best tokens).
+        the most likely tokens).
         """
         codes, floats = self.codes, self.floats
         return {

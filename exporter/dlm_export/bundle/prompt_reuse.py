@@ -1,4 +1,4 @@
-"""Says whether requests whose prompts start alike can share keys and values, and their size.
+"""Says whether prompts that start alike can share keys and values, and how large these are.
 
 A scheduler reuses the keys and values of whole pages. A page is a fixed number of tokens. The
 native files ``cache/arena.h`` and ``decode/shared_passes.cc`` follow the same rules.

@@ -210,8 +210,8 @@ def memory_needed(manifest: Mapping[str, Any]) -> Estimate:
     if "device_file" in graph:
         return found
     held = weights
-    # ONNX Runtime converts weights in formats that the CPU simulates to fp32 in memory. It does not
-    # convert the embedding table.
+    # The CPU computes some formats in fp32. ONNX Runtime therefore converts weights in these
+    # formats to fp32 in memory, except for the embedding table.
     if graph["simulated"]:
         table = network.vocab_size * network.hidden_size
         stored = table * (table_bytes_of(manifest) or 1)

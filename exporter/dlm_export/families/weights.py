@@ -188,7 +188,7 @@ def tensor(
     if found is not None and rows is not None:
         found = found[rows]
         return found if dtype is None else found.to(dtype)
-    # For one expert, read only the expert's part of the stack.
+    # If only one expert's matrix is requested, read only that matrix.
     if rows is not None and len(rows) == 1:
         row = int(rows[0])
         part = torch.from_numpy(

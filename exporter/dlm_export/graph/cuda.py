@@ -18,10 +18,9 @@ QUANTISED = (MICROSOFT_DOMAIN, "MatMulNBits")
 Each scale of the weight belongs to a group of 16 to 128 inputs of one column.
 """
 
-# Operators of opset 23 that have CUDA kernels for fp16, bf16 and fp32. The list also contains
-# operators that have kernels for only some types, because graphs apply such operators to these
-# types only. For example, TopK and Log have no bf16 kernels, but graphs apply them to fp32 values
-# only.
+# Operators of opset 23 that have CUDA kernels for fp16, bf16 and fp32. There are two exceptions.
+# Graphs apply some of these operators to integers only, so their floating-point kernels do not
+# matter. TopK and Log have no bf16 kernels, but graphs apply them to fp32 values only.
 KERNELS = frozenset(
     [
         "Add",

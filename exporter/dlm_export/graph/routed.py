@@ -31,10 +31,10 @@ E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astyp
 class Held:
     """Describes the inputs of a mixture function.
 
-    A stack of weights takes several inputs, for example codes and scales. ``parts`` contains the
-    suffixes of these inputs' names. ``calls`` lists the functions of domain ``dlm_export`` that the
-    mixture function calls. If ``has_ranges`` is true, the inputs named in ``RANGES`` follow the
-    stacks.
+    A stack of experts' weights takes several inputs, for example codes and scales. ``parts``
+    contains the suffixes of these inputs' names. ``calls`` lists the functions of domain
+    ``dlm_export`` that the mixture function calls. If ``has_ranges`` is true, the inputs named in
+    ``RANGES`` follow the stacks.
     """
 
     parts: tuple[str, ...] = ("",)

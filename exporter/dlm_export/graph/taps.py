@@ -50,7 +50,7 @@ def weight_of(node: ir.Node) -> ir.Value | None:
 
 
 def find_taps(traced: Graph) -> dict[str, Tap]:
-    """Return a dict that maps the module path of every layer to the layer's tap.
+    """Map the module path of every layer to its tap (the names of its input and output).
 
     A tap stays valid when the graph is changed later, because changes keep the names of the inputs
     and outputs of layers.

@@ -410,7 +410,7 @@ class NetworkSpec:
         ]
 
     def mixtures(self) -> list[tuple[LinearSpec, LinearSpec, LinearSpec]]:
-        """Return the gate, up and down stacks of every mixture of experts."""
+        """Return the gate, up and down matrices (stacks) of every mixture of experts."""
         stacks = [layer for layer in self.linear_layers() if layer.is_stacked]
         return list(zip(stacks[::3], stacks[1::3], stacks[2::3], strict=True))
 
@@ -425,7 +425,7 @@ class NetworkSpec:
 
         The groups are in the order in which a pass computes them.
 
-        A group is one quantisable layer, or all stacks of a mixture.
+        A group is one quantisable layer, or all matrices of a mixture of experts.
         """
         found: dict[str, tuple[LinearSpec, ...]] = {}
         for path, layer in self.quantisable().items():

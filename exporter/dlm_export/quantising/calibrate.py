@@ -222,7 +222,7 @@ def _sweep(
                     )
                     entered.watch(observers[of])
                     continue
-                # While scales are being found, inputs are not rotated yet.
+                # While scales are being found, inputs are not rotated (by a Hadamard matrix) yet.
                 turn = keep and of in done.rotated
                 look = functools.partial(seen.look, observers[of], grams.get(of), turn)
                 modules[of].register_forward_pre_hook(
@@ -348,8 +348,8 @@ class _Seen:
         """Give the inputs ``x`` ``[B, L, K]`` of a layer to the observer of these inputs.
 
         ``numbers`` contains the index of each of the B canvases among the states. ``rows`` selects
-        the positions of each canvas that ``x`` contains. If ``turn`` is true, ``x`` is rotated
-        first.
+        the positions of each canvas that ``x`` contains. If ``turn`` is true, ``x`` is multiplied
+        by a Hadamard matrix first.
         """
         wide = x.float().cpu().numpy()
         if turn:
@@ -476,7 +476,7 @@ def _dequantised_expert(done: Quantisation, layer: str, expert: int) -> Tensor:
 
 
 def as_seen(done: Quantisation, layer: str, x: np.ndarray) -> np.ndarray:
-    """Rotate a layer's input ``x`` if needed, quantise it, dequantise it, and return the result."""
+    """Return a layer's input ``x`` after rotation (if needed), quantisation and dequantisation."""
     chosen = FORMATS[done.formats[layer]]
     if layer in done.rotated:
         x = solvers.rotate(x)

@@ -3,7 +3,7 @@
 To limit memory, this module processes one expert at a time. The inputs of a mixture are stored for
 all tokens, in memory or in a memory-mapped file, and the inputs of a single expert are selected
 from them. Memory contains only one expert's Gram matrix at a time. If too few tokens are routed to
-an expert, the expert's weights are rounded to nearest. All experts of a stack share an activation
+an expert, the expert's weights are rounded to nearest. All experts of a layer share an activation
 range, so there is a range even for an expert without tokens.
 """
 
@@ -30,7 +30,7 @@ _NAMED = 6  # maximum number of experts that a message names
 
 
 def member(layer: str, expert: int) -> str:
-    """Return the name of one expert's matrix in a stack."""
+    """Return the name of one expert's matrix in the experts' stack of matrices."""
     return f"{layer}.{expert}"
 
 

@@ -164,7 +164,7 @@ class Quantisation:
     def matrix(self, layer: str) -> np.ndarray:
         """Return a layer's unquantised weight, fp32 ``[K, N]``, with folded scales.
 
-        The weight is rotated if the layer's input is rotated.
+        The weight is rotated (multiplied by a Hadamard matrix) if the layer's input is rotated.
         """
         spec = self.parameters.network.quantisable()[layer]
         w = self.parameters.read(spec.weight, FP32)
@@ -200,8 +200,8 @@ class Quantisation:
     def _shared_range(self, layer: str) -> np.ndarray | float | None:
         """Return the weight range that all experts of a stack share, or ``None`` if there is none.
 
-        In NVFP4, experts share the range of the whole stack. If experts are joined into one matrix
-        along their inputs, the experts share one range per column.
+        In NVFP4, all experts share one range. If experts are joined into one matrix along their
+        inputs, the experts share one range per column.
         """
         chosen = FORMATS[self.formats[layer]]
         is_column = self.is_dense and layer.endswith(".down") and chosen.weights in ("int8", "fp8")
@@ -215,7 +215,7 @@ class Quantisation:
         return self._ranges[layer]
 
     def _joined(self, layer: LinearSpec) -> QuantisedWeight:
-        """Return all experts of a stack as one matrix, for ``graph.experts.spread``."""
+        """Return the matrices of all experts as one matrix, for ``graph.experts.spread``."""
         each = [self.expert(layer.path, i) for i in range(layer.count)]
         (first, *_), is_down = each, layer.role == "down"
         along = 0 if is_down != (first.format == "nvfp4") else 1  # NVFP4 codes are transposed
@@ -231,7 +231,7 @@ class Quantisation:
     def weight(self, layer: str) -> QuantisedWeight:
         """Return a layer's quantised weight, rounded to nearest if no solver has rounded it.
 
-        A stack of experts becomes one matrix.
+        If ``layer`` is a stack of experts' matrices, they are joined into one matrix.
         """
         chosen = FORMATS[self.formats[layer]]
         assert chosen.weights is not None

@@ -143,8 +143,9 @@ def network_table(network: Any) -> dict[str, str]:
         made = parsed.source(layer.get_input(1))
         # A product of two activations is not a layer. A layer multiplies by a constant.
         if made is not None and _kind(made) in ("CONSTANT", "DEQUANTIZE"):
-            # If the input of a layer is rotated, two products have the layer's path: the rotation,
-            # and then the layer. The layer's format overwrites the rotation's format.
+            # If the input of a layer is multiplied by a Hadamard matrix, two products have the
+            # layer's path: this multiplication, and then the layer. The layer's format overwrites
+            # the format of this multiplication.
             table[path] = _format(parsed, layer)
     return table
 

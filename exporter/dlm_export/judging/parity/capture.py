@@ -48,8 +48,8 @@ INSTALL = "pip install 'dlm-export[capture]'"
 # The keys of auto_map that may name the class to run. The keys that name classes with logits come
 # first.
 AUTO_CLASSES = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModel")
-# The keys of config.json that must not be passed to the trunk, because they name other classes or
-# the type of the stored weights.
+# The keys of config.json that must not be passed to the trunk (a class of transformers with the
+# same layers), because they name other classes or the type of the stored weights.
 _NOT_THE_TRUNKS = (
     "architectures",
     "auto_map",

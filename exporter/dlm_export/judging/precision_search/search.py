@@ -10,7 +10,7 @@ The search has three steps:
    that it tries, the bisection makes these changes and measures the actual loss, always with the
    same random masks.
 
-Torch simulates all formats, so the target device is not needed.
+Torch computes the effect of every format in fp32, so the target device is not needed.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class _RoundedHead(Head):
 
 
 class _Assigned(Layered):
-    """A source whose layers simulate the chosen formats."""
+    """A source whose layers compute as if their weights and inputs had the chosen formats."""
 
     def __init__(
         self,
