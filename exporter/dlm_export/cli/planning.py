@@ -313,8 +313,9 @@ def print_kernel_sets(kernels: Sequence[Mapping[str, Any]]) -> None:
 def print_plan(plan: Plan) -> None:
     """Print a plan in 100 columns.
 
-    There is one table per network and target. After the tables, the function prints the passes, the
-    growth of the times, the precisions that the tables omit, and a summary of the measurements.
+    There is one table per network and target. After the tables, the function prints the passes of a
+    generation, how the times grow, the precisions that the tables omit, and a summary of the
+    measurements.
     """
     request = plan.request
     caches = " or ".join(sorted({f"cache {policy.cache}" for policy in plan.policies.values()}))

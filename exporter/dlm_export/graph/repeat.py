@@ -163,7 +163,7 @@ def _handed(makers: Iterable[ir.Node], readers: Iterable[ir.Node]) -> ir.Value:
 
 
 def _placed(values: Iterable[ir.Value], layers: Sequence[int]) -> list[tuple[ir.Value, int | None]]:
-    """List the inputs, outputs or initialisers of the full graph, in order, each with its layer.
+    """List the full graph's inputs, outputs or initialisers in order, each with its layer's index.
 
     A value of a traced layer is listed once for every layer of the same kind.
     """

@@ -230,7 +230,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer. A norm that is missing in the layer's description is an identity."""
+    """One transformer layer. The identity replaces each norm that the description lacks."""
 
     def __init__(self, spec: LayerSpec, hidden_size: int, is_plain: bool) -> None:
         super().__init__()

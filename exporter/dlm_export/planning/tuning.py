@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 ROUNDS = 7
 # A measurement multiplies by several different weights in turn. Their total size is between
-# ``_LEAST_BYTES`` and ``_MOST_BYTES``. They do not fit into the processor's cache, so the processor
-# reads them from memory, as in a real pass.
+# ``_LEAST_BYTES`` and ``_MOST_BYTES``. All these weights together do not fit into the processor's
+# cache, so the processor reads them from memory, as in a real pass.
 _LEAST_BYTES = 64 << 20
 _MOST_BYTES = 512 << 20
 Shape = tuple[int, int]
