@@ -150,7 +150,7 @@ PromptCache::PromptCache(const std::string& path, const PromptCacheFormat& forma
     refuse("the prompt cache was saved with a different bundle");
   if (header.page_rows != format.page_rows || header.page_bytes != format.page_bytes)
     refuse("the pages have a size that this bundle does not use");
-  // The code above has checked that the file has at most `most` pages, so the products below cannot
+  // The next check limits the number of pages to `most`, so the products after this check cannot
   // overflow.
   const auto rows = static_cast<size_t>(format.page_rows);
   const size_t most = file_.bytes() / page_bytes_;

@@ -69,8 +69,9 @@ Compiled compile_constraint(const Constraint& constraint, const Vocabulary& voca
       fail(DLM_INVALID_ARGUMENT, "decisions: put the text of before and behind into parts");
     return {decisions(constraint.content, vocabulary, budget), {}};
   }
-  // most_states limits an estimate of the number of states, and this estimate may be too low. So if
-  // the automaton is too large, the code tries again with a lower limit.
+  // schema() chooses a nesting depth with an estimate of the number of states. `most_states` limits
+  // this estimate, and the estimate may be too low. So if the automaton is too large, the code
+  // tries again with a lower limit.
   for (double most_states = 0;;) {
     Expressions expressions(budget);
     schema::Texts texts = texts_of(expressions, constraint, most_states);

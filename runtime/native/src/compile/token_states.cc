@@ -1,6 +1,6 @@
 // Computes tables about the states of a byte automaton. For each state, the tables contain the next
-// states, the number of bytes that are forced, and a flag that is true if the state accepts many
-// bytes.
+// states, the number of bytes that are forced (the only possible next bytes), and a flag that is
+// true if the state accepts many bytes.
 #include "compile/token_states.h"
 
 #include <algorithm>
@@ -33,7 +33,7 @@ void TokenStates::find_shapes(TokenSets& sets) {
   states_.reserve(states);
   // For each next state of the current state: its part.
   std::vector<int32_t> part_of(states, kNone);
-  std::vector<int> bytes;  // the number of bytes of each part
+  std::vector<int> bytes;  // for each part: the number of bytes in the part
   std::vector<TokenSets::Range> ranges;
   for (size_t state = 0; state < states; ++state) {
     budget_.check();

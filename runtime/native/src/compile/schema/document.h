@@ -96,7 +96,7 @@ struct Resource {
   const json::Value* root;
   std::string uri;  // the URI of the resource, without a fragment
   int draft;
-  bool names_draft;  // true if the resource contains $schema; false if it uses the default draft
+  bool names_draft;  // true if $schema, here or in a resource around this one, selects the draft
   std::unordered_map<std::string, const json::Value*> anchors, dynamic_anchors;
 };
 
