@@ -46,7 +46,8 @@ struct dlm_session {
   Runner runner;
   std::unique_ptr<SharedRunner> shared;
   uint64_t prefix_cache_bytes = 0;
-  dlm::Buffers buffers;  // the arrays for passes of dlm_session_forward and similar calls
+  // The arrays for passes that do not belong to a request, for example for measuring.
+  dlm::Buffers buffers;
   std::mutex jobs_mutex;
   std::vector<std::shared_ptr<dlm::Job>> jobs;  // the jobs of the last call that ran requests
   // returns false if the session must stop

@@ -45,9 +45,9 @@ class Ways {
   // Returns the states before a place, in ascending order.
   const std::vector<int32_t>& before(size_t place) const { return met_[place]; }
 
-  // Returns a 1 for each state in which a text may be after the last of `places`, and a 0 for every
-  // other state. At most `room` more tokens may follow, and the text must be able to end with these
-  // tokens.
+  // From a state, a text continues with one token for each of `places`, and then with at most
+  // `room` more tokens. Returns a 1 for each state from which such a text can reach an end, and a 0
+  // for every other state.
   std::vector<uint8_t> reaching(const std::vector<Place>& places, int32_t room);
 
   // look_at() sets the current place (position of the text). may_stand() returns true if the
