@@ -195,11 +195,12 @@ typedef struct dlm_policy {
                     text with every engine, number of threads and batch size, unless rounding
                     differences between engines change the text */
   const char* store;        /* for cache "block": how the keys and values of a finished block are
-                               stored. "pass" (default): one more pass over the block stores exact rows
-                               | "open": like "pass", but the additional pass also runs the next block,
-                               and commits tokens there; the final canvas is the same as with "pass" |
-                               "reuse": the rows of the block's last pass are stored, although some
-                               tokens of the block were still masked in that pass */
+                               stored. "pass" (default): one more pass over the block stores
+                               exact rows | "open": like "pass", but the additional pass also
+                               runs the next block, and commits tokens there; the final canvas is
+                               the same as with "pass" | "reuse": the rows of the block's last
+                               pass are stored, although some tokens of the block were still
+                               masked in that pass */
   int32_t sub_block_length; /* for block-causal attention, 0..16777216: length of a sub-block in
                                tokens. Each block is divided into sub-blocks, which are decided one
                                after another. block_length must be a multiple of sub_block_length. 0
