@@ -120,8 +120,8 @@ void ask(dlm_bundle* bundle) {
   dlm_request request;
   dlm_request_init(&request, sizeof request);
   request.max_new_tokens = 1;
-  CLAIM(dlm_session_generate(session, &request, nullptr) != DLM_OK);  // This call must fail,
-                                                                      // because there is no engine
+  // This call must fail, because there is no engine.
+  CLAIM(dlm_session_generate(session, &request, nullptr) != DLM_OK);
   CLAIM(fuzz::is_sentence(dlm_session_last_error(session)));
   dlm_session_destroy(session);
 }

@@ -454,7 +454,7 @@ class Session {
     check(dlm_session_before_pass(get(), asked_->function ? ask : nullptr, asked_.get()), none);
   }
   // Sets how many bytes of keys and values the session may keep between its calls, for later
-  // requests with the same start of the prompt.
+  // requests whose prompts start with the same tokens.
   void prefix_cache(std::uint64_t bytes) {
     detail::Thrown none;
     check(dlm_session_prefix_cache(get(), bytes), none);

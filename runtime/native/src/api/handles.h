@@ -39,7 +39,7 @@ struct dlm_bundle {
   std::mutex text_mutex;
   dlm_text text;  // the bundle's tokenizer and chat template; empty until a call needs them
   std::mutex vocabulary_mutex;
-  // The bundle's vocabulary. Made by the first call that compiles a constraint.
+  // The bundle's vocabulary. The first call that compiles a constraint creates it.
   std::shared_ptr<const dlm::compile::Vocabulary> vocabulary;
   // The vocabulary that the program passed in its last call.
   std::shared_ptr<const dlm::compile::Vocabulary> given_vocabulary;
@@ -127,8 +127,8 @@ std::string_view view_of(const char* string, size_t size, const char* name);
 std::vector<int32_t> make_canvas(const Denoiser& denoiser, const int32_t* tokens, size_t count,
                                  int32_t new_tokens);
 
-constexpr double kLongestMs =
-    1e12;  // The longest timeout. This is 31 years, which every clock can represent.
+// The longest timeout. This is 31 years, which every clock can represent.
+constexpr double kLongestMs = 1e12;
 inline Clock::duration from_ms(double ms) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double, std::milli>(ms));
 }

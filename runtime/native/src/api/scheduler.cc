@@ -47,8 +47,8 @@ void check_time(const char* name, double value) {
     dlm::fail(DLM_INVALID_ARGUMENT, "%s = %g is not a time: set milliseconds", name, value);
 }
 
-// Returns the cost model for shared passes. If the engine cannot run shared passes, returns an
-// empty cost model.
+// Returns the cost model for shared passes. If the engine cannot run shared passes, returns a model
+// for which is_known() is false.
 dlm::PassCost check_cost(const dlm_scheduler_options& options, const dlm::Engine& engine) {
   check_time("max_pass_ms", options.max_pass_ms);
   dlm::PassCost found;

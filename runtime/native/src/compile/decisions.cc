@@ -19,7 +19,7 @@ namespace {
 
 constexpr int32_t kNone = -1;
 constexpr size_t kMostBytes = size_t{1} << 20, kMostOptions = 255;
-// A longer forced text is cut to this many bytes before it is passed to the tokenizer.
+// The compiler passes at most this many bytes of a forced text to the tokenizer.
 constexpr size_t kEncodedBytes = 96;
 
 // A graph of the bytes of all answers. Each node stores the bytes that can come next. After a

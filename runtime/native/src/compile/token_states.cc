@@ -15,7 +15,7 @@ namespace {
 // A state inside a word or number accepts only few bytes. The limits kManyBytes and kBytesAlike
 // distinguish these two kinds of states.
 constexpr int kManyBytes = 24, kBytesAlike = 16;
-// A longer forced text is cut to this many bytes before it is passed to the tokenizer.
+// The compiler passes at most this many bytes of a forced text to the tokenizer.
 constexpr int32_t kEncodedBytes = 96;
 constexpr int32_t kNone = -1;
 

@@ -61,8 +61,8 @@ struct Stage {
   // Passes repeat until all positions of `awaited` are decided. If `awaited` is empty, the stage
   // makes one pass.
   Range awaited;
-  int32_t
-      steps;  // number of passes in which the policy's schedule decides all positions in `decided`
+  // Number of passes in which the policy's schedule decides all positions in `decided`.
+  int32_t steps;
   Range block;   // block that the stage belongs to
   bool is_last;  // true for the last stage of the block
 

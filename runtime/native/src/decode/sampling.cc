@@ -233,9 +233,9 @@ void Sampler::cut(const float* logits, const Sampling& sampling) {
   const auto at = [&](size_t rank) { return kept_.begin() + static_cast<std::ptrdiff_t>(rank); };
   keep_best(logits, sampling.top_k);
   if (sampling.top_p >= 1) return;
-  // Tokens are ranked by descending logit. In each round of the bisection, it is known that the
-  // token of rank `first` stays, and that the token of rank `last` is cut. `before` is the total
-  // weight of all tokens ranked before `first`.
+  // Tokens are ranked by descending logit. In each round of the bisection, the code already knows
+  // that the token of rank `first` stays, and that the token of rank `last` is cut. `before` is the
+  // total weight of all tokens ranked before `first`.
   size_t first = 0, last = kept_.size();
   for (double before = 0; last - first > 1;) {
     const size_t middle = first + (last - first) / 2;

@@ -1,5 +1,5 @@
-// The formats of cached rows. A row contains the keys or values of one position and one head. Each
-// format is a class, Fp16Rows or Int8Rows, with these functions:
+// The formats of cached rows. A row contains the key or the value of one position and one head.
+// Each format is a class, Fp16Rows or Int8Rows, with these functions:
 //
 //   bytes(D)             returns the bytes of a row of D numbers
 //   widen(row, D, out)   converts a row to floats

@@ -40,7 +40,7 @@ constexpr int64_t kDot = 4;  // number of products of bytes that one instruction
 // INT4 codes are packed in groups of this many inputs. The codes of two inputs of the same group
 // share a byte. The group size of a layer is a multiple of this number.
 constexpr int64_t kPairs = 2 * kDot;
-constexpr int64_t kGroup = 16;  // NVFP4: number of inputs that share a scale, per column
+constexpr int64_t kGroup = 16;  // NVFP4: in each column, this many inputs share a scale
 // The largest number of inputs of a linear layer. With more inputs, sums of products would overflow
 // 32 bits.
 constexpr int64_t kMostInputs = 1 << 16;
@@ -89,7 +89,7 @@ struct Linear {
   float* const* outputs;
   size_t count;  // number of weight matrices
   bool is_gated;
-  // INT4: number of inputs that share a scale, per column; a multiple of 8. INT8: 0.
+  // INT4: in each column, this many inputs share a scale. This is a multiple of 8. INT8: 0.
   int64_t group_size;
 
   // Returns how many bytes of scratch memory the layer needs. The result is enough for every kernel
@@ -125,8 +125,8 @@ struct ExpertGroup {
 struct Experts {
   const float* x;
   const int64_t* chosen;  // [rows, active]: the experts of each row, as indices below `count`
-  const float*
-      weights;  // [rows, active]: the factors by which the outputs of these experts are multiplied
+  // [rows, active]: the factors by which the outputs of these experts are multiplied.
+  const float* weights;
   int64_t rows, active, count, inputs, hidden;
   // gate, up and down each contain `count` matrices. The matrices of gate and up are [inputs,
   // hidden]. The matrices of down are [hidden, inputs].
@@ -315,7 +315,7 @@ struct Embedding {
   int64_t tokens, hidden, rows;
   const uint8_t* panels;
   const void* scales;  // INT8: fp32; INT4: fp16
-  int64_t group_size;  // INT4: number of inputs that share a scale, per column; INT8: 0
+  int64_t group_size;  // INT4: in each column, this many inputs share a scale; INT8: 0
   float* y;
 
   bool is_in_range() const;  // true if every id is a row of the table

@@ -24,8 +24,8 @@ inline void scale_row(const float* x, float inverse, const float* weight, int64_
 // read_one(i) returns the single number i, and is used after the last whole vector.
 template <class Read, class ReadOne>
 [[gnu::always_inline]] inline float sum_squares(int64_t width, Read read, ReadOne read_one) {
-  constexpr int kSums =
-      4;  // Number of sums that are computed in parallel. This hides the latency of multiply-adds.
+  // Number of sums that are computed in parallel. This hides the latency of multiply-adds.
+  constexpr int kSums = 4;
   F sums[kSums];
   unroll<kSums>([&](auto j) __attribute__((always_inline)) { sums[j] = simd::zero(); });
   int64_t i = 0;

@@ -66,8 +66,8 @@ struct TextFile {
   // of the character becomes the token that byte_ids lists for this byte. If byte_ids contains -1
   // for a byte, the byte has no token and is left out.
   Numbers byte_ids, char_points, char_ids;
-  // [M, 3]: the left token, the right token and the merged token of each merge. Earlier merges have
-  // priority.
+  // [M, 3]: the left token, the right token and the merged token of each merge. A merge that comes
+  // earlier in this table has priority.
   Numbers merges;
   // An added text is a text that is encoded as one token, without splits and merges. The tokenizer
   // matches the first `raw_added` added texts before normalisation, and the remaining added texts

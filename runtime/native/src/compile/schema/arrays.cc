@@ -11,12 +11,12 @@ namespace {
 
 // The largest number of `contains` schemas that array_with_matches() supports.
 constexpr size_t kMostMatches = 3;
-constexpr size_t kMostStates =
-    20'000;  // largest number of states of the automaton that array_with_matches() builds
+// Largest number of states of the automaton that array_with_matches() builds.
+constexpr size_t kMostStates = 20'000;
 // If there are more possible items than this, unique_array() allows them in one order only.
 constexpr size_t kMostMixed = 6;
-constexpr uint64_t kMostIntegers =
-    100;  // largest number of integers that finite() lists for one range
+// Largest number of integers that finite() lists for one range.
+constexpr uint64_t kMostIntegers = 100;
 
 }  // namespace
 

@@ -371,8 +371,8 @@ Formula Formulas::any(const std::vector<Formula>& parts) {
 Formula Formulas::one(const std::vector<Formula>& pairs) {
   Term made;
   made.op = Op::one, made.kinds = 0, made.is_typed = true;
-  std::vector<Formula>
-      others;  // conditions that must be true in addition to the condition on the branches
+  // Conditions that must be true in addition to the condition on the branches.
+  std::vector<Formula> others;
   Formula always = kNo;
   size_t always_true = 0;
   for (size_t i = 0; i < pairs.size(); i += 2) {

@@ -82,8 +82,8 @@ struct Term {
   bool inner = true;
   uint8_t kinds = kAllKinds;  // the formula is false for values of other kinds
   uint8_t speaks_of = 0;      // the kinds of values to which the keywords in the formula apply
-  bool is_typed =
-      false;  // true if the formula limits the kinds of values, as the keyword "type" does
+  // True if the formula limits the kinds of values, as the keyword "type" does.
+  bool is_typed = false;
   Keyword keyword = Keyword::count;
   const Schema* schema = nullptr;
   uint64_t low = 0, high = kNoLimit, first = 0;

@@ -13,9 +13,10 @@ struct Kernels;
 struct AmxHost {
   uint32_t features;  // the register edx of CPUID's leaf 7
   bool has_avx512_vnni;
-  uint64_t saved_state;  // the register XCR0: which registers the operating system saves for each
-                         // thread Asks the operating system for permission to use AMX in all
-                         // threads of the process. Returns 0 or errno.
+  // The register XCR0: which registers the operating system saves for each thread.
+  uint64_t saved_state;
+  // Asks the operating system for permission to use AMX in all threads of the process. Returns 0
+  // or errno.
   int (*request)();
   bool (*prove)();  // returns true if the kernels compute correctly
 };
