@@ -576,7 +576,7 @@ DLM_API dlm_status dlm_automaton_write(const dlm_automaton* automaton, char* mes
 DLM_API void dlm_automaton_destroy(dlm_automaton* automaton); /* running requests keep the automaton
                                                                  alive */
 
-/* The properties of an automaton. Valid as long as the automaton exists. */
+/* The properties of an automaton. This struct is valid as long as the automaton exists. */
 typedef struct dlm_automaton_info {
   size_t struct_size;
   int32_t shortest; /* number of tokens in the shortest text that the automaton accepts, 0 or

@@ -36,8 +36,8 @@ struct Header {
 static_assert(sizeof(Header) == 2 * kAlignment);
 
 // Computes a checksum of data whose size is a multiple of 64 bytes. A change of a single word is
-// always detected. Any other change is detected with a probability of 1 - 2^-64. This is not a
-// cryptographic hash. It is used because it is about ten times as fast as SHA-256.
+// always detected. Any other change is detected with a probability of 1 - 2^-64. The checksum is
+// not a cryptographic hash, but it is about ten times as fast as SHA-256.
 class Checksum {
  public:
   void add(const void* data, size_t bytes) {

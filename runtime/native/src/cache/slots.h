@@ -93,7 +93,8 @@ class Slots {
       auto row = rows[head].begin();
       for (const size_t slot : slots[head]) {
         if (!part.holds(slot) || belongs(row_at_[slot])) continue;
-        // The loop always finds such a row, because `rows` and `slots` have the same length.
+        // This loop looks for a row that must move into the head's part. It always finds one,
+        // because `rows` and `slots` have the same length.
         while (!belongs(*row) || part.holds(slot_of_[*row])) ++row;
         const size_t from = slot_of_[*row];
         const bool is_swap = !hole.holds(row_at_[slot] % stride_);

@@ -75,7 +75,8 @@ struct ExactWeight {
   // Counts the ruled-out and cut tokens of the text. Each ruled-out token adds kRuledOut, and each
   // cut token adds kCut.
   int64_t avoided = 0;
-  // The sum of the other tokens' logits, each minus the best logit of its row.
+  // The sum of the logits of all tokens that are neither ruled out nor cut. From each logit, the
+  // best logit of its row is subtracted.
   ExactSum sum;
 
   static constexpr int64_t kCut = 1, kRuledOut = int64_t{1} << 31, kNever = INT64_MAX / 2;

@@ -175,7 +175,8 @@ class Request {
   size_t top_count_;
   std::vector<int32_t> top_tokens_;
   std::vector<float> top_log_probs_;
-  // The loss of each position (see Proposals::losses). Empty without a constraint.
+  // The loss of each position (see Proposals::losses). This list is empty if the request has no
+  // constraint.
   std::vector<double> losses_;
   int32_t finish_ = DLM_FINISH_NONE;  // the reason if the request ended early
   std::vector<Certain> certain_;

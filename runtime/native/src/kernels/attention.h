@@ -139,7 +139,8 @@ class Softmax {
       F sums[kSums];
       const float* rows[kBlock];
       unroll<kBlock>([&](auto j) __attribute__((always_inline)) {
-        // Only the last block may have fewer keys. It repeats its last key.
+        // Only the last block may have fewer than kBlock keys. In this case, the code repeats the
+        // last key.
         rows[j] = keys + (from + least(j, there - 1)) * head_size_;
       });
       unroll<kSums>([&](auto i) __attribute__((always_inline)) { sums[i] = simd::zero(); });

@@ -63,7 +63,7 @@ Node Writer::row(const Row& row, bool is_array, uint32_t level) {
   struct Step {
     State state;
     // The next state if the slot is absent, and the next state if the slot is present. Both are
-    // indices into the next layer.
+    // indices into the next layer, which contains the states after this slot.
     uint32_t without = kNone, with = kNone;
   };
   std::vector<std::vector<Step>> layers(slots + 1);

@@ -1,8 +1,8 @@
 // The functions that kernels/linear_by_matrices.h needs, for the matrix registers of AMX.
 // tests/matrix_emulated.h implements the same functions in plain C++.
 //
-// The instructions are written in assembly. GCC's intrinsics do not tell the compiler that they
-// read memory, and do not accept a constant from a template.
+// The code uses inline assembly instead of GCC's intrinsics. The intrinsics do not tell the
+// compiler that they read memory, and they do not accept a constant from a template.
 #pragma once
 
 #include <cstdint>
