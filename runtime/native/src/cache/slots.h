@@ -67,9 +67,9 @@ class Slots {
     const Range hole{std::min(static_cast<size_t>(first), length_),
                      std::min(static_cast<size_t>(last), length_)};
     const size_t kept = length_ - (hole.last - hole.first);
-    // For each head, `slots` lists the slots in the head's new part whose rows may have to leave.
-    // `rows` lists the rows of the head that may be outside its new part. All other slots of the
-    // new part contain rows that stay.
+    // For each head, `slots` lists the slots in the head's new part whose rows may have to leave
+    // this part. `rows` lists the rows of the head that may be outside its new part. All other
+    // slots of the new part contain rows that stay.
     std::vector<std::vector<size_t>> slots(heads_), rows(heads_);
     for (size_t head = 0; head < heads_; ++head) {
       const Range part{head * kept, (head + 1) * kept}, before{head * kept_, (head + 1) * kept_};

@@ -163,10 +163,11 @@ Writer::Made Writer::array(const Case& found, const Place& place) {
   return {expressions_.sequence(expressions_.bytes("["), behind), size};
 }
 
-// Writes an array in which a given number of items must match a given schema, as `contains`
-// requires. There may be several such schemas. The function from() builds an automaton. A state of
-// this automaton consists of the number of items so far, and the number of items so far that match
-// each schema. The automaton stops counting at the largest number that makes a difference.
+// Builds the texts of arrays in which a given number of items must match a given schema, as
+// `contains` requires. There may be several such schemas. The function from() builds an automaton.
+// A state of this automaton consists of the number of items so far, and the number of items so far
+// that match each schema. The automaton stops counting at the largest number that makes a
+// difference.
 Writer::Made Writer::array_with_matches(const Case& found, const std::vector<const Term*>& matches,
                                         const Place& place, size_t prefix, uint64_t low,
                                         uint32_t high) {
@@ -311,8 +312,9 @@ bool Writer::finite(Formula formula, uint32_t level, std::map<std::string, Node>
   return true;
 }
 
-// Writes an array of distinct items from a finite set. Items of a small set may come in any order.
-// Items of a large set come in the order of the set. Returns nullopt if the set is not finite.
+// Builds the texts of arrays of distinct items from a finite set. Items of a small set may come in
+// any order. Items of a large set come in the order of the set. Returns nullopt if the set is not
+// finite.
 std::optional<Writer::Made> Writer::unique_array(Formula item_, uint64_t low, uint64_t high,
                                                  const Place& place) {
   std::map<std::string, Node> keyed;
