@@ -694,8 +694,8 @@ void test_extreme_logits(std::mt19937& random, int32_t rounds) {
       }
       continue;
     }
-    // In the first four palettes, sums are exact multiples of a small power of 2, or too large for
-    // double.
+    // A palette is a kind of random logits (see extreme_logit). In the first four palettes, sums
+    // are exact multiples of a small power of 2, or too large for double.
     check_best_text(problem, ends, palette == 0 || palette == 2 || palette == 3);
     check_draws(problem, ends, sampling, round % 5 == 0 ? 800 : 5);
   }

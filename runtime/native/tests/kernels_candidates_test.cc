@@ -1,5 +1,5 @@
-// Tests of the candidates kernel. Their ids must be exact, and their probabilities must be right
-// within a tolerance.
+// Tests of the candidates kernel. The ids of the candidates must be exact, and their probabilities
+// must be right within a tolerance.
 #include "kernels_test.h"
 
 namespace kernels_test {

@@ -49,7 +49,8 @@ schema::Texts texts_of(Expressions& expressions, const Constraint& constraint, d
   fail(DLM_INTERNAL, "a constraint of kind %d", static_cast<int>(constraint.kind));
 }
 
-// Returns a hint for the error message that no text of the constraint starts with `before`.
+// If no text of the constraint starts with `before`, an error message says so. Returns a hint for
+// this message.
 std::string layout_hint(const Constraint& constraint) {
   if (constraint.kind == Constraint::regex || constraint.kind == Constraint::list ||
       constraint.kind == Constraint::grammar)

@@ -106,8 +106,8 @@ string ipv6() {
 
 // ---- Mail ----
 
-// Returns the mail addresses that RFC 5321 allows. The part before the @ consists of words that are
-// separated by dots. This part is at most `most` characters long. Quoted names are left out.
+// Returns mail addresses in the format of RFC 5321. The part before the @ consists of words that
+// are separated by dots. This part is at most `most` characters long. Quoted names are left out.
 Node mail(Expressions& e, const string& letters, int most, const string& host_name) {
   const string word = "[" + letters + "!#$%\\&'*+/=?\\^_`{|}\\~-]+";
   const Node words = regex(e, word + "(?:\\." + word + ")*");

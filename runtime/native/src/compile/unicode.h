@@ -25,8 +25,8 @@ std::optional<CodePoints> unicode_property(std::string_view name,
 // and joiners (UTS #18).
 const CodePoints& unicode_word();
 const CodePoints& unicode_digits();  // returns the characters of \d: decimal numbers
-const CodePoints&
-unicode_spaces();  // returns the characters of \s: the Unicode property White_Space
+// Returns the characters of \s: the Unicode property White_Space.
+const CodePoints& unicode_spaces();
 
 // Returns a set that contains all characters of `points`, and all characters that differ only in
 // case from a character of `points`. Uses the simple case folding of Unicode.

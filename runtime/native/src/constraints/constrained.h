@@ -74,8 +74,8 @@ class Constrained final : public Proposer {
   std::vector<int32_t> path_, only_;
   std::vector<Marginal> marginals_;
   std::unique_ptr<OptionProbs> options_;  // NULL if the constraint is not a decision
-  int32_t answered_block_ =
-      -1;  // first position of the last block whose texts were added to options_
+  // The first position of the last block whose texts were added to options_.
+  int32_t answered_block_ = -1;
 };
 
 }  // namespace dlm

@@ -1,5 +1,5 @@
 // Builds the regular language (set of texts) of the objects of one case. writer.h explains cases.
-// An object is written as a row of properties, in the order of the schema.
+// The text of an object is a row of properties, in the order of the schema.
 #include <algorithm>
 
 #include "compile/ecma_pattern.h"

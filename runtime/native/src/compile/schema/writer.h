@@ -3,8 +3,8 @@
 //
 // The writer splits the formula of an array or object into cases. In a case, "or" occurs only in
 // conditions on the presence of properties. For example, the writer splits {"anyOf": [A, B]} into
-// two cases. The language is the union of all cases. In each case, an object is written as a row of
-// properties in the order of the schema, and an array as a row of items.
+// two cases. The language is the union of all cases. In each case, the text of an object is a row
+// of properties in the order of the schema, and the text of an array is a row of items.
 //
 // Objects contain only properties that a schema of the case names, unless the options say
 // otherwise. If a formula occurs at several places with the same layout, these places share one

@@ -1,5 +1,6 @@
-// Registers custom operators in ONNX Runtime, which run the kernels. The graph is untrusted. So in
-// every pass, the operators check all shapes before they pass pointers to a kernel.
+// Registers our custom operators in ONNX Runtime. The operators run the kernels. The graph is
+// untrusted. So in every pass, the operators check all shapes before they pass pointers to a
+// kernel.
 #include <cstdio>
 #include <exception>
 #include <memory>
@@ -86,8 +87,7 @@ CustomOps::CustomOps(const ort::Api& api, const Kernels& kernels)
     for (const ops::Definition& is : kind)
       ops_.push_back({ops::make_entry(), is, api, &kernels, memory_.get()});
   // ONNX Runtime stores pointers to the elements of ops_, so they must not move in memory any more.
-  for (const ops::Op& op : ops_)
-    ask<ort::CustomOpDomainAdd>(api, domain_.get(), &op.entry);
+  for (const ops::Op& op : ops_) ask<ort::CustomOpDomainAdd>(api, domain_.get(), &op.entry);
 }
 
 void CustomOps::add_to(OrtSessionOptions* options) const {
