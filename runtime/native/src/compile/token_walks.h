@@ -84,8 +84,8 @@ struct TokenEdges {
   std::vector<TokenEdge> edges;
 };
 
-// Finds the edges of all states to which tokens lead from the start state. A walk follows all
-// tokens from one state.
+// Finds the edges of all states that can be reached from the start state with whole tokens. A walk
+// follows all tokens from one state.
 class TokenWalks {
  public:
   TokenWalks(const ByteAutomaton& texts, const Vocabulary& vocabulary, TokenSets& sets,

@@ -159,7 +159,7 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
   }
   if (keeps_rows(stage.use)) lane.kept = {0, 0};
   // Before a request has stored its first cache row, the context may still contain cache rows of an
-  // earlier request. They must not be counted.
+  // earlier request. The loop must not count these rows.
   for (Member* const member : members)
     if (keeps_rows(stage.use) || member->cache_bytes > 0)
       member->cache_bytes =

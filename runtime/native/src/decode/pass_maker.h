@@ -42,8 +42,9 @@ class Member {
   // request's outputs are; see predictions_of.
   size_t first_row = 0, apart = 0;
   uint64_t cache_bytes = 0;  // bytes of keys and values that the request uses now
-  int32_t reused = 0;        // number of positions at the start of the canvas whose cache rows were
-                       // reused, so that no pass of this request computed them
+  // Number of positions at the start of the canvas whose cache rows were reused, so that no pass of
+  // this request computed them.
+  int32_t reused = 0;
 };
 
 // Limits for a pass that several requests share.

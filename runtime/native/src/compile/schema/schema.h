@@ -5,7 +5,8 @@
 // names the keyword. So the value of every text in the language is valid. But the language contains
 // only some of the texts with valid values:
 //
-//   - Objects contain only the properties that the schema names, in the order of the schema.
+//   - Objects contain only the properties that the schema names, in the order of the schema. The
+//     options any_order and more_properties change this.
 //   - Strings use the shortest escapes.
 //   - The layout determines the white space.
 //
