@@ -24,8 +24,8 @@ class OptionProbs {
   OptionProbs(const Automaton& automaton, int32_t room);
 
   // Adds the texts of a block. These texts start in `state`, and `texts` contains their sums.
-  // `room` is the largest number of tokens that fit from the start of the block to the end of the
-  // canvas. `room_behind` is the largest number of tokens that fit after the block.
+  // `room` is the number of positions from the start of the block to the end of the constrained
+  // range. `room_behind` is the number of positions in this range after the block.
   void add_block(int32_t state, int32_t room, Texts& texts, int32_t room_behind);
 
   // Returns one probability for each option, in the order of the options.
