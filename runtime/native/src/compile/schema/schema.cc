@@ -23,9 +23,10 @@ constexpr int64_t kMostLines = 1'000'000;
 struct Extent {
   uint32_t recursion, any, characters;
 };
-// A list of limits for depths and string lengths. The code tries the entries in this order. The
-// first entry leads to the largest automaton, and the last entry leads to the smallest. The first
-// entries reduce only the lengths of strings, because a canvas rarely has room for long strings.
+// A list of limits for depths and string lengths. The first entry leads to the largest automaton,
+// and the last entry leads to the smallest. Usually, the code uses the first entry for which the
+// estimated number of states is small enough. The first entries reduce only the lengths of strings,
+// because a canvas rarely has room for long strings.
 constexpr Extent kExtents[] = {{3, 3, kUnbounded}, {3, 3, 2048}, {3, 3, 1024}, {2, 3, 1024},
                                {2, 2, 1024},       {1, 2, 1024}, {1, 1, 256},  {0, 1, 256}};
 // By default, the code chooses depths for which the estimated number of states is at most 1 /
