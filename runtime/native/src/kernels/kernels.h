@@ -192,8 +192,11 @@ enum class CacheType { fp32, fp16, int8 };
 // Otherwise the positions are divided into blocks of visible_block positions, and a query sees the
 // new rows of its own block and of earlier blocks. If window is not 0, visible_block is 0, there
 // are no cached rows, and a query sees the new rows at most window positions away. With segments, B
-// is 1, and a query sees only the rows of its own segment. The kernel uses cached rows as they were
-// stored, so cached rows may be rounded. The kernel uses new rows as they were computed.
+// is 1, and a query sees only the rows of its own segment.
+//
+// The kernel uses cached rows as they were stored, so cached rows may be rounded. If visible_block
+// is not 0, the kernel rounds new rows in the same way before it uses them. So the result does not
+// depend on which rows are cached. Otherwise the kernel uses new rows as they were computed.
 struct CachedAttention {
   CacheType cache;
   // q: [B, T, H, D]; k and v: [B, T, Hkv, D]; H query heads, Hkv key/value heads.
@@ -210,9 +213,9 @@ struct CachedAttention {
   const int64_t* first_segments;
   int64_t part_count;
   float* y;                      // [B, T, H, D]
-  float *new_keys, *new_values;  // [B, Hkv, T, D]
-  // [B, Hkv, T] rows in the cache's format. If the format is fp32, these rows equal the new keys
-  // and values.
+  float *new_keys, *new_values;  // [B, Hkv, T, D], the new rows as the kernel uses them
+  // [B, Hkv, T] rows in the cache's format. If the format is fp32, these rows are the arrays
+  // new_keys and new_values.
   void *present_keys, *present_values;
   const float *q_norm, *k_norm;  // [D], RMSNorm weights, the same for every head; nullptr: no norms
   float epsilon;                 // for both norms
@@ -272,6 +275,8 @@ struct CachedAttention {
     return static_cast<int32_t>(window != 0 && position > window ? position - window : 0);
   }
   bool is_limited() const { return visible_block != 0 || window != 0; }
+  // Returns true if new rows are rounded before the kernel uses them.
+  bool reads_rounded() const { return visible_block != 0; }
 
   // Returns true if the cos and sin tables contain a row for every position. The kernel requires
   // this condition.
