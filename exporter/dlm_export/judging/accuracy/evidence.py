@@ -60,6 +60,7 @@ class Evidence:
         states_of: Side = "candidate",
         free: Predictor | None = None,
         free_runs: int | None = None,
+        candidate_policy: Policy | None = None,
     ) -> None:
         """Check that the denoisers can be compared on the samples of ``pool``. Raises JudgeError.
 
@@ -67,8 +68,10 @@ class Evidence:
         ``None`` if there is no tokenizer. ``noise_floor`` is the reference, computed in the
         precision of its stored weights. ``noise_floor`` is judged like the candidate. ``free``
         generates text for at most ``free_runs`` samples. If ``free_runs`` is ``None``, there is no
-        limit.
+        limit. The candidate generates text with ``candidate_policy``, if it is not ``None``. In
+        this case, ``states_of`` must be "reference".
         """
+        assert candidate_policy is None or states_of == "reference"
         if not pool:
             raise JudgeError("no samples to judge with: give held-out data")
         if max_new_tokens < 1:
@@ -82,6 +85,7 @@ class Evidence:
                     f"sample {number + 1}: its text contains the mask token ({reference.mask_token_id}). Remove this sample."
                 )
         self.pool, self.seed, self._policy, self._decode = list(pool), seed, policy, decode
+        self._candidate_policy = candidate_policy or policy
         self._reference, self._candidate, self._floor = reference, candidate, noise_floor
         self._states_of, self._free, self._free_runs = states_of, free, free_runs
         self._new_tokens = max_new_tokens
@@ -173,13 +177,8 @@ class Evidence:
             )
         met = self._as_run(run, run.tokens, run.nfe)
         if self._states_of == "reference":
-            self._keep(
-                sample,
-                run,
-                met,
-                self._as_run(run, *self._candidate.generate(run.prompt, run.room, policy)),
-                run.nfe,
-            )
+            made = self._candidate.generate(run.prompt, run.room, self._candidate_policy)
+            self._keep(sample, run, met, self._as_run(run, *made), run.nfe)
             return
         known, nfe = None, float(run.nfe)
         if isinstance(reference, Seer):
