@@ -698,3 +698,35 @@ def demo_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
         assert found[cache] == report.cache
         assert found[cache]["cache_dtype"] == graph.CACHE_DTYPES[cache]
     return found
+
+
+# ---- Long passes ----
+
+
+@pytest.mark.parametrize("name", ["Int8Linear2", "Int8GatedLinear"])
+@pytest.mark.parametrize("rows", [513, 1100])
+def test_rows_of_a_long_pass_do_not_depend_on_each_other(
+    kernels: str,  # noqa: F811
+    name: str,
+    rows: int,
+) -> None:
+    """The kernels of linear layers run a long pass in parts of at most 512 rows."""
+    rng, inputs, columns = np.random.default_rng(rows), 64, 40
+    x = rng.normal(size=(1, rows, inputs)).astype(np.float32)
+    feeds = []
+    for _ in range(2):
+        codes = rng.integers(-127, 128, (inputs, columns)).astype(np.int8)
+        scales = np.zeros(functions.padded(columns), np.float32)
+        scales[:columns] = rng.uniform(1e-4, 1e-3, columns)
+        feeds += [functions.panels(codes), scales]
+    F, C = onnx.TensorProto.FLOAT, onnx.TensorProto.UINT8
+    model = _model(
+        name, [F, C, F, C, F], [F] * (2 if name == "Int8Linear2" else 1), columns=[columns] * 2
+    )
+    whole = _run(model, [x, *feeds], by_kernels=True)
+    for start in range(0, rows, 100):
+        part = _run(model, [x[:, start : start + 100], *feeds], by_kernels=True)
+        for ours, theirs in zip(whole, part, strict=True):
+            np.testing.assert_array_equal(ours[:, start : start + 100], theirs)
+    for ours, theirs in zip(whole, _run(model, [x, *feeds], by_kernels=False), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)

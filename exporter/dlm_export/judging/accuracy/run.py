@@ -198,7 +198,7 @@ def compare_bundles(
         ours = BundlePredictor(second, _title(candidate, second))
         presets = {name: first.policy(name) for name in first.manifest["loop"]["presets"]}
         _, policy = threshold_preset(c, presets, options.data.preset)
-        own = policy.with_fields(candidate_changes) if candidate_changes else None
+        own = policy.with_fields(dict(candidate_changes)) if candidate_changes else None
         samples = _samples(c, reference, first, options, progress, warn)
         pilot, on_done = PILOT_SAMPLES, progress.advance
         result = _judge(
