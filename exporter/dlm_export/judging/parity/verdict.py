@@ -61,15 +61,15 @@ TOLERANCES = {
     "bf16": Tolerance(1.6e-1, 0.5),
 }
 # In a rounded cache, a key or value halfway between two codes may get either code. If two logits
-# are nearly equal, the bundle may therefore choose a different token than torch. This is the
+# are nearly equal, the bundle may therefore choose a different token than torch. This number is the
 # smallest allowed share of identical canvases with a rounded cache.
 ROUNDED_CACHE_AGREEMENT = 0.8
 # With block-causal attention, a pass also reads its own keys and values rounded. If a query sees only
 # one key, a value with the other code changes the result by the distance between two codes. fp16 has
 # 11 significant bits, bf16 has 8, and INT8 has 127 steps up to the largest magnitude of a row.
 ROUNDED_ROWS = {"float32": 0.0, "float16": 1e-3, "bfloat16": 8e-3, "int8": 1e-2}
-# Tolerances for a single layer, and for the operators between two layers. The key is the precision
-# of all unquantised parts.
+# Tolerances for a single layer, and for the operators between two layers. The keys are precisions
+# of the unquantised parts of a bundle.
 PART_TOLERANCES = {
     "fp32": Tolerance(2e-5, 0.0),
     "fp16": Tolerance(5e-3, 0.0),
