@@ -147,6 +147,13 @@ set_option = option(
     metavar="FIELD=VALUE",
     help="Change a field of the policy; repeatable.",
 )
+candidate_set_option = option(
+    "--candidate-set",
+    "candidate_changes",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Change a field of the candidate's policy; repeatable.",
+)
 prompts_option = file("--prompts", "Text file with a prompt per line, instead of random tokens.")
 
 # ---- Checkpoints ----

@@ -330,14 +330,16 @@ class Carried:
         *,
         memory_bytes: int | None = None,
         folder: Path | None = None,
+        cache_dtype: str | None = None,
     ) -> None:
-        """Embed the canvases.
+        """Embed the canvases. ``Attention.forward`` explains ``cache_dtype``.
 
         If the hidden states need more than ``memory_bytes``, the states are stored in an unnamed
         file in ``folder``. If ``memory_bytes`` is ``None``, there is no limit. Raises
         MemoryLimitError if the disk is too full.
         """
         self.layered, self.batches = layered, make_batches(canvases)
+        self._cache_dtype = cache_dtype
         tokens = sum(batch.ids.numel() for batch in self.batches)
         self.states = room_for(
             (tokens, layered.network.hidden_size), layered.dtype, memory_bytes, folder
@@ -354,7 +356,7 @@ class Carried:
         """Run every batch through layer ``i``. If ``keep`` is False, discard the output."""
         for batch in self.batches:
             self.now = batch
-            out, _ = block(self.read(batch), *self.layered.beside(i, batch.ids))
+            out, _ = block(self.read(batch), *self.layered.beside(i, batch.ids), self._cache_dtype)
             if keep:
                 self.states[batch.rows] = out.flatten(0, 1).cpu()
 

@@ -248,7 +248,9 @@ class _Passes:
         past = [read for kept in self.cache if (read := outside(kept, span)) is not None] or None
         ids = tokens[span.first : span.last].to(device)
         positions = torch.arange(span.first, span.last, device=device)
-        hidden, presents = self.denoiser.hidden(ids.unsqueeze(0), positions.unsqueeze(0), past)
+        hidden, presents = self.denoiser.hidden(
+            ids.unsqueeze(0), positions.unsqueeze(0), past, self.cache_dtype
+        )
         if span.is_stored:
             rounded = (
                 (read_back(keys, self.cache_dtype), read_back(values, self.cache_dtype))

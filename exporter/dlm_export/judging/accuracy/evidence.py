@@ -60,6 +60,7 @@ class Evidence:
         states_of: Side = "candidate",
         free: Predictor | None = None,
         free_runs: int | None = None,
+        candidate_policy: Policy | None = None,
     ) -> None:
         """Check that the denoisers can be compared on the samples of ``pool``. Raises JudgeError.
 
@@ -67,8 +68,11 @@ class Evidence:
         ``None`` if there is no tokenizer. ``noise_floor`` is the same denoiser as the reference,
         but computes in the precision of the stored weights. It is compared with the reference in
         the same way as the candidate. ``free`` generates text for at most ``free_runs`` samples, or
-        for all samples if ``free_runs`` is ``None``.
+        for all samples if ``free_runs`` is ``None``. The candidate generates text with
+        ``candidate_policy``, if it is not ``None``. In this case, ``states_of`` must be
+        "reference".
         """
+        assert candidate_policy is None or states_of == "reference"
         if not pool:
             raise JudgeError("no samples to judge on: give held-out data")
         if max_new_tokens < 1:
@@ -82,6 +86,7 @@ class Evidence:
                     f"sample {number + 1}: its text contains the mask token ({reference.mask_token_id}). Remove this sample."
                 )
         self.pool, self.seed, self._policy, self._decode = list(pool), seed, policy, decode
+        self._candidate_policy = candidate_policy or policy
         self._reference, self._candidate, self._floor = reference, candidate, noise_floor
         self._states_of, self._free, self._free_runs = states_of, free, free_runs
         self._new_tokens = max_new_tokens
@@ -174,13 +179,8 @@ class Evidence:
             )
         met = self._as_run(run, run.tokens, run.nfe)
         if self._states_of == "reference":
-            self._keep(
-                sample,
-                run,
-                met,
-                self._as_run(run, *self._candidate.generate(run.prompt, run.room, policy)),
-                run.nfe,
-            )
+            made = self._candidate.generate(run.prompt, run.room, self._candidate_policy)
+            self._keep(sample, run, met, self._as_run(run, *made), run.nfe)
             return
         known, nfe = None, float(run.nfe)
         if isinstance(reference, Seer):

@@ -71,6 +71,8 @@ class Judgement:
     - ``layers``: one entry ``{"layer", "format", "kl", "frontier_kl"}`` per quantised layer.
     - ``layers_method``: the method that measured ``layers``, which is ``fisher`` or ``exact``.
     - ``threshold``: the result of ``Refit.as_dict``.
+    - ``candidate_loop``: if the candidate generated text with its own policy, this policy, the number
+      of prompt tokens, and how many of them were reused from earlier prompts.
     - ``speed``: the result of ``BundlePredictor.speed``. The report shows the speed, but
       accuracy.json does not contain the speed, because speed depends on the machine.
     """
@@ -89,6 +91,7 @@ class Judgement:
     layers_method: str | None = None
     threshold: dict[str, Any] | None = None
     budgets: list[dict[str, Any]] = field(default_factory=list)
+    candidate_loop: dict[str, Any] | None = None
     speed: dict[str, Any] | None = None
 
     def with_budgets(self, budgets: Budgets) -> Judgement:

@@ -65,6 +65,15 @@ class BundlePredictor:
         """See ``Predictor``."""
         return scores(turn, logits, policy)
 
+    def reused(self) -> tuple[int, int]:
+        """Return the number of prompt tokens of all generated texts so far, and how many of these
+        tokens were reused from earlier prompts.
+        """
+        return (
+            sum(done.prompt_tokens for done in self._spent),
+            sum(done.cached_tokens for done in self._spent),
+        )
+
     def speed(self) -> dict[str, Any] | None:
         """Return the speed of text generation so far, and a description of the machine.
 

@@ -378,13 +378,14 @@ class QueryTiles {
   alignas(64) float held_values_[kHolds ? kWidened : 1];
 };
 
-// Stores `count` new keys and values [count, D] in the cache's format.
+// Stores `count` new keys or values [count, D] in the cache's format. If `is_rounded`, replaces
+// `rows` by the numbers that later passes read from the cache.
 template <class Rows>
-void store_rows(const float* keys, const float* values, int64_t count, int64_t D,
-                uint8_t* stored_keys, uint8_t* stored_values) {
+void store_rows(float* rows, int64_t count, int64_t D, bool is_rounded, uint8_t* stored) {
   for (int64_t t = 0; t < count; ++t) {
-    Rows::store(keys + t * D, D, stored_keys + t * Rows::bytes(D));
-    Rows::store(values + t * D, D, stored_values + t * Rows::bytes(D));
+    uint8_t* const row = stored + t * Rows::bytes(D);
+    Rows::store(rows + t * D, D, row);
+    if (is_rounded) Rows::widen(row, D, rows + t * D);
   }
 }
 
@@ -409,8 +410,8 @@ struct Part {
   }
 };
 
-// Writes the new keys and values of one request and one head as floats, and also in the format of
-// the cache.
+// Writes the new keys and values of one request and one head twice: as the floats that this pass
+// reads, and in the format of the cache.
 inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
   const int64_t D = a.head_size, T = part.segment.tokens, row = part.first_new(a);
   float *const keys = a.new_keys + row * D, *const values = a.new_values + row * D;
@@ -423,10 +424,9 @@ inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
   const int64_t offset = row * a.row_bytes();
   auto* const stored_keys = static_cast<uint8_t*>(a.present_keys) + offset;
   auto* const stored_values = static_cast<uint8_t*>(a.present_values) + offset;
-  if (a.cache == dlm::CacheType::fp16)
-    store_rows<Fp16Rows>(keys, values, T, D, stored_keys, stored_values);
-  else
-    store_rows<Int8Rows>(keys, values, T, D, stored_keys, stored_values);
+  const auto store = a.cache == dlm::CacheType::fp16 ? store_rows<Fp16Rows> : store_rows<Int8Rows>;
+  store(keys, T, D, a.reads_rounded(), stored_keys);
+  store(values, T, D, a.reads_rounded(), stored_values);
 }
 
 // Computes the attention of the queries to the cached rows of one segment and one head.

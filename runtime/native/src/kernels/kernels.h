@@ -200,8 +200,11 @@ enum class CacheType { fp32, fp16, int8 };
 // new rows of its own block and of earlier blocks. If window is not 0, a query sees only the new
 // rows that are at most `window` positions away. In this case, visible_block must be 0, and there
 // must be no cached rows. If there are segments, B is 1, and a query sees only the rows of its own
-// segment. The kernel uses new rows before they are rounded to the cache's format, and cached rows
-// in the cache's format.
+// segment.
+//
+// The kernel uses cached rows as they are stored. Storing may round numbers. If visible_block is
+// not 0, the kernel rounds new rows in the same way before it uses them. So the result does not
+// depend on which rows are cached. Otherwise the kernel uses new rows as they were computed.
 struct CachedAttention {
   CacheType cache;
   // q: [B, T, H, D]; k and v: [B, T, Hkv, D]. H is the number of query heads, and Hkv is the number
@@ -220,9 +223,9 @@ struct CachedAttention {
   const int64_t* first_segments;
   int64_t part_count;
   float* y;                      // [B, T, H, D]
-  float *new_keys, *new_values;  // [B, Hkv, T, D]
-  // [B, Hkv, T] new rows in the cache's format. If the format is fp32, these rows equal the new
-  // keys and values.
+  float *new_keys, *new_values;  // [B, Hkv, T, D], the new rows as the kernel uses them
+  // [B, Hkv, T] new rows in the cache's format. If the format is fp32, these rows are the arrays
+  // new_keys and new_values.
   void *present_keys, *present_values;
   const float *q_norm, *k_norm;  // [D], RMSNorm weights that all heads share; nullptr: no norms
   float epsilon;                 // epsilon of both norms
@@ -283,6 +286,8 @@ struct CachedAttention {
     return static_cast<int32_t>(window != 0 && position > window ? position - window : 0);
   }
   bool is_limited() const { return visible_block != 0 || window != 0; }
+  // Returns true if new rows are rounded before the kernel uses them.
+  bool reads_rounded() const { return visible_block != 0; }
 
   // Returns true if the cos and sin tables contain a row for every position. The kernel must not
   // run otherwise.
