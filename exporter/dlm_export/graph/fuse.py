@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from dlm_export.graph import LAYER_KEY, SEGMENTS, caches, functions
-from dlm_export.graph.attention import ATTENTION, BLOCK, NORMED, WINDOW
+from dlm_export.graph.attention import ATTENTION, BLOCK, DRAFT, NORMED, WINDOW
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, take_place
 from dlm_export.graph.trace import Graph
@@ -232,13 +232,15 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
         raise _Unlike("heads are not merged, or something else reads them")
     parts = [_heads_of(part) for part in (query, key, present_value)]
     cos, sin, positions = rotation.tables
-    seen = {} if hidden is None else _seen(hidden, positions)
+    kind, seen = "", {}
+    if hidden is not None:
+        kind, positions, seen = _seen(hidden, positions, traced.network.max_canvas_length)
     norms = _norms_of(*parts)
     given = [past_key, past_value, positions, cos, sin, _segments(traced.model)]
     given = [*(part.whole for part in parts), *given, *(norm.weight for norm in norms)]
-    name = "".join(_SEEN[attribute] for attribute in seen) + (NORMED if norms else "")
+    name = kind + (NORMED if norms else "")
     if f"{name}CachedAttention" not in ATTENTION:
-        raise _Unlike("no kernel has both a window and norms of queries and keys")
+        raise _Unlike("no kernel has norms of queries and keys with a window or with draft passes")
     old = [y.outputs[0], present_key, present_value]
     settings = {"heads": parts[0].count, "kv_heads": parts[1].count}
     settings |= {"rotary_size": rotation.size} | seen
@@ -299,39 +301,49 @@ def _segments(model: ir.Model) -> ir.Value:
     return model.graph.initializers[SEGMENTS]
 
 
-_STARTS = ("Sub", "positions", ("Mod", "positions", "length"))
-_HIDDEN = (
-    "Greater",
-    ("Unsqueeze", ("Concat", ("Expand", 0, "rows"), _STARTS), 1),
-    ("Unsqueeze", _STARTS, 2),
-)
-_HIDING = ("Unsqueeze", ("Mul", ("Cast", _HIDDEN), float(np.finfo(np.float32).min)), 1)
+def _hiding(starts: _Pattern) -> _Pattern:
+    """Return the pattern of a mask that hides keys whose ``starts`` are greater than the query's."""
+    keys = ("Unsqueeze", ("Concat", ("Expand", 0, "rows"), starts), 1)
+    hidden = ("Greater", keys, ("Unsqueeze", starts, 2))
+    return ("Unsqueeze", ("Mul", ("Cast", hidden), float(np.finfo(np.float32).min)), 1)
+
+
 _DISTANCES = ("Abs", ("Sub", ("Unsqueeze", "positions", 1), ("Unsqueeze", "positions", 2)))
 _FAR = ("Greater", ("Concat", ("Expand", 0, "rows"), _DISTANCES), "length")
+_BLOCKS = _hiding(("Sub", "positions", ("Mod", "positions", "length")))
 _WINDOW = ("Unsqueeze", ("Mul", ("Cast", _FAR), float(np.finfo(np.float32).min)), 1)
+_DRAFTS = _hiding(("Min", "positions", "length"))
 """The patterns of nodes into which the function ``hiding`` of ``network.denoiser`` is traced, for
-block-causal attention and for attention in a window.
+block-causal attention, for attention in a window, and for attention with draft passes.
 
 A tuple is an operator with its inputs. A number stands for a constant with this value. A name
 matches any value.
 """
 
 
-_PATTERNS = {"visible_block": _HIDING, "window": _WINDOW}
-_SEEN = {"visible_block": BLOCK, "window": WINDOW}
-"""Attribute of an attention function -> the pattern of its mask, and the part of its name."""
+def _seen(
+    hidden: ir.Value, positions: ir.Value, longest: int
+) -> tuple[str, ir.Value, dict[str, int]]:
+    """Return which attention function has this attention mask: the part of the function's name, the
+    position ids, and the attribute of the function. Raises _Unlike for any other attention mask.
 
-
-def _seen(hidden: ir.Value, positions: ir.Value) -> dict[str, int]:
-    """Return the attribute of the function with this attention mask: the block length or the window.
-    Raises _Unlike for any other attention mask.
+    ``positions`` are the positions of the rotation. With draft passes, they are the remainders of
+    the position ids divided by ``longest``.
     """
-    for attribute, pattern in _PATTERNS.items():
+    for kind, pattern, attribute in (
+        (BLOCK, _BLOCKS, "visible_block"),
+        (WINDOW, _WINDOW, "window"),
+    ):
         found = {"positions": positions}
         length = _number(found["length"]) if _looks_like(hidden, pattern, found) else None
         if length is not None:
-            return {attribute: int(length)}
-    raise _Unlike("the mask is neither block-causal nor a window")
+            return kind, positions, {attribute: int(length)}
+    found = {}
+    if _looks_like(positions, ("Mod", "positions", longest), found):
+        ids = found["positions"]
+        if _looks_like(hidden, _DRAFTS, found) and _number(found["length"]) == longest:
+            return DRAFT, ids, {}
+    raise _Unlike("the mask is not block-causal, not a window and not that of draft passes")
 
 
 def _looks_like(value: ir.Value | None, wanted: _Pattern, found: dict[str, ir.Value]) -> bool:

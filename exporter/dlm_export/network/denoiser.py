@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from dlm_export.network.experts import Experts
 from dlm_export.network.linear import MLP, Linear, TiedHead, activate
-from dlm_export.network.scaling import RotaryTable
+from dlm_export.network.scaling import QueryScale, RotaryTable
 from dlm_export.network.spec import (
     ACTIVATIONS,
     AttentionSpec,
@@ -32,10 +33,20 @@ from dlm_export.network.spec import (
 )
 from dlm_runtime.errors import DlmError, ExitCode
 
-Turn = tuple[Tensor, Tensor, Tensor]
-"""The rotary embedding of a pass: tables of cosines and sines ``[positions, D / 2]``, and the
-position ids ``[B, T]`` that select rows of these tables.
-"""
+
+class Turn(NamedTuple):
+    """The rotary embedding of a pass: tables of cosines and sines ``[positions, D / 2]``, and the
+    position ids ``[B, T]`` that select rows of these tables.
+
+    If ``query_scale`` ``[B, T, 1]`` is set, queries are multiplied by these factors.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    position_ids: Tensor
+    query_scale: Tensor | None = None
+
+
 Past = tuple[Tensor, Tensor]
 """One layer's keys and values, ``[B, Hkv, rows, D]``."""
 
@@ -124,7 +135,7 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
 
     The width of the tables in ``turn`` says how many features are rotated.
     """
-    cos, sin, position_ids = turn
+    cos, sin, position_ids, _ = turn
     size = 2 * cos.shape[-1]
     if torch.compiler.is_exporting() and not is_plain:
         # This operator is exported as one RotaryEmbedding node. The code below would give nine
@@ -142,7 +153,7 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
 
 
 def hiding(
-    attention: AttentionSpec, position_ids: Tensor, cached: int, dtype: torch.dtype
+    attention: AttentionSpec, position_ids: Tensor, cached: int, dtype: torch.dtype, longest: int
 ) -> Tensor | None:
     """Return an additive attention mask that hides the keys that a query does not see, or ``None``
     if every key is visible.
@@ -152,6 +163,9 @@ def hiding(
     window has no cached keys. Minus infinity is not used, because some kernels compute the softmax
     in tiles. If a tile contained only hidden keys, minus infinity would make the result of the tile
     NaN.
+
+    ``longest`` is the length of the longest canvas. In a draft pass, ``longest`` is added to the
+    position ids. With visibility ``draft``, the tokens of a draft pass see each other.
     """
     block_length, window = attention.visible_block, attention.window
     if window is not None:
@@ -160,7 +174,11 @@ def hiding(
         is_hidden = torch.cat((front, distances.abs()), 2) > window
     elif block_length is not None:
         # first position of each position's block
-        starts = position_ids - position_ids % block_length
+        starts = (
+            position_ids - position_ids % block_length
+            if attention.draft_block is None
+            else position_ids.clamp(max=longest)  # all tokens of a draft pass form one block
+        )
         front = torch.full((starts.shape[0], cached), 0, device=starts.device)
         keys = torch.cat((front, starts), 1)
         is_hidden = keys.unsqueeze(1) > starts.unsqueeze(2)
@@ -169,9 +187,36 @@ def hiding(
     return (is_hidden.to(dtype) * torch.finfo(dtype).min).unsqueeze(1)
 
 
-def rule_of(attention: AttentionSpec) -> tuple[int | None, int | None]:
+def rule_of(attention: AttentionSpec) -> tuple[int | None, int | None, int | None]:
     """Return a key that is equal for layers with the same attention mask."""
-    return attention.visible_block, attention.window
+    return attention.visible_block, attention.window, attention.draft_block
+
+
+def turns_of(
+    network: NetworkSpec, layers: Sequence[LayerSpec], tables: Sequence[Rotary], ids: Tensor
+) -> list[Turn | None]:
+    """Return the rotary embedding of each layer for a pass at the positions ``ids`` ``[B, T]``.
+
+    ``tables`` are the modules of ``network.rotary_tables()``. An entry is ``None`` if the attention
+    of the layer does not depend on positions.
+    """
+    longest, known = network.max_canvas_length, network.rotary_tables()
+    if network.draft_block is not None:
+        ids = ids % longest
+    scales: dict[QueryScale, Tensor] = {}
+    found: list[Turn | None] = []
+    for layer in layers:
+        rope, table = layer.attention.rope, rotary_table(layer.attention)
+        if rope is None or table is None:
+            found.append(None)
+            continue
+        scale = rope.query_scale
+        if scale is not None and scale.original_length < longest and scale not in scales:
+            turns = (ids // scale.original_length).float()
+            scales[scale] = (1 + scale.beta * torch.log(1 + turns)).unsqueeze(-1)
+        module = tables[known.index(table)]
+        found.append(Turn(module.cos, module.sin, ids, None if scale is None else scales.get(scale)))
+    return found
 
 
 class Attention(nn.Module):
@@ -195,12 +240,15 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Past]:
         B, T, _ = x.shape
         a = self.spec
+        q = self.q(x)
+        if turn is not None and turn.query_scale is not None:
+            q = q * turn.query_scale.to(q.dtype)  # scaling and rotation can be exchanged
         if self.is_plain:  # the queries that share a key get a separate axis
-            q = self.q_norm(self.q(x).view(B, T, a.kv_heads, a.group, a.head_size)).permute(
+            q = self.q_norm(q.view(B, T, a.kv_heads, a.group, a.head_size)).permute(
                 0, 2, 3, 1, 4
             )
         else:
-            q = self.q_norm(self.q(x).view(B, T, a.heads, a.head_size)).transpose(1, 2)
+            q = self.q_norm(q.view(B, T, a.heads, a.head_size)).transpose(1, 2)
         k = self.k_norm(self.k(x).view(B, T, a.kv_heads, a.head_size)).transpose(1, 2)
         v = self.v(x).view(B, T, a.kv_heads, a.head_size).transpose(1, 2)
         if turn is not None:
@@ -384,8 +432,6 @@ class Denoiser(nn.Module):
         )
         tables = c.rotary_tables()
         self.rotary = nn.ModuleList(Rotary(table, c.max_canvas_length) for table in tables)
-        used = [rotary_table(layer.attention) for layer in c.layers]
-        self._turned_by = [None if table is None else tables.index(table) for table in used]
 
     def hidden(
         self, input_ids: Tensor, position_ids: Tensor, past: Sequence[Past] | None = None
@@ -398,20 +444,20 @@ class Denoiser(nn.Module):
         query sees all cached positions.
         """
         x = self.embed(input_ids, position_ids)
-        turns: list[Turn] = [(table.cos, table.sin, position_ids) for table in self.rotary]  # type: ignore[misc]
+        turns = turns_of(self.network, self.network.layers, list(self.rotary), position_ids)  # type: ignore[arg-type]
         cached = 0 if past is None else past[0][0].shape[2]
         dtype = torch.float32 if self.is_plain else x.dtype  # type of the attention scores
         rules = {rule_of(layer.attention): layer.attention for layer in self.network.layers}
         hidden = {
-            rule: hiding(attention, position_ids, cached, dtype)
+            rule: hiding(
+                attention, position_ids, cached, dtype, self.network.max_canvas_length
+            )
             for rule, attention in rules.items()
         }
         presents = []
         for i, (layer, block) in enumerate(zip(self.network.layers, self.blocks, strict=True)):
-            number = self._turned_by[i]
-            turn = None if number is None else turns[number]
             x, present = block(
-                x, turn, hidden[rule_of(layer.attention)], None if past is None else past[i]
+                x, turns[i], hidden[rule_of(layer.attention)], None if past is None else past[i]
             )
             presents.append(present)
         return self.final_norm(x), presents

@@ -8,6 +8,7 @@
 // take(), which writes the token to the canvas and notifies the proposer.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -83,6 +84,7 @@ class Request {
   // True if later passes may replace decided tokens.
   bool edits() const { return policy_.remask == Remask::edit; }
   int32_t nfe() const { return nfe_; }
+  int32_t committed() const { return committed_; }  // positions that the last pass decided
   // Returns the number of passes so far, as if no pass was skipped or split.
   int32_t planned_nfe() const { return nfe_ + skipped_; }
   dlm_step view() const;
@@ -98,6 +100,10 @@ class Request {
   size_t find_positions();
   // The positions that find_positions found, in ascending order.
   const std::vector<int32_t>& positions() const { return positions_; }
+  // The row of the pass that predicts a position.
+  int32_t row_of(int32_t position) const {
+    return std::max(position - stage().shift, 0) - stage().rows.first;
+  }
   Needs needs() const;  // outputs that the next pass must return; empty if the pass scores no rows
 
   // Commits tokens after a pass. The pass must have scored the positions that find_positions found.
@@ -132,6 +138,10 @@ class Request {
   int32_t planned() const;  // returns the number of positions that the schedule commits next
   void commit(const Predictions& predictions, const Proposals& proposals);
   void edit(const Predictions& predictions, const Proposals& proposals);
+  void draft(const Proposals& proposals);
+  void verify(const Predictions& predictions, const Proposals& proposals);
+  bool verifies() const { return policy_.commit == Commit::verify; }
+  void note_guesses(const Proposals& proposals);
   void limit(const Proposals& proposals, std::vector<int32_t>& chosen) const;
   void take(const Predictions& predictions, const Proposals& proposals,
             const std::vector<int32_t>& chosen);

@@ -190,7 +190,9 @@ enum class CacheType { fp32, fp16, int8 };
 //
 // Every query sees all cached rows. If visible_block is 0, every query also sees all new rows.
 // Otherwise the positions are divided into blocks of visible_block positions, and a query sees the
-// new rows of its own block and of earlier blocks. If window is not 0, visible_block is 0, there
+// new rows of its own block and of earlier blocks. If has_drafts is true, visible_block is 1, and
+// positions from table_rows on are those of a draft pass: table_rows was added to them, and a query
+// at such a position sees all new rows. If window is not 0, visible_block is 0, there
 // are no cached rows, and a query sees the new rows at most window positions away. With segments, B
 // is 1, and a query sees only the rows of its own segment. The kernel uses cached rows as they were
 // stored, so cached rows may be rounded. The kernel uses new rows as they were computed.
@@ -203,6 +205,7 @@ struct CachedAttention {
   const float *cos, *sin;               // [table_rows, rotary_size / 2]
   int64_t batch, tokens, cached, heads, kv_heads, head_size, rotary_size, table_rows, visible_block,
       window;
+  bool has_drafts;
   // [segment_count] segments, which cover the T tokens in order. If segment_count is 0, each of the
   // B requests is one segment. first_segments: [part_count + 1], as first_segments() returns them.
   const Segment* segments;
@@ -259,9 +262,15 @@ struct CachedAttention {
   // kernel requires this condition.
   bool has_good_segments() const;
 
+  // Returns the row of the cos and sin tables for a position.
+  int64_t table_row(int64_t position) const {
+    return has_drafts && position >= table_rows ? position - table_rows : position;
+  }
+
   // Returns the last position that a query at `position` sees. The result is at most the last
-  // position in the cos and sin tables.
+  // position in the cos and sin tables, or in a draft pass, the last position of draft passes.
   int32_t last_seen(int64_t position) const {
+    if (has_drafts && position >= table_rows) return static_cast<int32_t>(2 * table_rows - 1);
     const int64_t end =
         window != 0 ? position + window + 1 : (position / visible_block + 1) * visible_block;
     return static_cast<int32_t>((end < table_rows ? end : table_rows) - 1);
@@ -273,8 +282,8 @@ struct CachedAttention {
   }
   bool is_limited() const { return visible_block != 0 || window != 0; }
 
-  // Returns true if the cos and sin tables contain a row for every position. The kernel requires
-  // this condition.
+  // Returns true if the cos and sin tables contain a row for every position, except that table_rows
+  // may be added to the positions of draft passes. The kernel requires this condition.
   bool is_in_table() const;
 };
 
