@@ -68,7 +68,9 @@ PRESETS = {
     "nemotron-diffusion": Policy(commit="threshold", cache="block", block_length=0),
 }
 
-_OF_DRAFTS = [PRESETS[name] for name in ("self-speculation", "autoregressive", "nemotron-diffusion")]
+_OF_DRAFTS = [
+    PRESETS[name] for name in ("self-speculation", "autoregressive", "nemotron-diffusion")
+]
 """The presets for networks with draft passes."""
 
 
@@ -95,9 +97,7 @@ def presets_for(
     }
 
 
-def _suits(
-    policy: Policy, visible_block: int | None, shift: int, draft_block: int | None
-) -> bool:
+def _suits(policy: Policy, visible_block: int | None, shift: int, draft_block: int | None) -> bool:
     """Return True if a denoiser supports the policy. ``plan.cc`` checks the same rules in the
     native loop.
     """

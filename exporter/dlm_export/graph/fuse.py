@@ -232,7 +232,8 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
         raise _Unlike("heads are not merged, or something else reads them")
     parts = [_heads_of(part) for part in (query, key, present_value)]
     cos, sin, positions = rotation.tables
-    kind, seen = "", {}
+    kind = ""
+    seen: dict[str, int] = {}
     if hidden is not None:
         kind, positions, seen = _seen(hidden, positions, traced.network.max_canvas_length)
     norms = _norms_of(*parts)
@@ -312,7 +313,7 @@ _DISTANCES = ("Abs", ("Sub", ("Unsqueeze", "positions", 1), ("Unsqueeze", "posit
 _FAR = ("Greater", ("Concat", ("Expand", 0, "rows"), _DISTANCES), "length")
 _BLOCKS = _hiding(("Sub", "positions", ("Mod", "positions", "length")))
 _WINDOW = ("Unsqueeze", ("Mul", ("Cast", _FAR), float(np.finfo(np.float32).min)), 1)
-_DRAFTS = _hiding(("Min", "positions", "length"))
+_DRAFTS = _hiding(("Where", ("Less", "positions", "length"), "positions", "longest"))
 """The patterns of nodes into which the function ``hiding`` of ``network.denoiser`` is traced, for
 block-causal attention, for attention in a window, and for attention with draft passes.
 
@@ -341,7 +342,10 @@ def _seen(
     found = {}
     if _looks_like(positions, ("Mod", "positions", longest), found):
         ids = found["positions"]
-        if _looks_like(hidden, _DRAFTS, found) and _number(found["length"]) == longest:
+        limits = ("length", "longest")
+        if _looks_like(hidden, _DRAFTS, found) and all(
+            _number(found[limit]) == longest for limit in limits
+        ):
             return DRAFT, ids, {}
     raise _Unlike("the mask is not block-causal, not a window and not that of draft passes")
 

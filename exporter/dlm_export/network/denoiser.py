@@ -135,7 +135,7 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
 
     The width of the tables in ``turn`` says how many features are rotated.
     """
-    cos, sin, position_ids, _ = turn
+    cos, sin, position_ids = turn[:3]
     size = 2 * cos.shape[-1]
     if torch.compiler.is_exporting() and not is_plain:
         # This operator is exported as one RotaryEmbedding node. The code below would give nine
@@ -177,7 +177,8 @@ def hiding(
         starts = (
             position_ids - position_ids % block_length
             if attention.draft_block is None
-            else position_ids.clamp(max=longest)  # all tokens of a draft pass form one block
+            # all tokens of a draft pass form one block
+            else torch.where(position_ids < longest, position_ids, longest)
         )
         front = torch.full((starts.shape[0], cached), 0, device=starts.device)
         keys = torch.cat((front, starts), 1)
@@ -212,10 +213,12 @@ def turns_of(
             continue
         scale = rope.query_scale
         if scale is not None and scale.original_length < longest and scale not in scales:
-            turns = (ids // scale.original_length).float()
-            scales[scale] = (1 + scale.beta * torch.log(1 + turns)).unsqueeze(-1)
+            times = torch.floor(ids.float() / scale.original_length)
+            scales[scale] = (1 + scale.beta * torch.log(1 + times)).unsqueeze(-1)
         module = tables[known.index(table)]
-        found.append(Turn(module.cos, module.sin, ids, None if scale is None else scales.get(scale)))
+        found.append(
+            Turn(module.cos, module.sin, ids, None if scale is None else scales.get(scale))
+        )
     return found
 
 
@@ -244,9 +247,7 @@ class Attention(nn.Module):
         if turn is not None and turn.query_scale is not None:
             q = q * turn.query_scale.to(q.dtype)  # scaling and rotation can be exchanged
         if self.is_plain:  # the queries that share a key get a separate axis
-            q = self.q_norm(q.view(B, T, a.kv_heads, a.group, a.head_size)).permute(
-                0, 2, 3, 1, 4
-            )
+            q = self.q_norm(q.view(B, T, a.kv_heads, a.group, a.head_size)).permute(0, 2, 3, 1, 4)
         else:
             q = self.q_norm(q.view(B, T, a.heads, a.head_size)).transpose(1, 2)
         k = self.k_norm(self.k(x).view(B, T, a.kv_heads, a.head_size)).transpose(1, 2)
@@ -449,9 +450,7 @@ class Denoiser(nn.Module):
         dtype = torch.float32 if self.is_plain else x.dtype  # type of the attention scores
         rules = {rule_of(layer.attention): layer.attention for layer in self.network.layers}
         hidden = {
-            rule: hiding(
-                attention, position_ids, cached, dtype, self.network.max_canvas_length
-            )
+            rule: hiding(attention, position_ids, cached, dtype, self.network.max_canvas_length)
             for rule, attention in rules.items()
         }
         presents = []

@@ -34,9 +34,10 @@ from dlm_export.network.denoiser import (
     check_built,
     hiding,
     make_norm,
+    turns_of,
 )
 from dlm_export.network.experts import Stacked
-from dlm_export.network.spec import EMBEDDING, TRANSFORM, NetworkSpec, rotary_table
+from dlm_export.network.spec import EMBEDDING, TRANSFORM, NetworkSpec
 from dlm_runtime.errors import DlmError
 
 BATCH_TOKENS = 2048

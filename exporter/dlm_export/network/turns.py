@@ -177,7 +177,8 @@ def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[
         return
     length, start = len(undecided), int(undecided.argmax())
     block_length = block_length_of(policy, looped.visible_block, looped.draft_block)
-    assert start > 0 and undecided[start:].all()
+    assert start > 0
+    assert undecided[start:].all()
     end, passes, step = start + 1, 0, 0
     stored = Span(0, start, "append")
     yield Turn(start, end, 0, 0, stored, np.array([start]), 1, drafted=np.array([-1]))

@@ -164,9 +164,7 @@ def _predict_generation(measured: Measured, shape: Shape) -> float | None:
         return None
     per_pass = max(1.0, asked.new_tokens / asked.nfe)
     network = shape.network
-    loop = Loop(
-        policy, network.visible_block, network.shift, draft_block=network.draft_block
-    )
+    loop = Loop(policy, network.visible_block, network.shift, draft_block=network.draft_block)
     passes = Counter(
         each.size for each in list_passes(asked.prompt_tokens, asked.new_tokens, per_pass, loop)
     )

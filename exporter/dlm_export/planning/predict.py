@@ -94,7 +94,9 @@ def loop_for(policy: Policy, network: NetworkSpec, request: Request) -> Loop:
         reused = reused_tokens(
             request.reused_tokens,
             request.prompt_tokens,
-            block_length_for(policy, network, request.new_tokens) if network.draft_block is None else 1,
+            block_length_for(policy, network, request.new_tokens)
+            if network.draft_block is None
+            else 1,
             network.visible_block,
             network.shift if network.draft_block is None else 1,
         )
