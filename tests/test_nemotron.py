@@ -4,20 +4,27 @@ in the reference loop and in the native loop.
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import nemotron_config, write_checkpoint
+from denoisers import ArithmeticDenoiser, under_native_loop
 from safetensors.torch import load_file
 
+import dlm_runtime
 from dlm_export import families
-from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.build import BuildOptions, build
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
 from dlm_export.families.base import Overrides
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.turns import Canvas, start_canvas
+from dlm_runtime import Bundle, DenoiserInfo, DlmError, Policy, Scheduler, from_callback
 from dlm_runtime.presets import PRESETS
 
 transformers = pytest.importorskip("transformers")
@@ -119,3 +126,203 @@ def test_the_reference_loop_generates_the_greedy_text(denoiser: Denoiser) -> Non
         for block_length in (1, 2, 5, 0):
             changed = policy.with_fields({"block_length": block_length})
             assert reference.generate(denoiser, tokens, changed, 30).tokens == wanted
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), nemotron_config())
+
+
+@pytest.fixture(scope="module")
+def bundle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
+    path = tmp_path_factory.mktemp("bundle") / "bundle"
+    report = build(checkpoint, path)
+    assert report.parity is not None
+    assert report.parity.misses == []
+    with dlm_runtime.open(path, threads=1) as opened:
+        yield opened
+
+
+def random_prompts(count: int) -> list[list[int]]:
+    draw = random.Random(5)
+    return [[draw.randrange(150) for _ in range(draw.randint(1, 40))] for _ in range(count)]
+
+
+def test_self_speculation_equals_greedy_decoding(bundle: Bundle, denoiser: Denoiser) -> None:
+    """200 prompts. Every pass of the native loop has the kind that the rule says."""
+    for number, tokens in enumerate(random_prompts(200)):
+        wanted = greedy(denoiser, tokens, 24)
+        block_length = (0, 1, 3, 8, 30)[number % 5]
+        out = bundle.generate(tokens=tokens, max_new_tokens=24, block_length=block_length)
+        assert out.tokens == wanted
+        made, new = out.passes, out.completion_tokens + (out.finish == "stop")
+        verified = made.get("verify", 0)
+        assert (made["prefill"], made["store"]) == (1, 0)
+        # A block of one position needs no draft pass.
+        assert made["denoise"] <= verified
+        assert (made["denoise"] == 0) == (block_length == 1 or new <= 1)
+        assert out.nfe == sum(made.values())
+        if verified:  # the first token comes from the prefill pass
+            assert out.acceptance_length == (new - 1) / verified
+        else:
+            assert out.acceptance_length is None
+
+
+@pytest.mark.parametrize("preset", ["self-speculation", "autoregressive", "nemotron-diffusion"])
+@pytest.mark.parametrize("changes", [{}, {"stop": "none"}, {"block_length": 5}], ids=str)
+def test_the_native_loop_equals_the_reference(
+    bundle: Bundle, denoiser: Denoiser, preset: str, changes: dict[str, Any]
+) -> None:
+    policy = PRESETS[preset].with_fields(changes)
+    for tokens in random_prompts(12):
+        seen: list[Canvas] = []
+        wanted = reference.generate(denoiser, tokens, policy, 20, on_step=seen.append)
+        events = list(bundle.stream(tokens=tokens, max_new_tokens=20, **policy.as_dict()))
+        assert events[-1].result is not None
+        assert (events[-1].result.tokens, events[-1].nfe) == (wanted.tokens, wanted.nfe)
+        for event, canvas in zip(events[:-1], seen, strict=False):
+            assert (event.canvas, event.undecided) == (
+                canvas.tokens.tolist(),
+                canvas.undecided.tolist(),
+            )
+
+
+def test_requests_that_share_passes_get_the_same_texts(bundle: Bundle) -> None:
+    """Requests of different presets share passes, and requests with one prompt share its rows."""
+    prompts = random_prompts(6)
+    prompts += [prompts[0] * 3, prompts[0] * 3]
+    for preset in ("self-speculation", "nemotron-diffusion"):
+        alone = [bundle.generate(tokens=p, preset=preset, max_new_tokens=20) for p in prompts]
+        together = bundle.generate_batch(tokens=prompts, preset=preset, max_new_tokens=20)
+        assert [out.tokens for out in together] == [out.tokens for out in alone]
+    with Scheduler(bundle, max_running=4) as scheduler:
+        jobs = [
+            scheduler.submit(tokens=p, preset=preset, max_new_tokens=20)
+            for p in prompts
+            for preset in ("self-speculation", "autoregressive")
+        ]
+        for job, tokens in zip(jobs, [p for p in prompts for _ in range(2)], strict=True):
+            wanted = bundle.generate(tokens=tokens, preset="autoregressive", max_new_tokens=20)
+            assert job.result().tokens == wanted.tokens
+
+
+def test_engines_that_take_one_shape_a_pass_verify_too(denoiser: Denoiser) -> None:
+    policy = PRESETS["self-speculation"]
+    with under_native_loop(denoiser) as native:
+        for tokens in random_prompts(8):
+            out = native.generate(tokens=tokens, max_new_tokens=16, **policy.as_dict())
+            assert out.tokens == greedy(denoiser, tokens, 16)
+
+
+def test_a_request_that_ends_early_keeps_the_drafted_tokens(
+    bundle: Bundle, denoiser: Denoiser
+) -> None:
+    policy, tokens = PRESETS["self-speculation"], random_prompts(3)[2]
+    for steps in (1, 2, 3):
+        canvas = start_canvas(tokens, 20, denoiser.network.mask_token_id)
+        wanted = reference.fill(denoiser, canvas, policy, max_steps=steps)
+        out = bundle.generate(tokens=tokens, max_new_tokens=20, max_steps=steps)
+        assert (out.tokens, out.nfe, out.finish) == (wanted.tokens, steps, "steps")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "sampling": ({"temperature": 0.5}, 'cannot be combined with sampling: use select = "argmax"'),
+    "margins": ({"score": "margin"}, 'this score: use score = "confidence"'),
+    "edits": ({"remask": "edit"}, 'edits: use remask = "none"'),
+    "no cache": ({"cache": "none"}, 'this cache: use cache = "block"'),
+    "an open store": ({"store": "open"}, 'this store: use store = "pass"'),
+    "a reserved end": ({"reserve": "end"}, 'a reserved end: use reserve = "none"'),
+    "guidance": ({"cfg_scale": 1.0}, "guidance: use cfg_scale = 0"),
+    "sub-blocks": ({"sub_block_length": 2}, "sub-blocks: use sub_block_length = 0"),
+    "planned passes": ({"steps_per_block": 2}, "a number of steps: use steps_per_block = 0"),
+    "steps": ({"steps": 4}, "steps = 4, but with commit"),
+    "a regex": ({"regex": "[ab]+"}, "cannot follow a constraint"),
+}
+
+
+@pytest.mark.parametrize("changes", REFUSED, ids=str)
+def test_what_cannot_be_verified_is_refused(bundle: Bundle, changes: str) -> None:
+    fields, sentence = REFUSED[changes]
+    with pytest.raises(DlmError) as caught:
+        bundle.generate(tokens=[1, 2, 3], max_new_tokens=8, **fields)
+    assert sentence in str(caught.value)
+
+
+def test_canvases_that_cannot_be_generated_from_left_to_right_are_refused(bundle: Bundle) -> None:
+    with pytest.raises(DlmError, match="needs a prompt of at least one token"):
+        bundle.generate(tokens=[], max_new_tokens=8)
+    with pytest.raises(DlmError, match="position 1 is to be filled before tokens that are given"):
+        bundle.generate(tokens=[3, 150, 4], max_new_tokens=8)
+    with pytest.raises(DlmError, match="has draft passes and causal passes: use cache"):
+        bundle.generate(tokens=[3], max_new_tokens=8, **Policy().as_dict())
+
+
+def test_other_denoisers_refuse_to_verify() -> None:
+    policy = PRESETS["self-speculation"].as_dict()
+    with pytest.raises(DlmError, match="this denoiser has no draft passes"):
+        ArithmeticDenoiser(visible_block=1).bundle.generate(tokens=[3], max_new_tokens=4, **policy)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"shift": 1}, {"visible_block": 4}, {"has_cache": False}], ids=str
+)
+def test_draft_passes_need_causal_attention_and_a_cache(changes: dict[str, Any]) -> None:
+    fields = {"visible_block": 1, "has_cache": True, "draft_block": 8} | changes
+    info = DenoiserInfo(vocab_size=8, mask_token_id=7, max_canvas_length=64, **fields)
+    with pytest.raises(DlmError, match="draft_block needs visible_block 1, shift 0 and has_cache 1"):
+        from_callback(info, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"sliding_window": 64}, "sliding_window = 64 is not supported"),
+        ({"dlm_paradigm": "autoregressive"}, 'dlm_paradigm = "autoregressive" is not supported'),
+        ({"dlm_type": "dream"}, 'dlm_type = "dream" is not supported'),
+        ({"attention_bias": True}, "attention_bias = true is not supported"),
+        ({"block_size": None}, "block_size is missing"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "llama_4_scaling_beta is missing"),
+    ],
+    ids=str,
+)
+def test_a_config_that_we_do_not_compute_is_refused(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    path = write_checkpoint(tmp_path, nemotron_config())
+    (path / "config.json").write_text(json.dumps(nemotron_config(**changes)))
+    with pytest.raises(CheckpointError) as caught:
+        families.read_network(Checkpoint(path), Overrides())
+    assert sentence in str(caught.value)
+
+
+def test_the_adapter_of_a_release_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, nemotron_config())
+    (path / "linear_spec_lora").mkdir()
+    (path / "linear_spec_lora" / "adapter_config.json").write_text("{}")
+    opened = Checkpoint(path)
+    network = families.read_network(opened, Overrides())
+    (note,) = families.check_tensors(opened, network).notes
+    assert "the adapter linear_spec_lora is not applied" in note
+
+
+def test_attention_of_both_kinds_is_fused(bundle: Bundle) -> None:
+    calls = bundle.manifest["kernels"]["calls"]
+    assert calls["DraftCachedAttention"] == nemotron_config()["num_hidden_layers"]
+
+
+def test_an_int8_bundle_is_built_and_verifies(checkpoint: Path, tmp_path: Path) -> None:
+    report = build(checkpoint, tmp_path / "bundle", BuildOptions(precision="int8"))
+    assert any("was not measured" in warning for warning in report.warnings)
+    with dlm_runtime.open(tmp_path / "bundle", threads=1) as opened:
+        for tokens in random_prompts(10):
+            one = opened.generate(tokens=tokens, max_new_tokens=16)
+            other = opened.generate(tokens=tokens, max_new_tokens=16, preset="autoregressive")
+            assert one.tokens == other.tokens
+            assert one.nfe >= 2
+
+
+RELEASES = {  # size: hidden size, layers, MLP size, parameters
+    "3B": (3072, 26, 9216, 3_832_191_360),
+    "8B": (4096, 34, 14336, 8_490_000_000),
+    "14B": (5120, 40, 16384, 13_500_000_000),
+}
