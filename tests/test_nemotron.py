@@ -269,7 +269,9 @@ def test_other_denoisers_refuse_to_verify() -> None:
 def test_draft_passes_need_causal_attention_and_a_cache(changes: dict[str, Any]) -> None:
     fields = {"visible_block": 1, "has_cache": True, "draft_block": 8} | changes
     info = DenoiserInfo(vocab_size=8, mask_token_id=7, max_canvas_length=64, **fields)
-    with pytest.raises(DlmError, match="draft_block needs visible_block 1, shift 0 and has_cache 1"):
+    with pytest.raises(
+        DlmError, match="draft_block needs visible_block 1, shift 0 and has_cache 1"
+    ):
         from_callback(info, lambda _: None)
 
 

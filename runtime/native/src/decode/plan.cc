@@ -45,8 +45,8 @@ std::vector<Block> find_blocks(const std::vector<uint8_t>& undecided, const Poli
   return blocks;
 }
 
-std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& policy,
-                             int32_t length, int32_t shift) {
+std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& policy, int32_t length,
+                             int32_t shift) {
   std::vector<Stage> plan;
   const Range whole{0, length};
   const Block* before = nullptr;
@@ -76,9 +76,8 @@ std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& pol
   return plan;
 }
 
-// Returns the number of tokens that fit in one pass, if the pass also reads `cached` cached tokens.
-// This number is a multiple of the block length. If not even one block fits in a pass, returns
-// `tokens`.
+// Returns the number of tokens that fit in one pass that also reads `cached` cached tokens. The
+// number is a multiple of the block length. If not even one block fits, returns `tokens`.
 int32_t tokens_at_once(const Engine& engine, int32_t tokens, int32_t cached, int32_t block_length) {
   for (int32_t most = tokens; most > 0; most = (most - 1) / block_length * block_length)
     if (engine.max_rows(most, cached) > 0) return most;
@@ -97,9 +96,9 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
   int32_t stored = 0;
   for (const Block& block : blocks) {
     const auto [start, end] = block.range;
-    // A shifted denoiser predicts the first position of a block in the last row before the block.
-    // With a cache, one pass stores and scores this row. Without a cache, a separate pass scores
-    // this row, so that the resulting canvases are the same as with a cache.
+    // A shifted denoiser predicts the first position of a block in the row just before the block.
+    // With a cache, the pass that stores this row also scores it. Without a cache, an extra pass
+    // scores this row, so that the resulting canvases are the same as with a cache.
     const PassKind before = &block == &blocks.front() ? PassKind::prefill : PassKind::store;
     const int32_t size =
         policy.sub_block_length > 0 ? policy.sub_block_length : block.range.tokens();
@@ -171,24 +170,34 @@ std::vector<Stage> plan_prompt(const std::vector<uint8_t>& undecided, const Deno
       static_cast<int32_t>(std::find(undecided.begin(), undecided.end(), 1) - undecided.begin());
   if (start == length) return plan;
   if (steps > 0)
-    fail(DLM_INVALID_ARGUMENT,
-         "steps = %d, but with commit = \"verify\" the text decides the number of passes: use steps "
-         "= 0, or set max_steps",
-         steps);
+    fail(
+        DLM_INVALID_ARGUMENT,
+        "steps = %d, but with commit = \"verify\" the text decides the number of passes: use steps "
+        "= 0, or set max_steps",
+        steps);
   if (start == 0)
     fail(DLM_UNSUPPORTED,
          "policy: commit = \"verify\" needs a prompt of at least one token, because each token is "
          "predicted from the tokens before it");
   if (std::find(undecided.begin() + start, undecided.end(), 0) != undecided.end())
-    fail(DLM_UNSUPPORTED,
-         "policy: commit = \"verify\" generates from left to right, but position %d is to be filled "
-         "before tokens that are given: use another rule, such as \"threshold\"",
-         start);
+    fail(
+        DLM_UNSUPPORTED,
+        "policy: commit = \"verify\" generates from left to right, but position %d is to be filled "
+        "before tokens that are given: use another rule, such as \"threshold\"",
+        start);
   const Range first{start, start + 1};
   for (int32_t stored = 0; stored < start;) {
     const int32_t end = stored + tokens_at_once(engine, start - stored, stored, 1);
-    plan.push_back({{stored, end}, stored, CacheUse::append, PassKind::prefill,
-                    {start, end == start ? start + 1 : start}, {}, 1, first, end == start, false,
+    plan.push_back({{stored, end},
+                    stored,
+                    CacheUse::append,
+                    PassKind::prefill,
+                    {start, end == start ? start + 1 : start},
+                    {},
+                    1,
+                    first,
+                    end == start,
+                    false,
                     causal_shift(denoiser)});
     stored = end;
   }
@@ -209,7 +218,8 @@ Policy suit_policy(Policy policy, const Denoiser& denoiser) {
     if (policy.block_length == 0) policy.block_length = denoiser.draft_block;
   } else if (policy.commit == Commit::verify) {
     fail(DLM_UNSUPPORTED,
-         "policy: commit = \"verify\" needs a denoiser with draft passes and causal passes, and this "
+         "policy: commit = \"verify\" needs a denoiser with draft passes and causal passes, and "
+         "this "
          "denoiser has no draft passes: use another rule, such as \"threshold\"");
   }
   if (visible_block == 0) {
@@ -283,8 +293,17 @@ void plan_verified(std::vector<Stage>& plan, const Policy& policy, int32_t start
   // The last position of the block is not drafted, because the last row predicts it.
   const Range rows{start - 1, end - 1}, block{start, end}, once{};
   if (end - start > 1)
-    plan.push_back({rows, rows.first, CacheUse::read, PassKind::denoise, {start, end - 1}, once, 1,
-                    block, false, true, 0});
+    plan.push_back({rows,
+                    rows.first,
+                    CacheUse::read,
+                    PassKind::denoise,
+                    {start, end - 1},
+                    once,
+                    1,
+                    block,
+                    false,
+                    true,
+                    0});
   plan.push_back({rows, rows.first, CacheUse::append, PassKind::verify, block, once, 1, block, true,
                   false, 1});
 }
