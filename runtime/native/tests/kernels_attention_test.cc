@@ -116,6 +116,7 @@ struct Attention {
   int64_t B, T, S, H, G, D;  // G: number of key/value heads
   CacheType cache = CacheType::fp32;
   int64_t rotary_size = D, table_rows = 50, visible_block = 0, window = 0;
+  bool has_drafts = false;  // table_rows was added to the positions of draft passes
   Floats q, k, v, past_keys, past_values, cos, sin;  // past rows are multiples of 2 ^ -5 below 4
   Floats q_norm, k_norm;                             // empty: heads are not normalised
   std::vector<int64_t> positions;
@@ -169,6 +170,7 @@ struct Attention {
             table_rows,
             visible_block,
             window,
+            has_drafts,
             segments.data(),
             static_cast<int64_t>(segments.size()),
             first_segments.data(),
@@ -196,7 +198,8 @@ struct Attention {
   std::vector<double> turned(const Floats& x, const Floats& norm, int64_t heads, int64_t b,
                              int64_t t, int64_t head) const {
     const float* const from = x.data() + ((b * T + t) * heads + head) * D;
-    const int64_t half = rotary_size / 2, at = positions[static_cast<size_t>(b * T + t)] * half;
+    const int64_t half = rotary_size / 2,
+                  at = positions[static_cast<size_t>(b * T + t)] % table_rows * half;
     std::vector<double> row(from, from + D);
     double squares = 0;
     for (const double one : row) squares += one * one;
@@ -229,6 +232,7 @@ struct Attention {
       return positions[static_cast<size_t>(b * T + token)];
     };
     if (window != 0) return std::abs(position(j) - position(t)) <= window;
+    if (has_drafts && position(t) >= table_rows) return true;
     return visible_block == 0 || position(j) / visible_block <= position(t) / visible_block;
   }
 
@@ -608,6 +612,11 @@ void test_positions_outside_the_tables_are_seen(Tally& tally) {
     other.positions.back() = position;
     CHECK(!other.pass().is_in_table());
   }
+  attention.has_drafts = true, attention.visible_block = 1;
+  attention.positions.back() = 2 * attention.table_rows - 1;
+  CHECK(attention.pass().is_in_table());
+  attention.positions.back() = 2 * attention.table_rows;
+  CHECK(!attention.pass().is_in_table());
 }
 
 void test_segments_that_lie_are_seen(Tally& tally) {
