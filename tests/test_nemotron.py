@@ -5,6 +5,7 @@ in the reference loop and in the native loop.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,19 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import nemotron_config, write_checkpoint
+from checkpoints import nemotron_config, nemotron_shapes, write_checkpoint
+from click.testing import CliRunner
 from denoisers import ArithmeticDenoiser, under_native_loop
 from safetensors.torch import load_file
+from test_infill import counted, lettered
 
 import dlm_runtime
 from dlm_export import families
 from dlm_export.build import BuildOptions, build
 from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.cli import main
 from dlm_export.families.base import Overrides
 from dlm_export.network import reference
 from dlm_export.network.denoiser import Denoiser
 from dlm_export.network.turns import Canvas, start_canvas
-from dlm_runtime import Bundle, DenoiserInfo, DlmError, Policy, Scheduler, from_callback
+from dlm_runtime import Bundle, DenoiserInfo, DlmError, Policy, from_callback
 from dlm_runtime.presets import PRESETS
 
 transformers = pytest.importorskip("transformers")
@@ -195,7 +199,7 @@ def test_requests_that_share_passes_get_the_same_texts(bundle: Bundle) -> None:
         alone = [bundle.generate(tokens=p, preset=preset, max_new_tokens=20) for p in prompts]
         together = bundle.generate_batch(tokens=prompts, preset=preset, max_new_tokens=20)
         assert [out.tokens for out in together] == [out.tokens for out in alone]
-    with Scheduler(bundle, max_running=4) as scheduler:
+    with bundle.scheduler(max_running=4) as scheduler:
         jobs = [
             scheduler.submit(tokens=p, preset=preset, max_new_tokens=20)
             for p in prompts
@@ -236,7 +240,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sub-blocks": ({"sub_block_length": 2}, "sub-blocks: use sub_block_length = 0"),
     "planned passes": ({"steps_per_block": 2}, "a number of steps: use steps_per_block = 0"),
     "steps": ({"steps": 4}, "steps = 4, but with commit"),
-    "a regex": ({"regex": "[ab]+"}, "cannot follow a constraint"),
 }
 
 
@@ -255,6 +258,14 @@ def test_canvases_that_cannot_be_generated_from_left_to_right_are_refused(bundle
         bundle.generate(tokens=[3, 150, 4], max_new_tokens=8)
     with pytest.raises(DlmError, match="has draft passes and causal passes: use cache"):
         bundle.generate(tokens=[3], max_new_tokens=8, **Policy().as_dict())
+
+
+def test_constraints_cannot_be_verified() -> None:
+    info = {"visible_block": 1, "draft_block": 8, "has_cache": True}
+    with lettered(counted, **info) as native, pytest.raises(DlmError, match="follow a constraint"):
+        native.generate(
+            prompt="a", max_new_tokens=4, regex="[ab]+", **PRESETS["self-speculation"].as_dict()
+        )
 
 
 def test_other_denoisers_refuse_to_verify() -> None:
@@ -323,8 +334,55 @@ def test_an_int8_bundle_is_built_and_verifies(checkpoint: Path, tmp_path: Path) 
             assert one.nfe >= 2
 
 
-RELEASES = {  # size: hidden size, layers, MLP size, parameters
-    "3B": (3072, 26, 9216, 3_832_191_360),
-    "8B": (4096, 34, 14336, 8_490_000_000),
-    "14B": (5120, 40, 16384, 13_500_000_000),
+RELEASES = {
+    # size: hidden size, layers, MLP size, parameters. The sizes of 14B are those of Ministral 3 14B.
+    "3B": (3072, 26, 9216, 3_831_659_520),
+    "8B": (4096, 34, 14336, 8_489_553_920),
+    "14B": (5120, 40, 16384, 13_506_073_600),
 }
+
+
+@pytest.mark.parametrize("size", RELEASES)
+def test_releases_are_inspected_and_planned_from_their_headers(tmp_path: Path, size: str) -> None:
+    """The weights are a hole in the file, so nothing but the header is there to read."""
+    hidden, layers, mlp, parameters = RELEASES[size]
+    config = nemotron_config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=mlp,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=131072,
+        mask_token_id=100,
+        eos_token_id=11,
+        block_size=32,
+        max_position_embeddings=262144,
+        rope_parameters=nemotron_config()["rope_parameters"]
+        | {"factor": 16.0, "original_max_position_embeddings": 16384},
+    )
+    header, end = {}, 0
+    for name, shape in nemotron_shapes(config).items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    packed = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(packed).to_bytes(8, "little") + packed)
+        file.truncate(8 + len(packed) + end)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = json.loads(_invoke("inspect", tmp_path, "--json"))
+    assert told["parameters"] == parameters
+    attention = told["network"]["layers"][0]["attention"]
+    assert (attention["visibility"], attention["block_length"]) == ("draft", 32)
+    assert attention["rope"]["query_scale"] == {"beta": 0.1, "original_length": 16384}
+    assert "draft of 32" in _invoke("inspect", tmp_path)
+    for preset in ("self-speculation", "nemotron-diffusion"):
+        assert json.loads(
+            _invoke("plan", tmp_path, "--targets", "h100", "--preset", preset, "--json")
+        )
+
+
+def _invoke(*arguments: object) -> str:
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout

@@ -63,17 +63,18 @@ def check_policy(network: NetworkSpec, policy: Policy) -> None:
     info = DenoiserInfo(
         vocab_size=network.vocab_size,
         mask_token_id=network.mask_token_id,
-        max_canvas_length=1,
+        max_canvas_length=2,
         shift=network.shift,
         has_cache=True,
         visible_block=network.visible_block,
         draft_block=network.draft_block,
     )
+    given = 0 if network.mask_token_id else 1  # any token but the mask token
     ended = threading.Event()
     # End the native loop before its first pass, because only its check of the policy is needed.
     ended.set()
     with from_callback(info, lambda _: None) as bundle:
-        bundle.generate(tokens=[], max_new_tokens=1, cancel=ended, **policy.as_dict())
+        bundle.generate(tokens=[given], max_new_tokens=1, cancel=ended, **policy.as_dict())
 
 
 @functools.lru_cache(maxsize=1 << 8)

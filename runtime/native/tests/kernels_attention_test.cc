@@ -471,6 +471,30 @@ void test_a_pass_over_one_block_is_full_attention(Tally& tally, const dlm::Kerne
   }
 }
 
+// A draft pass gives the same bits as a pass with full attention, and all other passes give the same
+// bits as causal passes.
+void test_draft_passes_are_full_attention(Tally& tally, const dlm::Kernels& kernels) {
+  Numbers numbers(17);
+  InOrder in_order;
+  tally.about = kernels.name;
+  for (const int64_t T : {1, 4, 32, 50})
+    for (const CacheType cache : kCaches) {
+      Attention full(numbers, 1, T, 70, 4, 2, 16);
+      full.cache = cache;
+      Attention causal = full, draft = full;
+      causal.visible_block = draft.visible_block = 1;
+      full.run(kernels, in_order);
+      causal.run(kernels, in_order);
+      draft.has_drafts = true;
+      draft.run(kernels, in_order);
+      CHECK(same_bits(causal.y, draft.y));
+      for (int64_t& position : draft.positions) position += draft.table_rows;
+      draft.run(kernels, in_order);
+      CHECK(same_bits(full.y, draft.y) && same_bits(full.new_keys, draft.new_keys));
+      CHECK(distance(draft.y, draft.expected(), 1) < kAttentionTolerance);
+    }
+}
+
 // Tests rows of any magnitude, up to the limits of scales and codes. A value that is not finite
 // must affect only its own row.
 void test_rows_are_stored_as_plain_loops_store_them(Tally& tally, const dlm::Kernels& kernels) {
@@ -660,6 +684,7 @@ void test_attention(Tally& tally, const dlm::Kernels& kernels) {
   test_queries_see_a_window(tally, kernels);
   test_prompts_give_the_same_bits_in_several_passes(tally, kernels);
   test_a_pass_over_one_block_is_full_attention(tally, kernels);
+  test_draft_passes_are_full_attention(tally, kernels);
   test_rows_are_stored_as_plain_loops_store_them(tally, kernels);
   test_nan_stays_where_it_belongs(tally, kernels);
   test_order_of_tasks_does_not_change_a_bit(tally, kernels);
