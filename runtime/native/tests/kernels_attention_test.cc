@@ -471,8 +471,8 @@ void test_a_pass_over_one_block_is_full_attention(Tally& tally, const dlm::Kerne
   }
 }
 
-// A draft pass gives the same bits as a pass with full attention, and all other passes give the same
-// bits as causal passes.
+// A draft pass gives the same bits as a pass with full attention, and all other passes give the
+// same bits as causal passes.
 void test_draft_passes_are_full_attention(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(17);
   InOrder in_order;

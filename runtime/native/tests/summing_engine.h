@@ -190,8 +190,17 @@ class Summing final : public dlm::HostEngine {
 dlm::CacheShape shape() { return {{2, 2, 4}, {1, 2, 4}}; }
 
 dlm::Denoiser denoiser(int32_t visible_block, int32_t shift) {
-  return {kVocabulary, kMask,  kLongest,      2,   shift,
-          true,        shape(), {kEnd}, visible_block, 128, visible_block == 1 ? 8 : 0};
+  return {kVocabulary,
+          kMask,
+          kLongest,
+          2,
+          shift,
+          true,
+          shape(),
+          {kEnd},
+          visible_block,
+          128,
+          visible_block == 1 ? 8 : 0};
 }
 
 }  // namespace

@@ -228,7 +228,7 @@ Denoiser read_denoiser(const json::Value& loop) {
   if (const json::Value* const draft = loop.find("draft_block"); draft != nullptr) {
     out.draft_block = read_size(loop, "draft_block", 1, 1 << 24);
     if (out.visible_block != 1 || out.shift != 0)
-      draft->refuse("draft_block needs visible_block 1 and shift 0");
+      draft->refuse("needs visible_block 1 and shift 0");
   }
   out.mask_token_id = read_size(loop, "mask_token_id", 0, out.vocab_size - 1);
   for (const json::Value& eos : loop.array("eos_token_ids")) {

@@ -218,9 +218,9 @@ Policy suit_policy(Policy policy, const Denoiser& denoiser) {
     if (policy.block_length == 0) policy.block_length = denoiser.draft_block;
   } else if (policy.commit == Commit::verify) {
     fail(DLM_UNSUPPORTED,
-         "policy: commit = \"verify\" needs a denoiser with draft passes and causal passes, and "
-         "this "
-         "denoiser has no draft passes: use another rule, such as \"threshold\"");
+         "policy: commit = \"verify\" needs draft passes, and this denoiser has no draft passes: "
+         "use "
+         "another rule, such as \"threshold\"");
   }
   if (visible_block == 0) {
     if (policy.cache == Cache::block || policy.cache == Cache::block_dual)

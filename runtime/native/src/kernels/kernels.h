@@ -196,11 +196,10 @@ enum class CacheType { fp32, fp16, int8 };
 // Otherwise the positions are divided into blocks of visible_block positions, and a query sees the
 // new rows of its own block and of earlier blocks. If has_drafts is true, visible_block must be 1.
 // Then table_rows is added to the positions of draft passes, and a query of a draft pass sees all
-// new rows. If window is not 0, a query sees only the new
-// rows that are at most `window` positions away. Then visible_block must be 0, and there must be no
-// cached rows. With segments, B is 1, and a query sees only the rows of its own segment. The kernel
-// uses new rows as they were computed, and cached rows as they are stored. Storing may round
-// numbers.
+// new rows. If window is not 0, a query sees only the new rows that are at most `window` positions
+// away. Then visible_block must be 0, and there must be no cached rows. With segments, B is 1, and
+// a query sees only the rows of its own segment. The kernel uses new rows as they were computed,
+// and cached rows as they are stored. Storing may round numbers.
 struct CachedAttention {
   CacheType cache;
   // q: [B, T, H, D]; k and v: [B, T, Hkv, D]. H is the number of query heads, and Hkv is the number
