@@ -17,7 +17,7 @@ from checkpoints import nemotron_config, nemotron_shapes, write_checkpoint
 from click.testing import CliRunner
 from denoisers import ArithmeticDenoiser, under_native_loop
 from safetensors.torch import load_file
-from test_infill import counted, lettered
+from test_deciding import ENDS, MASK, VOCAB, compile_parts
 
 import dlm_runtime
 from dlm_export import families
@@ -261,10 +261,14 @@ def test_canvases_that_cannot_be_generated_from_left_to_right_are_refused(bundle
 
 
 def test_constraints_cannot_be_verified() -> None:
-    info = {"visible_block": 1, "draft_block": 8, "has_cache": True}
-    with lettered(counted, **info) as native, pytest.raises(DlmError, match="follow a constraint"):
+    info = DenoiserInfo(VOCAB, MASK, 64, ENDS, has_cache=True, visible_block=1, draft_block=8)
+    policy = PRESETS["self-speculation"].as_dict()
+    with (
+        from_callback(info, lambda _: None) as native,
+        pytest.raises(DlmError, match="cannot follow a constraint or a question"),
+    ):
         native.generate(
-            prompt="a", max_new_tokens=4, regex="[ab]+", **PRESETS["self-speculation"].as_dict()
+            tokens=[0], max_new_tokens=4, constraint=compile_parts([["a", "b"]]), **policy
         )
 
 
