@@ -138,6 +138,49 @@ def sdar_config(**changes: Any) -> dict[str, Any]:
     return a2d_qwen3_config(**other | {"tie_word_embeddings": False} | changes)
 
 
+def nemotron_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of a tiny Nemotron-Labs-Diffusion, with the released keys."""
+    return {
+        "architectures": ["NemotronLabsDiffusionModel"],
+        "model_type": "nemotron_labs_diffusion",
+        "ar_loss_weight": 1.0,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_implementation": "sdpa",
+        "block_size": 8,
+        "dlm_loss_weight": None,
+        "dlm_paradigm": "bidirectional",
+        "dp_varying_mask_ratio": False,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "max_position_embeddings": 256,
+        "mlp_bias": False,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 4.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 24,
+            "rope_theta": 1000000.0,
+            "rope_type": "yarn",
+        },
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 160,
+        "mask_token_id": 150,
+        "eos_token_id": 151,
+        "bos_token_id": 1,
+    } | changes
+
+
 def fast_dllm_v2_config(**changes: Any) -> dict[str, Any]:
     """The config.json of a tiny Fast-dLLM v2, with the released keys.
 
@@ -495,7 +538,19 @@ def _qwen_shapes(
     return shapes
 
 
+def nemotron_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of Nemotron-Labs-Diffusion: those of Llama, with other names."""
+    renamed = {"model.": "encoder.", "lm_head.": "diffusion_head."}
+    return {
+        new + name.removeprefix(old): shape
+        for name, shape in _qwen_shapes(config, bias=False).items()
+        for old, new in renamed.items()
+        if name.startswith(old)
+    }
+
+
 SHAPES = {
+    "NemotronLabsDiffusionModel": nemotron_shapes,
     "BertForMaskedLM": bert_shapes,
     "RobertaForMaskedLM": roberta_shapes,
     "ModernBertForMaskedLM": modern_bert_shapes,
@@ -530,7 +585,11 @@ def random_tensor(
     is_table = name.endswith(
         ("wte.weight", "embed_tokens.weight", "word_embeddings.weight", "tok_embeddings.weight")
     )
-    is_head = name in ("model.transformer.ff_out.weight", "lm_head.weight")
+    is_head = name in (
+        "model.transformer.ff_out.weight",
+        "lm_head.weight",
+        "diffusion_head.weight",
+    )
     return (noise * (1.0 if is_table else (3.0 if is_head else 1.0) / math.sqrt(shape[-1]))).to(
         dtype
     )

@@ -64,6 +64,7 @@ def under_native_loop(
         shift=c.shift,
         has_cache=True,
         visible_block=c.visible_block,
+        draft_block=c.draft_block,
     )
     return from_callback(info, run)
 

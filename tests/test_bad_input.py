@@ -817,7 +817,7 @@ REQUESTS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
     "unknown commit": (
         ("--tokens", "1", "--commit", "magic"),
         (
-            'commit = "magic" is not one of: static, threshold, dynamic, factor, entropy_bound, timestep, sequential',
+            'commit = "magic" is not one of: static, threshold, dynamic, factor, entropy_bound, timestep, sequential, verify',
         ),
     ),
     "unknown cache": (

@@ -59,6 +59,7 @@ class Scripted:
     name = "scripted"
     vocab_size, mask_token_id, eos_token_ids, max_canvas_length = VOCAB, MASK, (EOS,), 64
     visible_block = None
+    draft_block = None
 
     def __init__(
         self,

@@ -280,6 +280,10 @@ def _report(
         )
     if quantised is not None:
         warnings += experts.doubts(quantised.numbers.reached)
+    if request.is_judged and not job.is_judged:
+        warnings.append(
+            "the accuracy was not measured, because networks with draft passes cannot be judged yet"
+        )
     levels = None if proof is None else proof.levels
     if job.source.has_effort and levels is None:
         warnings.append(

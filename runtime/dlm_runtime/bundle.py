@@ -71,6 +71,7 @@ class Bundle(Decides, UsesPromptCaches):
         self.max_canvas_length = handle.max_canvas_length
         self.eos_token_ids = handle.eos_token_ids
         self.visible_block = handle.visible_block
+        self.draft_block = handle.draft_block
         """The block length of block-causal attention. None if attention is full."""
         self.max_new_tokens = handle.max_new_tokens
         """The default of a request's option ``max_new_tokens``."""

@@ -38,6 +38,8 @@ class DenoiserInfo:
         top_k: K, the number of most likely tokens that a pass returns for each row, 2..64 and below
             V.
         visible_block: The block length of block-causal attention. If None, attention is full.
+        draft_block: The number of tokens of a draft pass. If None, there are no draft passes. A
+            denoiser with draft passes has visible_block 1, shift 0 and a cache.
     """
 
     vocab_size: int
@@ -52,6 +54,8 @@ class DenoiserInfo:
     top_k: int = 2
     visible_block: int | None = None
     """The block length of block-causal attention. None means that attention is full."""
+    draft_block: int | None = None
+    """The number of tokens of a draft pass. None means that there are no draft passes."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class CallbackPass:
 
     Args:
         input_ids: Token ids ``[T]``.
-        position_ids: The positions of these tokens in the canvas, ``[T]``.
+        position_ids: The positions of these tokens in the canvas, ``[T]``. In a draft pass,
+            max_canvas_length is added to the positions.
         score_rows: The rows of the pass to score, ``[R]``.
         past: The cached keys and values, ``[layers, 2, Hkv, S, D]``, as nested lists of float32
             views. The lists are empty if S is 0.
@@ -176,6 +181,7 @@ def from_callback(
         setattr(denoiser, name, getattr(info, name))
     denoiser.has_cache = int(info.has_cache)
     denoiser.visible_block = info.visible_block or 0
+    denoiser.draft_block = info.draft_block or 0
     denoiser.eos_token_ids = C.cast(eos, _native.i32p)
     denoiser.eos_count = len(info.eos_token_ids)
     function = _native.PassFn(call)

@@ -39,7 +39,7 @@ class Policy:
             "sample" chooses a random token with ``temperature``.
         score: How positions are ranked: "confidence", "margin", "entropy" or "random".
         commit: The rule that decides how many positions are committed after a pass: "static",
-            "threshold", "dynamic", "factor", "entropy_bound", "timestep" or "sequential".
+            "threshold", "dynamic", "factor", "entropy_bound", "timestep", "sequential" or "verify".
         compare: How a score is compared with the threshold: ">=" or ">".
         remask: "none", or "edit": tokens of a finished block may still be replaced.
         cache: "none"; "prefix" or "dual" for full attention; "block" or "block-dual" for

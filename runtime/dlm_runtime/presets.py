@@ -1,7 +1,8 @@
 """Presets: the loops of published papers and releases, as policies.
 
 Sources: LLaDA (arXiv:2502.09992), Dream (arXiv:2508.15487), Fast-dLLM (arXiv:2505.22618), SDAR
-(arXiv:2510.06303), and the released code of RND1, LLaDA2 and Fast-dLLM v2. ``docs/reference/policies.md``
+(arXiv:2510.06303), and the released code of RND1, LLaDA2, Fast-dLLM v2 and
+Nemotron-Labs-Diffusion. ``docs/reference/policies.md``
 describes each preset.
 """
 
@@ -58,32 +59,53 @@ PRESETS = {
     "fast-dllm-v2": Policy(
         commit="threshold", compare=">", cache="block", block_length=0, sub_block_length=8
     ),
+    # For networks with draft passes. A causal pass checks the tokens of each draft pass. The text is
+    # the text that the causal passes alone would generate.
+    "self-speculation": Policy(commit="verify", cache="block", block_length=0),
+    # The same text, one token per pass.
+    "autoregressive": Policy(commit="verify", cache="block", block_length=1),
+    # Draft passes fill each block. A causal pass stores the block, and predicts the next token.
+    "nemotron-diffusion": Policy(commit="threshold", cache="block", block_length=0),
 }
 
+_OF_DRAFTS = [
+    PRESETS[name] for name in ("self-speculation", "autoregressive", "nemotron-diffusion")
+]
+"""The presets for networks with draft passes."""
 
-def presets_for(visible_block: int | None, shift: int) -> dict[str, Policy]:
+
+def presets_for(
+    visible_block: int | None, shift: int, draft_block: int | None = None
+) -> dict[str, Policy]:
     """Return the presets that a denoiser supports.
 
     ``visible_block`` is the block length of the denoiser's attention, or None if attention is full.
     For block-causal attention, a ``block_length`` of 0 in a preset is replaced by the block length
-    of the network.
+    of the network. ``draft_block`` is the number of tokens of a draft pass, or None if the denoiser
+    has no draft passes.
     """
     found = {
-        name: policy for name, policy in PRESETS.items() if _suits(policy, visible_block, shift)
+        name: policy
+        for name, policy in PRESETS.items()
+        if _suits(policy, visible_block, shift, draft_block)
     }
     if visible_block is None:
         return found
     return {
-        name: replace(policy, block_length=policy.block_length or visible_block)
+        name: replace(policy, block_length=policy.block_length or draft_block or visible_block)
         for name, policy in found.items()
     }
 
 
-def _suits(policy: Policy, visible_block: int | None, shift: int) -> bool:
+def _suits(policy: Policy, visible_block: int | None, shift: int, draft_block: int | None) -> bool:
     """Return True if a denoiser supports the policy.
 
     ``plan.cc`` checks the same rules in the native loop.
     """
+    if draft_block is not None:
+        return policy.cache == "block" and policy.remask != "edit"
+    if policy in _OF_DRAFTS:
+        return False
     if visible_block is None:
         return not policy.cache.startswith("block")
     lengths = (

@@ -396,6 +396,11 @@ LOOP: list[Case] = [
     ),
     Case("a shift of two", put("loop", "shift", 2), "loop.shift: expected an integer in 0..1"),
     Case(
+        "draft passes without causal attention",
+        put("loop", "draft_block", 8),
+        "loop.draft_block: needs visible_block 1 and shift 0",
+    ),
+    Case(
         "a block of nothing",
         put("loop", "visible_block", 0),
         "loop.visible_block: expected an integer",

@@ -97,7 +97,7 @@ def prove(
     if quantised.calibration is not None:
         record["calibration"] = _statistics(quantised.numbers, quantised.calibration.provenance)
     record["auto"] = [point.as_dict() for point in quantised.curve]
-    if not job.request.is_judged:
+    if not job.is_judged:
         return Proof(parity, record, cache=cache)
     judgement, threshold, levels = _judge(job, quantised, folder, workplace, stages)
     check_budgets(judgement, f"{output}: not written")

@@ -113,10 +113,18 @@ class Job:
         return graph.CACHE_DTYPES[self.request.options.cache_dtype or self.base]
 
     @property
+    def is_judged(self) -> bool:
+        """True if the build measures how much accuracy quantisation costs. Networks with draft
+        passes cannot be judged, see ``judging.sides.side.check_judged``.
+        """
+        return self.request.is_judged and self.source.network.draft_block is None
+
+    @property
     def is_cache_judged(self) -> bool:
         """True if the build measures how much accuracy is lost by rounding the cache."""
         is_rounded = self.cache_dtype != graph.CACHE_DTYPES[self.base]
-        return is_rounded and self.request.options.quantise.effort.name != "none"
+        is_wanted = self.request.options.quantise.effort.name != "none"
+        return is_rounded and is_wanted and self.source.network.draft_block is None
 
 
 def check_request(options: BuildOptions) -> Request:

@@ -87,6 +87,7 @@ def make_manifest(
         "loop": {
             **{name: described.pop(name) for name in LOOP_FIELDS},
             **({} if network.visible_block is None else {"visible_block": network.visible_block}),
+            **({} if network.draft_block is None else {"draft_block": network.draft_block}),
             "graph": graph,
             "presets": {name: policy.as_dict() for name, policy in presets.items()},
             "default_preset": default_preset,

@@ -24,6 +24,7 @@ from dlm_export.families import (
     llada2,
     llada_moe,
     modern_bert,
+    nemotron_labs_diffusion,
     rnd1,
     roberta,
     sdar,
@@ -41,7 +42,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(llada.FAMILY, llada_moe.FAMILY, llada2.FAMILY, dream.FAMILY, *a2d.FAMILIES),
         *(sdar.FAMILY, sdar.MIXTURE_FAMILY, fast_dllm_v2.FAMILY, rnd1.FAMILY),
-        *(bert.FAMILY, roberta.FAMILY, modern_bert.FAMILY),
+        *(nemotron_labs_diffusion.FAMILY, bert.FAMILY, roberta.FAMILY, modern_bert.FAMILY),
     )
 }
 

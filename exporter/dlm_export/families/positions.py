@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from dlm_export.checkpoints.folder import CheckpointError, Config
 from dlm_export.network.scaling import KINDS as SCALINGS
-from dlm_export.network.scaling import Dynamic, Linear, Llama3, Scaling, Yarn
+from dlm_export.network.scaling import Dynamic, Linear, Llama3, QueryScale, Scaling, Yarn
 from dlm_export.network.spec import Rope
 
 OBJECTS = ("rope_scaling", "rope_parameters")
@@ -28,8 +28,10 @@ LONGEST = 1 << 24
 """The largest number of positions."""
 
 
-def read_rope(config: Config) -> Rope:
-    """Read the rotary positions. Raises CheckpointError for values that are missing or unknown."""
+def read_rope(config: Config, has_query_scale: bool = False) -> Rope:
+    """Read the rotary positions. If ``has_query_scale`` is true, also read by how much queries are
+    scaled, as in Ministral 3. Raises CheckpointError for values that are missing or unknown.
+    """
     settings = _Settings(config)
     kind = settings.take("rope_type")
     kind = "default" if kind is None else kind
@@ -39,10 +41,12 @@ def read_rope(config: Config) -> Rope:
         )
     fraction = settings.take("partial_rotary_factor")
     try:
+        scaling = _scaling(settings, kind)
         rope = Rope(
             config.positive("rope_theta", settings.take("rope_theta")),
             config.positive("partial_rotary_factor", 1.0 if fraction is None else fraction),
-            _scaling(settings, kind),
+            scaling,
+            _query_scale(settings, scaling) if has_query_scale else None,
         )
     except ValueError as err:
         raise CheckpointError(
@@ -82,6 +86,10 @@ class _Settings:
     def take(self, name: str) -> Any:
         """Return a setting and mark it as used, or return ``None`` if it is missing."""
         return self._values.pop(name, None)
+
+    def has(self, name: str) -> bool:
+        """Return True if the setting is there and was not taken yet."""
+        return name in self._values
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return a positive number. Raises CheckpointError."""
@@ -169,6 +177,21 @@ def _object(config: Config, key: str) -> dict[str, Any]:
         inner: dict[str, Any] = values["full_attention"]
         return inner
     return values
+
+
+def _query_scale(settings: _Settings, scaling: Scaling | None) -> QueryScale | None:
+    """Read by how much queries are scaled. Raises CheckpointError.
+
+    If the factor is 0, queries are not scaled.
+    """
+    settings.take(LENGTH)  # transformers ignores this copy of the number of positions
+    if not settings.has("llama_4_scaling_beta"):
+        settings.refuse(
+            f"llama_4_scaling_beta is missing in {settings.object}, and a guess would change what the network computes. Add it."
+        )
+    beta = settings.number_or_zero("llama_4_scaling_beta")
+    original = getattr(scaling, "original_length", None) or settings.original_length()
+    return QueryScale(beta, original) if beta else None
 
 
 def _scaling(settings: _Settings, kind: str) -> Scaling | None:

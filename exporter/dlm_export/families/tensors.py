@@ -179,6 +179,10 @@ class Tensors:
             self.notes.append(
                 f"{len(unused)} tensors are left out, because the denoiser does not need them: {_some(unused)}"
             )
+        for config in sorted(self.checkpoint.path.glob("*/adapter_config.json")):
+            self.notes.append(
+                f"the adapter {config.parent.name} is not applied, because adapters are not supported"
+            )
         if cache:
             kind = f"{said.kv_cache} " if said is not None and said.kv_cache else ""
             self.notes.append(

@@ -64,20 +64,23 @@ def trunk_network(
     qkv_bias: bool,
     qk_norm: bool,
     block_length: int | None = None,
+    has_drafts: bool = False,
     shift: int = 0,
     longest: int | None = None,
     mask_text: str | None = None,
 ) -> NetworkSpec:
     """Read a config.json that uses the keys of transformers' Llama, Qwen2 or Qwen3.
 
-    If ``block_length`` is ``None``, attention is full. ``longest`` is the length of the canvases in
-    training. Pass ``longest`` if training used shorter canvases than config.json allows. The
-    docstring of ``special_tokens`` explains ``mask_text``. Raises CheckpointError.
+    If ``block_length`` is ``None``, attention is full. If ``has_drafts`` is true, only draft passes
+    see whole blocks, and config.json also uses the keys of transformers' Ministral 3. ``longest`` is
+    the length of the canvases in training. Pass ``longest`` if training used shorter canvases than
+    config.json allows. The docstring of ``special_tokens`` explains ``mask_text``. Raises
+    CheckpointError.
     """
     config = checkpoint.config
     norm_eps = config.number("rms_norm_eps", 1e-6)  # the default of all three transformers classes
     layer = LayerSpec(
-        _attention(config, qkv_bias=qkv_bias, qk_norm=qk_norm, block_length=block_length),
+        _attention(config, qkv_bias, qk_norm, block_length, has_drafts),
         MlpSpec(config.integer("intermediate_size")),
         norm_eps,
     )
@@ -181,7 +184,7 @@ def expert_counts(config: Config) -> tuple[int, int]:
 
 
 def _attention(
-    config: Config, *, qkv_bias: bool, qk_norm: bool, block_length: int | None
+    config: Config, qkv_bias: bool, qk_norm: bool, block_length: int | None, has_drafts: bool
 ) -> AttentionSpec:
     config.require("hidden_act", "silu")
     config.require("use_sliding_window", False)
@@ -205,8 +208,8 @@ def _attention(
             f"{config.path}: hidden_size {hidden_size}, num_attention_heads {heads} and num_key_value_heads {kv_heads} "
             "do not divide evenly"
         )
-    visibility = "full" if block_length is None else "block"
-    rope = read_rope(config)
+    visibility = "draft" if has_drafts else "full" if block_length is None else "block"
+    rope = read_rope(config, has_query_scale=has_drafts)
     return AttentionSpec(
         heads,
         kv_heads,

@@ -13,14 +13,16 @@ import onnx_ir as ir
 from dlm_calibration.formats import SMALLEST_ROW
 from dlm_export.graph.body import Body
 
-BLOCK, WINDOW, NORMED = "Block", "Window", "Normed"
+BLOCK, DRAFT, WINDOW, NORMED = "Block", "Draft", "Window", "Normed"
 """Parts of the names of attention functions.
 
-``Block`` means block-causal attention. ``Window`` means attention in a window. ``Normed`` means
-that an RMSNorm is applied to queries and keys.
+``Block`` means block-causal attention. ``Draft`` means causal attention with draft passes.
+``Window`` means attention in a window. ``Normed`` means that an RMSNorm is applied to queries and
+keys.
 """
 ATTENTION = (
     *(f"{block}{normed}CachedAttention" for normed in ("", NORMED) for block in ("", BLOCK)),
+    f"{DRAFT}CachedAttention",
     f"{WINDOW}CachedAttention",
 )
 """Attention functions whose cache contains fp32 rows."""
@@ -59,11 +61,14 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
         ready = split if norm is None else rms_norm(body, split, norm)
         return op("Transpose", ready, perm=[0, 2, 1, 3])
 
+    longest = body.size(cos, 0)
+    rows = op("Mod", positions, longest) if DRAFT in name else positions
+
     def turn(heads: ir.Value) -> ir.Value:
         size = ir.Attr(
             "rotary_embedding_dim", ir.AttributeType.INT, None, ref_attr_name="rotary_size"
         )
-        return op("RotaryEmbedding", heads, cos, sin, positions, rotary_embedding_dim=size)
+        return op("RotaryEmbedding", heads, cos, sin, rows, rotary_embedding_dim=size)
 
     turned, key = turn(by_head(q, "heads", q_norm)), turn(by_head(k, "kv_heads", k_norm))
     value = by_head(v, "kv_heads")
@@ -84,12 +89,15 @@ def cached_attention(name: str, store: _Code, read: _Code) -> ir.Function:
     if is_normed:
         attributes["epsilon"] = ir.AttributeType.FLOAT
     seen = op("Unsqueeze", op("Concat", *own, axis=1), ints(0, 1))
-    if BLOCK in name:
-        attributes["visible_block"] = ir.AttributeType.INT
-        blocks = op("Div", positions, body.attribute("visible_block", ir.AttributeType.INT))
-        rows = op("Concat", body.size(positions, 0), body.size(past_key, 2), axis=0)
+    if BLOCK in name or DRAFT in name:
+        if BLOCK in name:
+            attributes["visible_block"] = ir.AttributeType.INT
+            blocks = op("Div", positions, body.attribute("visible_block", ir.AttributeType.INT))
+        else:  # all tokens of a draft pass are in the same block
+            blocks = op("Min", positions, longest)
+        size = op("Concat", body.size(positions, 0), body.size(past_key, 2), axis=0)
         # Give all cached rows the number of the first block, so that every query sees these rows.
-        of_keys = op("Concat", op("Expand", ints(0), rows), blocks, axis=1)
+        of_keys = op("Concat", op("Expand", ints(0), size), blocks, axis=1)
         keys_first = op("Unsqueeze", of_keys, ints(1, 2))
         is_before = op("LessOrEqual", keys_first, op("Unsqueeze", blocks, ints(1, 3)))
         seen = op("And", seen, is_before)

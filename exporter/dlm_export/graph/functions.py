@@ -31,6 +31,9 @@ as the definition.
 ``Int8CachedAttention``     like ``CachedAttention``. Each cached row consists of INT8 codes, followed by a scale
 ``BlockCachedAttention``,   like the three functions above, with block-causal attention. A query sees all cached
 ``Fp16``, ``Int8Block...``  rows, and new keys with ``pos_key // visible_block <= pos_query // visible_block``
+``DraftCachedAttention``,   like the first three functions, with causal attention: a query sees all cached rows, and new
+``Fp16``, ``Int8Draft...``  keys with ``pos_key <= pos_query``. At positions that are not below the number of rows of
+                            ``cos``, a query sees all keys. This number is subtracted before rotation
 ``WindowCachedAttention``,  like the first three functions, with attention in a window. A query sees new keys with
 ``Fp16``, ``Int8Window...`` ``|pos_key - pos_query| <= window``. There must be no cached rows
 ``NormedCachedAttention``,  like the first six functions, with two more inputs: ``q_norm`` and ``k_norm`` ``[D]``, the

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from dlm_export.graph import LAYER_KEY, SEGMENTS, caches, functions
-from dlm_export.graph.attention import ATTENTION, BLOCK, NORMED, WINDOW
+from dlm_export.graph.attention import ATTENTION, BLOCK, DRAFT, NORMED, WINDOW
 from dlm_export.graph.body import DOMAIN
 from dlm_export.graph.edits import constant, take_place
 from dlm_export.graph.trace import Graph
@@ -229,13 +229,16 @@ def _fuse_attention(traced: Graph, attention: ir.Node) -> None:
         raise _Unlike("heads are not merged, or something else reads them")
     parts = [_heads_of(part) for part in (query, key, present_value)]
     cos, sin, positions = rotation.tables
-    seen = {} if hidden is None else _seen(hidden, positions)
+    kind = ""
+    seen: dict[str, int] = {}
+    if hidden is not None:
+        kind, positions, seen = _seen(hidden, positions, traced.network.max_canvas_length)
     norms = _norms_of(*parts)
     given = [past_key, past_value, positions, cos, sin, _segments(traced.model)]
     given = [*(part.whole for part in parts), *given, *(norm.weight for norm in norms)]
-    name = "".join(_SEEN[attribute] for attribute in seen) + (NORMED if norms else "")
+    name = kind + (NORMED if norms else "")
     if f"{name}CachedAttention" not in ATTENTION:
-        raise _Unlike("no kernel has both a window and norms of queries and keys")
+        raise _Unlike("no kernel has norms of queries and keys with a window or with draft passes")
     old = [y.outputs[0], present_key, present_value]
     settings = {"heads": parts[0].count, "kv_heads": parts[1].count}
     settings |= {"rotary_size": rotation.size} | seen
@@ -299,39 +302,53 @@ def _segments(model: ir.Model) -> ir.Value:
     return model.graph.initializers[SEGMENTS]
 
 
-_STARTS = ("Sub", "positions", ("Mod", "positions", "length"))
-_HIDDEN = (
-    "Greater",
-    ("Unsqueeze", ("Concat", ("Expand", 0, "rows"), _STARTS), 1),
-    ("Unsqueeze", _STARTS, 2),
-)
-_HIDING = ("Unsqueeze", ("Mul", ("Cast", _HIDDEN), float(np.finfo(np.float32).min)), 1)
+def _hiding(starts: _Pattern) -> _Pattern:
+    """Return the pattern of a mask that hides keys whose ``starts`` are greater than the query's."""
+    keys = ("Unsqueeze", ("Concat", ("Expand", 0, "rows"), starts), 1)
+    hidden = ("Greater", keys, ("Unsqueeze", starts, 2))
+    return ("Unsqueeze", ("Mul", ("Cast", hidden), float(np.finfo(np.float32).min)), 1)
+
+
 _DISTANCES = ("Abs", ("Sub", ("Unsqueeze", "positions", 1), ("Unsqueeze", "positions", 2)))
 _FAR = ("Greater", ("Concat", ("Expand", 0, "rows"), _DISTANCES), "length")
+_BLOCKS = _hiding(("Sub", "positions", ("Mod", "positions", "length")))
 _WINDOW = ("Unsqueeze", ("Mul", ("Cast", _FAR), float(np.finfo(np.float32).min)), 1)
-"""The node patterns of attention masks: block-causal attention, and attention in a window.
+_DRAFTS = _hiding(("Where", ("Less", "positions", "length"), "positions", "longest"))
+"""The node patterns of attention masks: block-causal attention, attention in a window, and causal
+attention with draft passes.
 
 Tracing the function ``hiding`` of ``network.denoiser`` gives these nodes. A tuple is an operator
 with its inputs. A number is a constant with this value. A name matches any value.
 """
 
 
-_PATTERNS = {"visible_block": _HIDING, "window": _WINDOW}
-_SEEN = {"visible_block": BLOCK, "window": WINDOW}
-"""Maps the name of an attribute of attention functions to a part of the function's name."""
+def _seen(
+    hidden: ir.Value, positions: ir.Value, longest: int
+) -> tuple[str, ir.Value, dict[str, int]]:
+    """Return the attention function with this attention mask.
 
-
-def _seen(hidden: ir.Value, positions: ir.Value) -> dict[str, int]:
-    """Return the attribute that describes an attention mask: the block length or the window.
-
-    Raises _Unlike if the attention mask is neither block-causal nor a window.
+    The result is a part of the function's name, the position ids, and the function's attribute.
+    ``positions`` are the positions of the rotation. With draft passes, they are the remainders of
+    the position ids divided by ``longest``. Raises _Unlike if the attention mask is neither
+    block-causal nor a window.
     """
-    for attribute, pattern in _PATTERNS.items():
+    for kind, pattern, attribute in (
+        (BLOCK, _BLOCKS, "visible_block"),
+        (WINDOW, _WINDOW, "window"),
+    ):
         found = {"positions": positions}
         length = _number(found["length"]) if _looks_like(hidden, pattern, found) else None
         if length is not None:
-            return {attribute: int(length)}
-    raise _Unlike("the mask is neither block-causal nor a window")
+            return kind, positions, {attribute: int(length)}
+    found = {}
+    if _looks_like(positions, ("Mod", "positions", longest), found):
+        ids = found["positions"]
+        limits = ("length", "longest")
+        if _looks_like(hidden, _DRAFTS, found) and all(
+            _number(found[limit]) == longest for limit in limits
+        ):
+            return DRAFT, ids, {}
+    raise _Unlike("the mask is not block-causal, not a window and not that of draft passes")
 
 
 def _looks_like(value: ir.Value | None, wanted: _Pattern, found: dict[str, ir.Value]) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from dlm_export.network.caches import read_back
 from dlm_export.network.experts import Experts
 from dlm_export.network.linear import MLP, Linear, TiedHead, activate
-from dlm_export.network.scaling import RotaryTable
+from dlm_export.network.scaling import QueryScale, RotaryTable
 from dlm_export.network.spec import (
     ACTIVATIONS,
     AttentionSpec,
@@ -33,11 +34,20 @@ from dlm_export.network.spec import (
 )
 from dlm_runtime.errors import DlmError, ExitCode
 
-Turn = tuple[Tensor, Tensor, Tensor]
-"""The rotary embedding of a pass: a table of cosines, a table of sines, and position ids.
 
-The tables are ``[positions, D / 2]``. The position ids ``[B, T]`` select rows of the tables.
-"""
+class Turn(NamedTuple):
+    """The rotary embedding of a pass: a table of cosines, a table of sines, and position ids.
+
+    The tables are ``[positions, D / 2]``. The position ids ``[B, T]`` select rows of the tables. If
+    ``query_scale`` ``[B, T, 1]`` is not ``None``, queries are multiplied by these factors.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    position_ids: Tensor
+    query_scale: Tensor | None = None
+
+
 Past = tuple[Tensor, Tensor]
 """One layer's keys and values, ``[B, Hkv, rows, D]``."""
 
@@ -123,7 +133,7 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
 
     The width of the tables in ``turn`` says how many features are rotated.
     """
-    cos, sin, position_ids = turn
+    cos, sin, position_ids = turn[:3]
     size = 2 * cos.shape[-1]
     if torch.compiler.is_exporting() and not is_plain:
         # Use torch.onnx's operator only for export, because it has no gradient. In the graph, it
@@ -141,7 +151,7 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
 
 
 def hiding(
-    attention: AttentionSpec, position_ids: Tensor, cached: int, dtype: torch.dtype
+    attention: AttentionSpec, position_ids: Tensor, cached: int, dtype: torch.dtype, longest: int
 ) -> Tensor | None:
     """Return an additive attention mask, or ``None`` if every query attends to every key.
 
@@ -150,6 +160,9 @@ def hiding(
     no cached keys. The mask does not contain minus infinity, because some kernels compute the
     softmax in tiles. If all keys of a tile were hidden, minus infinity would make the result of the
     tile NaN.
+
+    ``longest`` is the length of the longest canvas. In a draft pass, ``longest`` is added to the
+    position ids. With visibility ``draft``, the tokens of a draft pass attend to each other.
     """
     block_length, window = attention.visible_block, attention.window
     if window is not None:
@@ -158,7 +171,12 @@ def hiding(
         is_hidden = torch.cat((front, distances.abs()), 2) > window
     elif block_length is not None:
         # first position of each position's block
-        starts = position_ids - position_ids % block_length
+        starts = (
+            position_ids - position_ids % block_length
+            if attention.draft_block is None
+            # all tokens of a draft pass form one block
+            else torch.where(position_ids < longest, position_ids, longest)
+        )
         front = torch.full((starts.shape[0], cached), 0, device=starts.device)
         keys = torch.cat((front, starts), 1)
         is_hidden = keys.unsqueeze(1) > starts.unsqueeze(2)
@@ -167,9 +185,38 @@ def hiding(
     return (is_hidden.to(dtype) * torch.finfo(dtype).min).unsqueeze(1)
 
 
-def rule_of(attention: AttentionSpec) -> tuple[int | None, int | None]:
+def rule_of(attention: AttentionSpec) -> tuple[int | None, int | None, int | None]:
     """Return a dict key. Two layers with the same attention mask have equal keys."""
-    return attention.visible_block, attention.window
+    return attention.visible_block, attention.window, attention.draft_block
+
+
+def turns_of(
+    network: NetworkSpec, layers: Sequence[LayerSpec], tables: Sequence[Rotary], ids: Tensor
+) -> list[Turn | None]:
+    """Return the rotary embedding of each layer for a pass at the positions ``ids`` ``[B, T]``.
+
+    ``tables`` are the modules of ``network.rotary_tables()``. An entry is ``None`` if the attention
+    of the layer does not depend on positions.
+    """
+    longest, known = network.max_canvas_length, network.rotary_tables()
+    if network.draft_block is not None:
+        ids = ids % longest
+    scales: dict[QueryScale, Tensor] = {}
+    found: list[Turn | None] = []
+    for layer in layers:
+        rope, table = layer.attention.rope, rotary_table(layer.attention)
+        if rope is None or table is None:
+            found.append(None)
+            continue
+        scale = rope.query_scale
+        if scale is not None and scale.original_length < longest and scale not in scales:
+            times = torch.floor(ids.float() / scale.original_length)
+            scales[scale] = (1 + scale.beta * torch.log(1 + times)).unsqueeze(-1)
+        module = tables[known.index(table)]
+        found.append(
+            Turn(module.cos, module.sin, ids, None if scale is None else scales.get(scale))
+        )
+    return found
 
 
 class Attention(nn.Module):
@@ -203,12 +250,13 @@ class Attention(nn.Module):
         """
         B, T, _ = x.shape
         a = self.spec
+        q = self.q(x)
+        if turn is not None and turn.query_scale is not None:
+            q = q * turn.query_scale.to(q.dtype)  # scaling and rotation can be exchanged
         if self.is_plain:  # add an axis for the queries that share a key
-            q = self.q_norm(self.q(x).view(B, T, a.kv_heads, a.group, a.head_size)).permute(
-                0, 2, 3, 1, 4
-            )
+            q = self.q_norm(q.view(B, T, a.kv_heads, a.group, a.head_size)).permute(0, 2, 3, 1, 4)
         else:
-            q = self.q_norm(self.q(x).view(B, T, a.heads, a.head_size)).transpose(1, 2)
+            q = self.q_norm(q.view(B, T, a.heads, a.head_size)).transpose(1, 2)
         k = self.k_norm(self.k(x).view(B, T, a.kv_heads, a.head_size)).transpose(1, 2)
         v = self.v(x).view(B, T, a.kv_heads, a.head_size).transpose(1, 2)
         if turn is not None:
@@ -394,8 +442,6 @@ class Denoiser(nn.Module):
         )
         tables = c.rotary_tables()
         self.rotary = nn.ModuleList(Rotary(table, c.max_canvas_length) for table in tables)
-        used = [rotary_table(layer.attention) for layer in c.layers]
-        self._turned_by = [None if table is None else tables.index(table) for table in used]
 
     def hidden(
         self,
@@ -412,21 +458,19 @@ class Denoiser(nn.Module):
         attends to all of them. ``Attention.forward`` explains ``cache_dtype``.
         """
         x = self.embed(input_ids, position_ids)
-        turns: list[Turn] = [(table.cos, table.sin, position_ids) for table in self.rotary]  # type: ignore[misc]
+        turns = turns_of(self.network, self.network.layers, list(self.rotary), position_ids)  # type: ignore[arg-type]
         cached = 0 if past is None else past[0][0].shape[2]
         dtype = torch.float32 if self.is_plain else x.dtype  # type of the attention scores
         rules = {rule_of(layer.attention): layer.attention for layer in self.network.layers}
         hidden = {
-            rule: hiding(attention, position_ids, cached, dtype)
+            rule: hiding(attention, position_ids, cached, dtype, self.network.max_canvas_length)
             for rule, attention in rules.items()
         }
         presents = []
         for i, (layer, block) in enumerate(zip(self.network.layers, self.blocks, strict=True)):
-            number = self._turned_by[i]
-            turn = None if number is None else turns[number]
             x, present = block(
                 x,
-                turn,
+                turns[i],
                 hidden[rule_of(layer.attention)],
                 None if past is None else past[i],
                 cache_dtype,

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dlm_export.network.scaling import RotaryTable, Scaling, scaling_from
+from dlm_export.network.scaling import QueryScale, RotaryTable, Scaling, scaling_from
 
-VISIBILITIES = ("full", "block", "causal")
+VISIBILITIES = ("full", "block", "causal", "draft")
 SCORES = ("softmax", "sigmoid")
 BIASES = (None, "choice", "weights")
 ACTIVATIONS = ("silu", "gelu")
@@ -38,12 +38,14 @@ class Rope:
 
     ``fraction`` is the share of a head's features that are rotated. The rotated features are the
     first ones. ``scaling`` describes how frequencies are lowered for long canvases. If it is
-    ``None``, frequencies are not lowered.
+    ``None``, frequencies are not lowered. ``query_scale`` describes how queries are scaled on long
+    canvases. If it is ``None``, queries are not scaled.
     """
 
     theta: float
     fraction: float = 1.0
     scaling: Scaling | None = None
+    query_scale: QueryScale | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError if a scaling has no meaning for ``theta``."""
@@ -61,7 +63,9 @@ class AttentionSpec:
     - ``qk_norm``: True if an RMSNorm is applied to every query and key head before rotation.
     - ``visibility``: the keys to which a query attends. ``full`` means all keys. ``block`` means
       the keys in the query's block and in earlier blocks. A block has ``block_length`` tokens.
-      ``causal`` means the keys up to the query's position.
+      ``causal`` means the keys up to the query's position. ``draft`` means the same as ``causal``,
+      except that a query of a draft pass attends to all keys. In training, a draft pass computed
+      ``block_length`` tokens. ``hiding`` in ``denoiser`` explains draft passes.
     - ``window``: if not ``None``, a query attends only to keys that are at most this many tokens
       away. A network with a window cannot use a cache.
     """
@@ -83,7 +87,7 @@ class AttentionSpec:
             raise ValueError(
                 f"{self.heads} heads is not a multiple of {self.kv_heads} key and value heads"
             )
-        if self.visibility not in VISIBILITIES or (self.visibility == "block") != (
+        if self.visibility not in VISIBILITIES or (self.visibility in ("block", "draft")) != (
             self.block_length is not None
         ):
             raise ValueError(
@@ -95,6 +99,8 @@ class AttentionSpec:
             raise ValueError(
                 f"a window of {self.window} needs at least 1 token and visibility full, not {self.visibility}"
             )
+        if self.qk_norm and self.rope is not None and self.rope.query_scale is not None:
+            raise ValueError("norms of queries cannot be combined with a query_scale")
 
     @property
     def group(self) -> int:
@@ -105,9 +111,14 @@ class AttentionSpec:
     def visible_block(self) -> int | None:
         """Block length of block-causal attention. Causal attention has block length 1.
 
-        ``None`` if every query attends to every key.
+        ``None`` if every query attends to every key. Draft passes are not considered.
         """
-        return 1 if self.visibility == "causal" else self.block_length
+        return 1 if self.visibility in ("causal", "draft") else self.block_length
+
+    @property
+    def draft_block(self) -> int | None:
+        """Number of tokens of a draft pass in training. ``None`` if there are no draft passes."""
+        return self.block_length if self.visibility == "draft" else None
 
 
 @dataclass(frozen=True)
@@ -221,8 +232,12 @@ def _rope_from(values: Mapping[str, Any]) -> Rope:
     # In bundles of earlier versions, ``scaling`` is the factor of linear scaling.
     if isinstance(scaling, (int, float)):
         scaling = {"kind": "linear", "factor": scaling} if scaling > 1 else None
+    query_scale = values.get("query_scale")  # bundles of earlier versions do not have this field
     return Rope(
-        values["theta"], values["fraction"], None if scaling is None else scaling_from(scaling)
+        values["theta"],
+        values["fraction"],
+        None if scaling is None else scaling_from(scaling),
+        None if query_scale is None else QueryScale(**query_scale),
     )
 
 

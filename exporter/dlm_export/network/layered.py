@@ -34,9 +34,10 @@ from dlm_export.network.denoiser import (
     check_built,
     hiding,
     make_norm,
+    turns_of,
 )
 from dlm_export.network.experts import Stacked
-from dlm_export.network.spec import EMBEDDING, TRANSFORM, NetworkSpec, rotary_table
+from dlm_export.network.spec import EMBEDDING, TRANSFORM, NetworkSpec
 from dlm_runtime.errors import DlmError
 
 BATCH_TOKENS = 2048
@@ -123,8 +124,6 @@ class Layered:
         self._rotary = [
             Rotary(table, network.max_canvas_length).to(self.device, dtype) for table in tables
         ]
-        used = [rotary_table(layer.attention) for layer in network.layers]
-        self._turned_by = [None if table is None else tables.index(table) for table in used]
         with torch.device("meta"):
             embedding = Embedding(network, is_plain=False)
         del embedding.weight  # ``embed`` loads only the rows that it needs
@@ -220,16 +219,12 @@ class Layered:
         return self._turn(i, torch.cat(positions, 1)), None, Packed(passes)
 
     def _turn(self, i: int, positions: Tensor) -> Turn | None:
-        number = self._turned_by[i]
-        return (
-            None
-            if number is None
-            else (self._rotary[number].cos, self._rotary[number].sin, positions)
-        )
+        return turns_of(self.network, self.network.layers[i : i + 1], self._rotary, positions)[0]
 
     def _hiding(self, i: int, positions: Tensor, past: Past | None) -> Tensor | None:
         cached = 0 if past is None else past[0].shape[2]
-        return hiding(self.network.layers[i].attention, positions, cached, self.dtype)
+        attention, longest = self.network.layers[i].attention, self.network.max_canvas_length
+        return hiding(attention, positions, cached, self.dtype, longest)
 
     def end(self) -> nn.Module:
         """Return a module for the final norm and the transform before the head, if there are any."""

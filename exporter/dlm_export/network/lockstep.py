@@ -131,10 +131,12 @@ def _make_passes(
     step: Sequence[_Course],
 ) -> None:
     """Run the next pass of every request, and commit tokens."""
-    spans = [(course.span.first, course.span.last) for course in step if course.span is not None]
+    longest = layered.network.max_canvas_length
+    spans = [course.span.ids(longest) for course in step if course.span is not None]
     ids = [
-        torch.from_numpy(c.run.tokens[first:last])
-        for c, (first, last) in zip(step, spans, strict=True)
+        torch.from_numpy(c.run.tokens[c.span.first : c.span.last])
+        for c in step
+        if c.span is not None
     ]
     positions = torch.cat([torch.arange(first, last) for first, last in spans])
     x = layered.embed(torch.cat(ids).unsqueeze(0), positions.unsqueeze(0))

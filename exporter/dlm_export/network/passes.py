@@ -29,13 +29,15 @@ FULL_CACHES = ("prefix", "dual")
 class Looped(Protocol):
     """The fields of a network that the unmasking loop needs.
 
-    ``NetworkSpec`` explains ``visible_block``.
+    ``NetworkSpec`` explains ``visible_block`` and ``draft_block``.
     """
 
     @property
     def shift(self) -> int: ...
     @property
     def visible_block(self) -> int | None: ...
+    @property
+    def draft_block(self) -> int | None: ...
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
@@ -52,11 +54,22 @@ class Span:
     - "keep" overwrites the cached rows at the same positions.
     - "append" keeps the cached rows of ``[0, first)``, adds the new rows, and discards all other
       rows.
+
+    If ``is_draft`` is true, the pass is a draft pass, in which all rows see each other. Only a
+    network with a ``draft_block`` has draft passes. Its other passes are causal.
     """
 
     first: int
     last: int
     kept: str
+    is_draft: bool = False
+
+    def ids(self, longest: int) -> tuple[int, int]:
+        """Return the first position id and the end of the position ids. ``longest`` is the length
+        of the longest canvas, which is added to the position ids of a draft pass.
+        """
+        start = longest if self.is_draft else 0
+        return start + self.first, start + self.last
 
     def is_whole(self, length: int) -> bool:
         """Return True if the span covers a whole canvas of this length."""
@@ -96,12 +109,24 @@ class Stage:
         return self.awaited > self.first
 
 
-def block_length_of(policy: Policy, visible_block: int | None) -> int:
-    """Return the block length of a policy for a network with this ``visible_block``.
+def shift_of(looped: Looped, span: Span) -> int:
+    """Return the distance between a position and the row that predicts it, in a pass over ``span``.
+
+    In a network with draft passes, a row of a draft pass predicts its own position, and a row of
+    any other pass predicts the next position.
+    """
+    return looped.shift if looped.draft_block is None else int(not span.is_draft)
+
+
+def block_length_of(
+    policy: Policy, visible_block: int | None, draft_block: int | None = None
+) -> int:
+    """Return the block length of a policy for a network with this ``visible_block`` and
+    ``draft_block``.
 
     A result of 0 means that the whole generation is one block.
     """
-    return policy.block_length or visible_block or 0
+    return policy.block_length or draft_block or visible_block or 0
 
 
 def plan(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) -> list[Stage]:
@@ -109,13 +134,16 @@ def plan(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) 
 
     With full attention, the first block starts at the first undecided position. With block-causal
     attention, blocks start at multiples of the block length, so the first block may begin with
-    tokens of the prompt. ``turns.turns`` explains ``steps``.
+    tokens of the prompt. If the network has draft passes, the first block starts at the first
+    undecided position. ``turns.turns`` explains ``steps``. The commit rule "verify" has no such
+    plan, see ``turns``.
     """
     if not undecided.any():
         return []
     length, origin = len(undecided), int(undecided.argmax())
-    block_length = block_length_of(policy, looped.visible_block) or length - origin
-    if looped.visible_block is not None:
+    block_length = block_length_of(policy, looped.visible_block, looped.draft_block)
+    block_length = block_length or length - origin
+    if looped.visible_block is not None and looped.draft_block is None:
         origin -= origin % block_length
     starts = range(origin, length, block_length)
     shares = (
@@ -130,7 +158,7 @@ def plan(undecided: np.ndarray, policy: Policy, looped: Looped, steps: int = 0) 
     ]
     if looped.visible_block is None:
         return list(_full_stages(blocks, policy, length))
-    return list(_block_causal_stages(blocks, undecided, policy, looped.shift))
+    return list(_block_causal_stages(blocks, undecided, policy, looped))
 
 
 _Block = tuple[int, int, int]  # start of the block, end of the block, number of planned passes
@@ -163,7 +191,7 @@ def _full_stages(blocks: list[_Block], policy: Policy, length: int) -> Iterator[
 
 
 def _block_causal_stages(
-    blocks: list[_Block], undecided: np.ndarray, policy: Policy, shift: int
+    blocks: list[_Block], undecided: np.ndarray, policy: Policy, looped: Looped
 ) -> Iterator[Stage]:
     """Yield the stages for block-causal attention.
 
@@ -173,14 +201,16 @@ def _block_causal_stages(
 
     A denoiser with ``shift`` 1 predicts the token after each row. The row before a block therefore
     predicts the first token of the block. The pass that stores the finished blocks computes this
-    row.
+    row. The same holds for a network with draft passes: its storing passes are causal, and its
+    other passes are draft passes.
 
     With ``block-dual``, blocks are divided into sub-blocks. The first pass of each sub-block
     computes the whole block, and stores the keys and values of the block. With ``shift`` 1, such
     passes repeat until the first position of the sub-block is decided. All later passes compute
     only the sub-block, and use the stored keys and values of the other rows.
     """
-    length = len(undecided)
+    length, is_draft = len(undecided), looped.draft_block is not None
+    shift = 1 if is_draft else looped.shift
     has_cache, stored = policy.cache != "none", 0
     has_parts = policy.cache == "block-dual" and bool(policy.sub_block_length)
     for number, (start, end, steps) in enumerate(blocks):
@@ -201,7 +231,7 @@ def _block_causal_stages(
             whole = Span(0, length, "drop")
             yield early(whole, "denoise", first=start, last=start + shift, awaited=start, steps=1)
         kept = "append" if policy.store == "reuse" else "drop"
-        span = Span(start, end, kept) if has_cache else Span(0, length, "drop")
+        span = Span(start, end, kept, is_draft) if has_cache else Span(0, length, "drop")
         for first, share in zip(firsts, shares, strict=True):
             last = min(first + size, end)
             if has_parts and undecided[first:last].any():

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dlm_export.network.caches import read_back
 from dlm_export.network.denoiser import Denoiser, Past
-from dlm_export.network.passes import Span
+from dlm_export.network.passes import Span, shift_of
 from dlm_export.network.proposers import Proposer, make_proposer
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.network.turns import Canvas, choose_in, reserve_end, start_canvas, turns
@@ -130,8 +130,9 @@ class Run:
 
         Row 0 is the first row of the pass.
         """
+        span = self._turn.span
         return torch.from_numpy(
-            (self._turn.positions - self.network.shift).clip(min=0) - self._turn.span.first
+            (self._turn.positions - shift_of(self.network, span)).clip(min=0) - span.first
         )
 
     def commit(self, logits: Tensor) -> None:
@@ -143,12 +144,21 @@ class Run:
         self.nfe += 1
         proposals = proposer.propose(turn, self.canvas, logits)
         chosen = choose_in(turn, proposals.tokens, proposals.scores, self.policy)
+        is_verified = self.policy.commit == "verify"
+        if is_verified and self.policy.stop == "eos":
+            ends = np.isin(proposals.tokens, self.network.eos_token_ids)
+            chosen &= np.cumsum(ends) - ends == 0  # nothing is decided after an end token
         chosen = proposer.limit(turn, proposals, chosen)
-        assert turn.standing is not None or chosen.any() or not len(chosen)
+        assert turn.standing is not None or turn.span.is_draft or chosen.any() or not len(chosen)
         committed = turn.positions[chosen]
         self.guess[:] = -1
         if turn.standing is None:
             self.guess[turn.positions] = proposals.tokens
+        if is_verified:
+            # The verifying pass reads the drafted tokens. After this pass, they are not needed.
+            self.tokens[turn.positions] = (
+                proposals.tokens if turn.span.is_draft else self.network.mask_token_id
+            )
         self.tokens[committed] = proposals.tokens[chosen]
         self.undecided[committed] = False
         proposer.note(committed, proposals.tokens[chosen])
@@ -247,7 +257,8 @@ class _Passes:
         device = self.denoiser.embed.weight.device
         past = [read for kept in self.cache if (read := outside(kept, span)) is not None] or None
         ids = tokens[span.first : span.last].to(device)
-        positions = torch.arange(span.first, span.last, device=device)
+        longest = self.denoiser.network.max_canvas_length
+        positions = torch.arange(*span.ids(longest), device=device)
         hidden, presents = self.denoiser.hidden(
             ids.unsqueeze(0), positions.unsqueeze(0), past, self.cache_dtype
         )

@@ -170,6 +170,25 @@ class Yarn(Scaling):
         return self.attention_factor
 
 
+@dataclass(frozen=True)
+class QueryScale:
+    """Makes queries longer on long canvases, as in Llama 4 and Ministral 3.
+
+    The query at position p is multiplied by ``1 + beta * ln(1 + floor(p / original_length))``. This
+    factor is 1 at the positions before ``original_length``.
+    """
+
+    beta: float
+    original_length: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if a number is out of range."""
+        if not 0 <= self.beta <= HIGHEST:
+            raise ValueError(f"beta must be between 0 and {HIGHEST:g}, found {self.beta:g}")
+        if self.original_length < 1:
+            raise ValueError(f"original_length must be at least 1, found {self.original_length}")
+
+
 KINDS: dict[str, type[Scaling]] = {kind.kind: kind for kind in (Linear, Dynamic, Llama3, Yarn)}
 
 

@@ -446,6 +446,15 @@ class NetworkSpec:
         return None if None in visible else math.lcm(*(n for n in visible if n is not None))
 
     @property
+    def draft_block(self) -> int | None:
+        """Number of tokens of a draft pass in training. ``None`` if the network has no draft passes.
+
+        A network has draft passes if every layer has visibility ``draft``.
+        """
+        drafts = {layer.attention.draft_block for layer in self.layers}
+        return drafts.pop() if len(drafts) == 1 else None
+
+    @property
     def has_window(self) -> bool:
         """True if any layer has attention in a window. Such a network cannot use a cache."""
         return any(layer.attention.window is not None for layer in self.layers)

@@ -10,7 +10,7 @@ scores commit from left to right. Scores are compared with thresholds in float64
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from dlm_export.network.passes import (
     Looped,
     Span,
     Stage,
+    block_length_of,
     plan,
     transfer_counts,
 )
@@ -70,6 +71,8 @@ class Turn:
     - ``is_forced``: True if the first position must commit, even with a low score.
     - ``standing``: the current tokens of the positions, int64 ``[M]``, if the turn edits decided
       tokens.
+    - ``drafted``: the drafted tokens of the positions, int64 ``[M]``, if the turn verifies them. The
+      last position has no drafted token, and contains -1.
     """
 
     start: int
@@ -81,6 +84,7 @@ class Turn:
     planned: int = 0
     is_forced: bool = False
     standing: np.ndarray | None = None
+    drafted: np.ndarray | None = None
 
 
 def turns(
@@ -102,6 +106,9 @@ def turns(
     is possible. ``scaffold`` is first called once for the whole canvas. Before each pass,
     ``scaffold`` is then called for the block of the pass.
     """
+    if policy.commit == "verify":
+        yield from _verified_turns(canvas, policy, looped)
+        return
     tokens, undecided, wanted = canvas.tokens, canvas.undecided, canvas.undecided.copy()
     scaffold(0, len(tokens))
     passes, step, masked, counts = 0, 0, 0, [0]
@@ -151,6 +158,45 @@ def turns(
                 tokens[undecided] = looped.eos_token_ids[0]
                 undecided[:] = False
                 return
+
+
+def _verified_turns(canvas: Canvas, policy: Policy, looped: Looped) -> Iterator[Turn]:
+    """Yield the passes of the commit rule "verify" (self-speculation).
+
+    The first pass is causal. It stores the prompt, and decides the first position. Each block then
+    takes two passes over the same rows: the row before the block, and all rows of the block but the
+    last. The draft pass predicts a token for each of these positions. The causal pass stores the
+    rows, and predicts the token after each row. The caller decides the positions whose predicted
+    tokens equal the drafted tokens, up to and including the first position where the tokens differ.
+    The next block starts after these positions.
+    """
+    tokens, undecided = canvas.tokens, canvas.undecided
+    if not undecided.any():
+        return
+    length, start = len(undecided), int(undecided.argmax())
+    block_length = block_length_of(policy, looped.visible_block, looped.draft_block)
+    assert start > 0
+    assert undecided[start:].all()
+    end, passes, step = start + 1, 0, 0
+    stored = Span(0, start, "append")
+    yield Turn(start, end, 0, 0, stored, np.array([start]), 1, drafted=np.array([-1]))
+    while not _ends_early(tokens[start:end][~undecided[start:end]], policy, looped):
+        if not undecided.any():
+            return
+        start = int(undecided.argmax())
+        end = min(start + block_length, length)
+        rows = Span(start - 1, end - 1, "append")
+        passes, step = passes + 1, step + 1
+        if end - start > 1:
+            drafts = np.arange(start, end - 1)
+            drafting = replace(rows, kept="drop", is_draft=True)
+            yield Turn(start, end, step, passes, drafting, drafts, len(drafts))
+            passes += 1
+        drafted = np.append(tokens[start : end - 1], -1)
+        positions = np.arange(start, end)
+        yield Turn(start, end, step, passes, rows, positions, len(positions), drafted=drafted)
+    tokens[undecided] = looped.eos_token_ids[0]
+    undecided[:] = False
 
 
 def _edits(
@@ -316,12 +362,25 @@ def choose(score: np.ndarray, policy: Policy, count: int) -> np.ndarray:
     return chosen
 
 
+def _verified(turn: Turn, guess: np.ndarray) -> np.ndarray:
+    """Choose the positions whose drafted tokens were right, and the position after them.
+
+    A draft pass chooses no position.
+    """
+    chosen = np.zeros(len(guess), bool)
+    if turn.drafted is not None:
+        chosen[: int((guess != turn.drafted).argmax()) + 1] = True
+    return chosen
+
+
 def choose_in(turn: Turn, guess: np.ndarray, score: np.ndarray, policy: Policy) -> np.ndarray:
     """Choose which positions of a turn to commit. Returns bool ``[M]``.
 
     ``guess`` int64 ``[M]`` contains the token proposed for each position, and ``score`` float64
     ``[M]`` contains the score of this token.
     """
+    if policy.commit == "verify":
+        return _verified(turn, guess)
     if turn.standing is not None:
         changed: np.ndarray = (guess != turn.standing) & (score > policy.edit_threshold)
         return changed

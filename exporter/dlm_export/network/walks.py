@@ -35,12 +35,13 @@ class Walked:
         If ``cache_dtype`` is ``None``, the cache is not rounded.
         """
         self.layered, self.walks, self._cache_dtype = layered, walks, cache_dtype
+        longest = layered.network.max_canvas_length
         self._ids = [
             [torch.from_numpy(s.canvas[s.span.first : s.span.last]) for s in walk] for walk in walks
         ]
         self._states = [
             [
-                layered.embed(ids, torch.arange(s.span.first, s.span.last)).cpu()
+                layered.embed(ids, torch.arange(*s.span.ids(longest))).cpu()
                 for s, ids in zip(walk, of_walk, strict=True)
             ]
             for walk, of_walk in zip(walks, self._ids, strict=True)
@@ -60,7 +61,7 @@ class Walked:
                 outside(caches[walk], step.span)
                 for (walk, _), step in zip(batch, steps, strict=True)
             ]
-            spans = [(step.span.first, step.span.last) for step in steps]
+            spans = [step.span.ids(self.layered.network.max_canvas_length) for step in steps]
             out, (keys, values) = block(
                 x.unsqueeze(0), *self.layered.packed(i, spans, past), self._cache_dtype
             )

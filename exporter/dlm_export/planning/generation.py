@@ -36,7 +36,7 @@ class PlannedPass:
 class Loop:
     """Everything that determines the passes of a request, apart from the request's length.
 
-    - ``visible_block``, ``shift``: the fields of the network with these names.
+    - ``visible_block``, ``shift``, ``draft_block``: the fields of the network with these names.
     - ``reused``: number of leading tokens whose keys and values are reused from other requests.
     - ``max_tokens``: the largest number of tokens in a pass over a part of a prompt. ``None`` means
       that the prompt is computed in one pass.
@@ -47,6 +47,7 @@ class Loop:
     shift: int
     reused: int = 0
     max_tokens: int | None = None
+    draft_block: int | None = None
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -63,16 +64,18 @@ def check_policy(network: NetworkSpec, policy: Policy) -> None:
     info = DenoiserInfo(
         vocab_size=network.vocab_size,
         mask_token_id=network.mask_token_id,
-        max_canvas_length=1,
+        max_canvas_length=2,
         shift=network.shift,
         has_cache=True,
         visible_block=network.visible_block,
+        draft_block=network.draft_block,
     )
+    given = 0 if network.mask_token_id else 1  # any token but the mask token
     ended = threading.Event()
     # End the native loop before its first pass, because only its check of the policy is needed.
     ended.set()
     with from_callback(info, lambda _: None) as bundle:
-        bundle.generate(tokens=[], max_new_tokens=1, cancel=ended, **policy.as_dict())
+        bundle.generate(tokens=[given], max_new_tokens=1, cancel=ended, **policy.as_dict())
 
 
 @functools.lru_cache(maxsize=1 << 8)
@@ -82,8 +85,9 @@ def list_passes(
     """List the passes of a generation, in order.
 
     The prediction makes these assumptions: Each pass that scores positions commits
-    ``tokens_per_pass`` tokens on average, which must be at least 1. Passes that may edit a finished
-    block change no token. The generation contains no end token.
+    ``tokens_per_pass`` tokens on average, which must be at least 1. With the commit rule "verify",
+    each verifying pass commits this number of tokens on average, and draft passes commit no token.
+    Passes that may edit a finished block change no token. The generation contains no end token.
     """
     canvas = start_canvas([_GIVEN] * prompt_tokens, new_tokens, _MASK)
     policy, first_block = replace(loop.policy, stop="none"), None
@@ -96,13 +100,15 @@ def list_passes(
             and turn.span.first < turn.start
         )
         whole = turn.span.first, turn.span.last
+        is_drafted = policy.commit == "verify" and turn.span.is_draft
+        is_idle = turn.standing is not None or is_drafted
         for start, end in _parts(turn, loop) if is_filling else (whole,):
             is_last = end == turn.span.last
             rows = max(1, len(turn.positions)) if is_last else 1
             cached = _cached(turn, start, len(canvas.tokens), loop)
-            commits = is_last and len(turn.positions) > 0 and turn.standing is None
+            commits = is_last and len(turn.positions) > 0 and not is_idle
             found.append(PlannedPass(PassSize(end - start, cached, rows), commits))
-        if turn.standing is None:
+        if not is_idle:
             count = math.floor((turn.step + 1) * tokens_per_pass) - math.floor(
                 turn.step * tokens_per_pass
             )
@@ -136,4 +142,6 @@ def _cached(turn: Turn, start: int, length: int, loop: Loop) -> int:
         return 0
     if loop.visible_block is None:
         return length - tokens
+    if loop.draft_block is not None:
+        return start
     return start if turn.span.kept == "append" else turn.end - tokens

@@ -163,7 +163,8 @@ def _predict_generation(measured: Measured, shape: Shape) -> float | None:
     if not is_same or policy is None or not found or not asked.nfe:
         return None
     per_pass = max(1.0, asked.new_tokens / asked.nfe)
-    loop = Loop(policy, shape.network.visible_block, shape.network.shift)
+    network = shape.network
+    loop = Loop(policy, network.visible_block, network.shift, draft_block=network.draft_block)
     passes = Counter(
         each.size for each in list_passes(asked.prompt_tokens, asked.new_tokens, per_pass, loop)
     )

@@ -78,12 +78,12 @@ def default_policy(network: NetworkSpec) -> Policy:
     """Return the policy of a plan without a preset, which uses the cache ``block`` or ``dual``."""
     if network.visible_block is None:
         return Policy(cache="dual")
-    return Policy(cache="block", block_length=network.visible_block)
+    return Policy(cache="block", block_length=network.draft_block or network.visible_block)
 
 
 def block_length_for(policy: Policy, network: NetworkSpec, new_tokens: int) -> int:
     """Return the number of tokens in a block of a generation."""
-    return block_length_of(policy, network.visible_block) or new_tokens
+    return block_length_of(policy, network.visible_block, network.draft_block) or new_tokens
 
 
 def loop_for(policy: Policy, network: NetworkSpec, request: Request) -> Loop:
@@ -94,11 +94,20 @@ def loop_for(policy: Policy, network: NetworkSpec, request: Request) -> Loop:
         reused = reused_tokens(
             request.reused_tokens,
             request.prompt_tokens,
-            block_length_for(policy, network, request.new_tokens),
+            block_length_for(policy, network, request.new_tokens)
+            if network.draft_block is None
+            else 1,
             network.visible_block,
-            network.shift,
+            network.shift if network.draft_block is None else 1,
         )
-    return Loop(policy, network.visible_block, network.shift, reused, request.max_tokens)
+    return Loop(
+        policy,
+        network.visible_block,
+        network.shift,
+        reused,
+        request.max_tokens,
+        network.draft_block,
+    )
 
 
 @dataclass(frozen=True)

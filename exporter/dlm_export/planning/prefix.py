@@ -108,8 +108,11 @@ def check_prefix(bundle: Bundle, load: PrefixLoad) -> None:
         raise RequestError(
             "prefix: the policy has cache=none, and so reuses nothing; choose another preset, or omit prefix"
         )
-    block_length = policy.block_length or visible_block
-    shift = bundle.manifest["loop"]["shift"]
+    block_length, shift = policy.block_length or visible_block, bundle.manifest["loop"]["shift"]
+    if (
+        bundle.draft_block is not None
+    ):  # blocks start after the prompt, and its last row is computed
+        block_length, shift = 1, 1
     if not reused_tokens(load.shared, load.shared + load.own, block_length, visible_block, shift):
         raise RequestError(
             f"prefix: {load.shared} tokens are too few, because only whole pages of {reuse.page_tokens} "

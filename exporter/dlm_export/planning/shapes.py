@@ -107,7 +107,9 @@ def scaled_shape(size: str) -> Shape:
 def _published(network: NetworkSpec) -> dict[str, dict[str, Any]]:
     return {
         name: policy.as_dict()
-        for name, policy in presets_for(network.visible_block, network.shift).items()
+        for name, policy in presets_for(
+            network.visible_block, network.shift, network.draft_block
+        ).items()
     }
 
 

@@ -393,7 +393,11 @@ class Request:
             timings={name: getattr(stats, f"{name}_s") for name in TIMINGS},
             cache_bytes=stats.cache_bytes,
             cached_tokens=stats.cached_tokens,
-            passes={name: getattr(stats, f"{name}_passes") for name in PASSES},
+            passes={name: getattr(stats, f"{name}_passes") for name in PASSES}
+            | ({"verify": stats.verify_passes} if stats.verify_passes else {}),
+            acceptance_length=(
+                stats.verified_tokens / stats.verify_passes if stats.verify_passes else None
+            ),
             finish=_native.finish_name(result.finish),
             prompt_tokens=result.prompt_tokens,
             completion_tokens=result.completion_tokens,

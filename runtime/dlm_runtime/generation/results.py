@@ -22,8 +22,9 @@ class Generation:
             parts.
         cache_bytes: The largest number of bytes of keys and values that the request had in memory.
         passes: The number of passes of each kind. "prefill" passes fill a cache before a block is
-            decided, "denoise" passes decide tokens, and "store" passes store a finished block in
-            the cache.
+            decided, "denoise" passes predict tokens, and "store" passes store a finished block in
+            the cache. If the policy's commit rule is "verify", there are also "verify" passes, which
+            verify the tokens of draft passes.
         finish: The reason why the request ended. "stop": an end token or a stop string. "length":
             all positions are decided, and there is no end token. "constraint": all positions are
             decided, and the constrained text is complete. "steps": ``max_steps`` was reached.
@@ -53,6 +54,8 @@ class Generation:
             None for other requests. ``Bundle.decide`` returns these probabilities by name.
         cached_tokens: The number of tokens at the start of the prompt whose keys and values came
             from other requests of the same scheduler.
+        acceptance_length: For the commit rule "verify", the mean number of tokens that a "verify"
+            pass decided. None for other requests, and if there was no such pass.
     """
 
     tokens: list[int]
@@ -71,6 +74,7 @@ class Generation:
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
     option_probs: list[float] | None = None
     cached_tokens: int = 0
+    acceptance_length: float | None = None
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,11 @@ typedef struct dlm_denoiser {
                              blocks after its own block */
   int32_t max_new_tokens; /* number of new tokens if a request's max_new_tokens is
                              DLM_DEFAULT_NEW_TOKENS; 1..16777216 (128) */
+  int64_t draft_block; /* 0..16777216. If draft_block is n > 0, the denoiser has draft passes: each
+                          row of a draft pass sees all rows of the pass and predicts its own
+                          position. Each row of any other pass sees no later positions and predicts
+                          the next position. n is the number of rows of a draft pass in training.
+                          draft_block needs visible_block 1, shift 0 and a cache */
 } dlm_denoiser;
 DLM_API void dlm_denoiser_init(dlm_denoiser* denoiser, size_t struct_size);
 
@@ -125,7 +130,8 @@ typedef struct dlm_pass {
   int32_t layers;              /* number of layers, which is the length of each of the four
                                   arrays of pointers */
   const int64_t* input_ids;    /* [B, T] */
-  const int64_t* position_ids; /* [B, T], positions in the canvas */
+  const int64_t* position_ids; /* [B, T], positions in the canvas; in a draft pass,
+                                  max_canvas_length is added to the positions */
   const int64_t* score_rows;   /* [B, R], 0..T-1: the rows to score */
   const void *const *past_keys, *const *past_values;
   void *const *present_keys, *const *present_values; /* NULL if the pass stores no rows */
@@ -159,7 +165,12 @@ typedef struct dlm_policy {
                           | "random" */
   const char* commit;  /* the rule that chooses which positions commit: "static" (default) |
                           "threshold" | "dynamic" | "factor" | "entropy_bound" | "timestep" |
-                          "sequential" */
+                          "sequential" | "verify": for denoisers
+                          with draft passes. A draft pass predicts the tokens of a block, and a
+                          causal pass verifies them. The text is the text of the causal passes alone,
+                          one token at a time. "verify" needs cache "block" and select "argmax". It
+                          cannot be combined with constraints, guidance, sub-blocks, given tokens
+                          after the first undecided position, or a number of steps */
   const char* compare; /* ">=" (default) | ">": how a score is compared with the threshold */
   const char* remask;  /* "none" (default) | "edit": when all positions of a block are decided,
                           further passes may replace its tokens; see edit_threshold */
@@ -171,7 +182,9 @@ typedef struct dlm_policy {
   int32_t block_length;    /* length of a block in tokens, 0..16777216 (32). 0: all new tokens
                               are one block. With block-causal attention, the first block starts
                               at position 0, and block_length must be a multiple of
-                              visible_block. Then the value 0 means visible_block */
+                              visible_block. Then the value 0 means visible_block. If the
+                              denoiser has draft passes, the first block starts at the first
+                              undecided position, and the value 0 means draft_block */
   int32_t steps_per_block; /* planned number of passes for each block, 0..16777216. 0 (default):
                               one pass per token */
   int32_t refresh;         /* a number of tokens, 0..16777216, for cache "prefix" and "dual". 0
@@ -710,14 +723,16 @@ DLM_API void dlm_request_init(dlm_request* request, size_t struct_size);
  * requests add up to the elapsed time. */
 typedef struct dlm_stats {
   size_t struct_size;
-  int32_t nfe; /* number of passes of the request: prefill_passes + denoise_passes + store_passes */
+  int32_t nfe; /* number of passes of the request: prefill_passes + denoise_passes + store_passes +
+                  verify_passes */
   int32_t prefill_passes; /* number of passes that store or recompute cached keys and values:
                              passes over given tokens, and with cache "prefix" or "dual" the
                              first pass of each block */
-  int32_t denoise_passes; /* number of passes that decide tokens */
+  int32_t denoise_passes; /* number of passes that predict tokens, including draft
+                             passes */
   int32_t store_passes;   /* for cache "block": number of passes that store finished blocks */
   double prefill_s;       /* seconds in the engine, for prefill_passes and store_passes */
-  double passes_s;        /* seconds in the engine, for denoise_passes */
+  double passes_s;        /* seconds in the engine, for denoise_passes and verify_passes */
   double selection_s;     /* seconds for scoring, ranking and committing tokens */
   double cache_s;         /* seconds for moving keys and values between passes */
   double total_s; /* seconds from start to end, without the time in the program's callbacks. This is
@@ -728,6 +743,9 @@ typedef struct dlm_stats {
   int32_t cached_tokens; /* number of tokens at the start of the prompt whose keys and values were
                             reused from other requests of the same scheduler or session, or from a
                             prompt cache */
+  int32_t verify_passes; /* for commit "verify": causal passes that verify drafted tokens */
+  int32_t verified_tokens; /* for commit "verify": tokens that verify_passes decided.
+                              verified_tokens / verify_passes is the mean acceptance length */
 } dlm_stats;
 
 /* The reason why a request ended. */

@@ -117,6 +117,7 @@ struct Attention {
   int64_t B, T, S, H, G, D;  // sizes; G is the number of key/value heads
   CacheType cache = CacheType::fp32;
   int64_t rotary_size = D, table_rows = 50, visible_block = 0, window = 0;
+  bool has_drafts = false;  // table_rows was added to the positions of draft passes
   Floats q, k, v, past_keys, past_values, cos, sin;  // past rows are multiples of 2 ^ -5 below 4
   Floats q_norm, k_norm;                             // empty: heads are not normalised
   std::vector<int64_t> positions;
@@ -171,6 +172,7 @@ struct Attention {
             table_rows,
             visible_block,
             window,
+            has_drafts,
             segments.data(),
             static_cast<int64_t>(segments.size()),
             first_segments.data(),
@@ -209,7 +211,8 @@ struct Attention {
   std::vector<double> turned(const Floats& x, const Floats& norm, int64_t heads, int64_t b,
                              int64_t t, int64_t head) const {
     const float* const from = x.data() + ((b * T + t) * heads + head) * D;
-    const int64_t half = rotary_size / 2, at = positions[static_cast<size_t>(b * T + t)] * half;
+    const int64_t half = rotary_size / 2,
+                  at = positions[static_cast<size_t>(b * T + t)] % table_rows * half;
     std::vector<double> row(from, from + D);
     double squares = 0;
     for (const double one : row) squares += one * one;
@@ -242,6 +245,7 @@ struct Attention {
       return positions[static_cast<size_t>(b * T + token)];
     };
     if (window != 0) return std::abs(position(j) - position(t)) <= window;
+    if (has_drafts && position(t) >= table_rows) return true;
     return visible_block == 0 || position(j) / visible_block <= position(t) / visible_block;
   }
 
@@ -497,6 +501,30 @@ void test_a_pass_over_one_block_is_full_attention(Tally& tally, const dlm::Kerne
   }
 }
 
+// A draft pass gives the same bits as a pass with full attention, and all other passes give the
+// same bits as causal passes.
+void test_draft_passes_are_full_attention(Tally& tally, const dlm::Kernels& kernels) {
+  Numbers numbers(17);
+  InOrder in_order;
+  tally.about = kernels.name;
+  for (const int64_t T : {1, 4, 32, 50})
+    for (const CacheType cache : kCaches) {
+      Attention full(numbers, 1, T, 70, 4, 2, 16);
+      full.cache = cache;
+      Attention causal = full, draft = full;
+      causal.visible_block = draft.visible_block = 1;
+      full.run(kernels, in_order);
+      causal.run(kernels, in_order);
+      draft.has_drafts = true;
+      draft.run(kernels, in_order);
+      CHECK(same_bits(causal.y, draft.y));
+      for (int64_t& position : draft.positions) position += draft.table_rows;
+      draft.run(kernels, in_order);
+      CHECK(same_bits(full.y, draft.y) && same_bits(full.new_keys, draft.new_keys));
+      CHECK(distance(draft.y, draft.expected(), 1) < kAttentionTolerance);
+    }
+}
+
 // Tests rows of any magnitude, up to the limits of scales and codes. A value that is not finite
 // must affect only its own row.
 void test_rows_are_stored_as_plain_loops_store_them(Tally& tally, const dlm::Kernels& kernels) {
@@ -641,6 +669,11 @@ void test_positions_outside_the_tables_are_seen(Tally& tally) {
     other.positions.back() = position;
     CHECK(!other.pass().is_in_table());
   }
+  attention.has_drafts = true, attention.visible_block = 1;
+  attention.positions.back() = 2 * attention.table_rows - 1;
+  CHECK(attention.pass().is_in_table());
+  attention.positions.back() = 2 * attention.table_rows;
+  CHECK(!attention.pass().is_in_table());
 }
 
 void test_segments_that_lie_are_seen(Tally& tally) {
@@ -684,6 +717,7 @@ void test_attention(Tally& tally, const dlm::Kernels& kernels) {
   test_queries_see_a_window(tally, kernels);
   test_prompts_give_the_same_bits_in_several_passes(tally, kernels);
   test_a_pass_over_one_block_is_full_attention(tally, kernels);
+  test_draft_passes_are_full_attention(tally, kernels);
   test_rows_are_stored_as_plain_loops_store_them(tally, kernels);
   test_nan_stays_where_it_belongs(tally, kernels);
   test_order_of_tasks_does_not_change_a_bit(tally, kernels);

@@ -171,7 +171,13 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift) {
   policy.schedule = any_of<const char*>(random, {"masked", "block", "floor"});
   policy.reserve = any_of<const char*>(random, {"none", "end"});
   policy.seed = random();
-  if (visible_block > 0) {
+  bool is_verified = false;
+  if (visible_block == 1) {  // the denoiser has draft passes
+    policy.cache = "block";
+    policy.block_length = any_of<int32_t>(random, {0, 1, 5});
+    is_verified = random() % 2 == 0;
+    if (is_verified) policy.commit = "verify", policy.score = "confidence", policy.reserve = "none";
+  } else if (visible_block > 0) {
     policy.cache = any_of<const char*>(random, {"none", "block", "block", "block-dual"});
     policy.block_length = 0;
     policy.sub_block_length = any_of<int32_t>(random, {0, visible_block / 2});
@@ -184,12 +190,12 @@ Wish make_wish(std::mt19937& random, int32_t visible_block, int32_t shift) {
     policy.block_length = any_of<int32_t>(random, {0, 4, 7});
     if (std::string(policy.cache) != "none") policy.refresh = any_of<int32_t>(random, {0, 0, 5});
   }
-  if (random() % 4 == 0) policy.select = "sample", policy.temperature = 0.8;
-  if (random() % 4 == 0) policy.cfg_scale = 0.7;
+  if (!is_verified && random() % 4 == 0) policy.select = "sample", policy.temperature = 0.8;
+  if (!is_verified && random() % 4 == 0) policy.cfg_scale = 0.7;
   Wish wish{dlm::check_policy(policy), {}, {}};
   const size_t given = 1 + random() % 30, wanted = 1 + random() % 40;
   for (size_t i = 0; i < given + wanted; ++i)
-    wish.canvas.push_back(i < given && random() % 12 != 0
+    wish.canvas.push_back(i < given && (is_verified || random() % 12 != 0)
                               ? static_cast<int32_t>(2 + random() % (kVocabulary - 2))
                               : kMask);
   if (random() % 5 == 0) wish.limits.max_steps = static_cast<int32_t>(1 + random() % 6);
@@ -220,15 +226,18 @@ bool same(const dlm::Job& job, const std::shared_ptr<dlm::Job>& alone) {
          std::equal(one.log_probs, one.log_probs + one.length, other.log_probs, equal) &&
          counts.prefill_passes >= counted.prefill_passes &&
          counts.denoise_passes == counted.denoise_passes &&
-         counts.store_passes == counted.store_passes && counts.cache_bytes == counted.cache_bytes;
+         counts.store_passes == counted.store_passes &&
+         counts.verify_passes == counted.verify_passes &&
+         counts.verified_tokens == counted.verified_tokens &&
+         counts.cache_bytes == counted.cache_bytes;
 }
 
 const std::function<bool()> kNothing = [] { return true; };
 
 void test_random_requests(uint32_t seed, bool shares) {
   std::mt19937 random(seed);
-  const int32_t visible_block = any_of<int32_t>(random, {0, 4, 8}),
-                shift = static_cast<int32_t>(random() % 2);
+  const int32_t visible_block = any_of<int32_t>(random, {0, 1, 4, 8}),
+                shift = visible_block == 1 ? 0 : static_cast<int32_t>(random() % 2);
   const dlm::Denoiser of = denoiser(visible_block, shift);
   Summing engine(shape(), visible_block, shares), other(shape(), visible_block, false);
   const int64_t rows = 16 * (10 + static_cast<int64_t>(random() % 20));

@@ -20,7 +20,7 @@
 
 namespace {
 
-constexpr int32_t kVocabulary = 13, kMask = 0, kEnd = 1;
+constexpr int32_t kVocabulary = 13, kMask = 0, kEnd = 1, kLongest = 96;
 // With full attention, a pass over a whole canvas that starts with kMarked never predicts tokens
 // from kBarred on.
 constexpr int32_t kMarked = 3, kBarred = 11;
@@ -141,13 +141,17 @@ class Summing final : public dlm::HostEngine {
       if (query < part.first || query >= part.first + part.tokens) continue;
       uint64_t sum = cached;
       for (int64_t t = part.first; t < part.first + part.tokens; ++t)
-        if (visible_block_ == 0 ||
-            positions[t] / visible_block_ <= positions[query] / visible_block_)
+        if (visible_block_ == 0 || block_of(positions[t]) <= block_of(positions[query]))
           sum += value_of(ids[t], positions[t]);
       const bool is_marked =
           visible_block_ == 0 && positions[part.first] == 0 && ids[part.first] == kMarked;
       predict(pass, row, mix(sum ^ static_cast<uint64_t>(positions[query])), is_marked);
     }
+  }
+
+  // With visible_block 1, the denoiser has draft passes, whose rows form one block.
+  int64_t block_of(int64_t position) const {
+    return visible_block_ == 1 ? std::min<int64_t>(position, kLongest) : position / visible_block_;
   }
 
   static void predict(const dlm_pass& pass, int64_t row, uint64_t seed, bool is_marked) {
@@ -189,7 +193,17 @@ class Summing final : public dlm::HostEngine {
 dlm::CacheShape shape() { return {{2, 2, 4}, {1, 2, 4}}; }
 
 dlm::Denoiser denoiser(int32_t visible_block, int32_t shift) {
-  return {kVocabulary, kMask, 96, 2, shift, true, shape(), {kEnd}, visible_block};
+  return {kVocabulary,
+          kMask,
+          kLongest,
+          2,
+          shift,
+          true,
+          shape(),
+          {kEnd},
+          visible_block,
+          128,
+          visible_block == 1 ? 8 : 0};
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ from dlm_export.judging.accuracy.verdict import Budgets, Judgement
 from dlm_export.judging.report.page import ACCURACY_FILE
 from dlm_export.judging.sides.bundle import BundlePredictor
 from dlm_export.judging.sides.prompts import decoder, new_tokens
-from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer
+from dlm_export.judging.sides.side import JudgeError, Predictor, Scorer, Seer, check_judged
 from dlm_export.network.spec import NetworkSpec
 from dlm_export.opening import ON_CPU, Opening
 from dlm_export.progress import Progress
@@ -158,6 +158,7 @@ def judge_bundle(
 
     The comparison uses no sample that calibrated the bundle. Raises DlmError.
     """
+    check_judged(source.network)
     with options.opening.open(folder) as bundle:
         samples = _samples(source.network, source.path, bundle, options, progress, warn)
         _, policy = threshold_preset(source.network, source.presets, options.data.preset)
@@ -193,6 +194,7 @@ def compare_bundles(
         check_manifest(first.manifest, reference)
         check_manifest(second.manifest, candidate)
         c = network_of(first.manifest)
+        check_judged(c)
         _check_one_source(reference, first.manifest, candidate, second.manifest, warn)
         theirs = BundlePredictor(first, _title(reference, first))
         ours = BundlePredictor(second, _title(candidate, second))

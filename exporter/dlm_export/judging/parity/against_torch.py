@@ -104,7 +104,7 @@ def check_parity(
             f"not for {max_new_tokens}"
         )
     denoiser = families.load(source.parameters, network)
-    cases = make_cases(presets, prompts, max_new_tokens, network.visible_block)
+    cases = make_cases(presets, prompts, max_new_tokens, network)
     expected = expect(denoiser, prompts, cases, seed, progress.advance, cache_dtype)
     del denoiser
     with opening.open(folder, check_hashes=False) as opened:
@@ -151,29 +151,31 @@ def parity_units(
     presets: dict[str, Policy], network: NetworkSpec, prompts: int = PROMPT_COUNT
 ) -> int:
     """Return the number of units by which ``check_parity`` advances its progress."""
-    return 2 * (
-        len(MASK_RATIOS) + len(make_cases(presets, [[0]] * prompts, 1, network.visible_block))
-    )
+    return 2 * (len(MASK_RATIOS) + len(make_cases(presets, [[0]] * prompts, 1, network)))
 
 
 def make_cases(
     bundle_presets: dict[str, Policy],
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    visible_block: int | None = None,
+    network: NetworkSpec,
 ) -> list[Case]:
     """List the decoding runs to compare: each prompt with each policy.
 
-    The policies are the presets and some variants of the presets. For block-causal networks, each
-    preset with a cache also runs without a cache. For all other networks, the preset fast-dllm also
-    runs without a cache, with a prefix cache, and with the commit rule "factor". If the network has
-    an attention window, the bundle's presets use no cache, and no run uses a cache. For networks
-    that are not block-causal, the function reduces the block length, so that each run has at least
-    two blocks.
+    The policies are the presets and some variants of the presets. For block-causal networks without
+    draft passes, each preset with a cache also runs without a cache. For networks with full
+    attention, the preset fast-dllm also runs without a cache, with a prefix cache, and with the
+    commit rule "factor". If the network has an attention window, the bundle's presets use no cache,
+    and no run uses a cache. For networks that are not block-causal, the function reduces the block
+    length, so that each run has at least two blocks.
     """
     policies = dict(bundle_presets)
-    if visible_block is not None:
-        cached = {name: policy for name, policy in policies.items() if policy.cache != "none"}
+    if network.visible_block is not None:
+        cached = {
+            name: policy
+            for name, policy in policies.items()
+            if policy.cache != "none" and network.draft_block is None
+        }
         policies |= {
             f"{name}, no cache": policy.with_fields({"cache": "none"})
             for name, policy in cached.items()

@@ -32,6 +32,7 @@ class BundlePredictor:
         self._spent: list[Generation] = []
         self.shift = int(bundle.manifest["loop"]["shift"])
         self.visible_block: int | None = bundle.manifest["loop"].get("visible_block")
+        self.draft_block = bundle.draft_block
         self.vocab_size, self.mask_token_id = bundle.vocab_size, bundle.mask_token_id
         self.eos_token_ids, self.max_canvas_length = bundle.eos_token_ids, bundle.max_canvas_length
 

@@ -48,6 +48,7 @@ class SweptPredictor:
         c = layered.network
         self.layered, self.name = layered, name
         self.shift, self.visible_block = c.shift, c.visible_block
+        self.draft_block = c.draft_block
         self.vocab_size, self.mask_token_id = c.vocab_size, c.mask_token_id
         self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
         self._memory_bytes, self._folder, self._cache_dtype = memory_bytes, folder, cache_dtype

@@ -7,6 +7,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
+from dlm_export.network.spec import NetworkSpec
 from dlm_export.network.turns import Canvas, Turn, Walk
 from dlm_runtime import Policy
 from dlm_runtime.errors import DlmError, ExitCode
@@ -28,6 +29,7 @@ class Side(Protocol):
     name: str
     shift: int
     visible_block: int | None
+    draft_block: int | None
     vocab_size: int
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
@@ -102,6 +104,19 @@ def check_comparable(reference: Side, candidate: Side) -> None:
                 f"{candidate.name}: {name} is {ours}, but {theirs} in {reference.name}: these are different denoisers. "
                 "Compare bundles of one checkpoint."
             )
+
+
+def check_judged(network: NetworkSpec) -> None:
+    """Raise JudgeError if a network cannot be judged.
+
+    Judging makes passes over whole canvases. A network with draft passes predicts masked tokens in
+    draft passes only.
+    """
+    if network.draft_block is not None:
+        raise JudgeError(
+            f"{network.architecture} has draft passes, and such networks cannot be judged or get effort levels yet: compare "
+            "the texts of the preset autoregressive instead"
+        )
 
 
 def finite_logits(predictor: Scorer, canvas: np.ndarray, positions: np.ndarray) -> np.ndarray:

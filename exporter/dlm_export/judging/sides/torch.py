@@ -24,6 +24,7 @@ class TorchPredictor:
         c = denoiser.network
         self.denoiser, self.name = denoiser, name
         self.shift, self.visible_block = c.shift, c.visible_block
+        self.draft_block = c.draft_block
         self.vocab_size, self.mask_token_id = c.vocab_size, c.mask_token_id
         self.eos_token_ids, self.max_canvas_length = c.eos_token_ids, c.max_canvas_length
 

@@ -146,6 +146,7 @@ void finish_opening(dlm_bundle& bundle) {
   told.eos_count = d.eos_token_ids.size();
   told.visible_block = d.visible_block;
   told.max_new_tokens = d.max_new_tokens;
+  told.draft_block = d.draft_block;
   bundle.info = {sizeof bundle.info, &bundle.denoiser, bundle.manifest.text.c_str(),
                  bundle.engine_description.c_str()};
 }

@@ -225,6 +225,11 @@ Denoiser read_denoiser(const json::Value& loop) {
   out.shift = read_size(loop, "shift", 0, 1);
   if (loop.find("visible_block") != nullptr)
     out.visible_block = read_size(loop, "visible_block", 1, 1 << 24);
+  if (const json::Value* const draft = loop.find("draft_block"); draft != nullptr) {
+    out.draft_block = read_size(loop, "draft_block", 1, 1 << 24);
+    if (out.visible_block != 1 || out.shift != 0)
+      draft->refuse("needs visible_block 1 and shift 0");
+  }
   out.mask_token_id = read_size(loop, "mask_token_id", 0, out.vocab_size - 1);
   for (const json::Value& eos : loop.array("eos_token_ids")) {
     out.eos_token_ids.push_back(static_cast<int32_t>(eos.integer(0, out.vocab_size - 1)));
@@ -420,8 +425,8 @@ Manifest interpret(const std::string& text, const std::string& folder, bool chec
                         "json_layout", "call_format", "text", "effort", "audits", "files"});
   const json::Value &loop = root->object("loop"), &files = root->object("files");
   loop.refuse_unknown({"vocab_size", "mask_token_id", "eos_token_ids", "max_canvas_length", "shift",
-                       "visible_block", "graph", "presets", "default_preset", "max_new_tokens",
-                       "effort", "engines"});
+                       "visible_block", "draft_block", "graph", "presets", "default_preset",
+                       "max_new_tokens", "effort", "engines"});
   Manifest manifest;
   manifest.text = text;
   manifest.denoiser = read_denoiser(loop);
@@ -511,6 +516,10 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
   in_range("shift", d.shift, 0, 1);
   in_range("max_new_tokens", d.max_new_tokens, 1, 1 << 24);
   in_range("visible_block", d.visible_block, 0, 1 << 24);
+  in_range("draft_block", d.draft_block, 0, 1 << 24);
+  if (d.draft_block > 0 && (d.visible_block != 1 || d.shift != 0 || d.has_cache == 0))
+    fail(DLM_INVALID_ARGUMENT,
+         "dlm_denoiser: draft_block needs visible_block 1, shift 0 and has_cache 1");
   if (d.eos_count > 0 && d.eos_token_ids == nullptr)
     fail(DLM_INVALID_ARGUMENT, "dlm_denoiser: eos_token_ids is NULL");
   if (d.eos_count > 1024)
@@ -522,6 +531,7 @@ Denoiser check_denoiser(const dlm_denoiser& d) {
   out.has_cache = d.has_cache != 0;
   out.visible_block = static_cast<int32_t>(d.visible_block);
   out.max_new_tokens = d.max_new_tokens;
+  out.draft_block = static_cast<int32_t>(d.draft_block);
   out.cache.assign(static_cast<size_t>(d.layers), {d.kv_heads, d.head_size, d.kv_element_bytes});
   for (size_t i = 0; i < d.eos_count; ++i) {
     in_range("eos_token_ids", d.eos_token_ids[i], 0, d.vocab_size - 1);

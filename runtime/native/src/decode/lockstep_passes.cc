@@ -130,8 +130,8 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
   for (const Lane::Row& row : lane.rows)
     pieces.push_back({row.member == nullptr ? &members.front()->request.canvas()
                                             : &row.member->request.canvas(row.canvas),
-                      rows});
-  dlm_pass pass = prepare_pass(pieces, static_cast<int32_t>(pieces.size()), buffers);
+                      rows, stage.is_draft});
+  dlm_pass pass = prepare_pass(denoiser_, pieces, static_cast<int32_t>(pieces.size()), buffers);
   pass.cached = stage.cached;
   size_t most = 1;  // a pass must score at least one row, even if no request needs it
   for (const Member* const member : members)
@@ -145,7 +145,7 @@ dlm_pass LockstepPasses::run(const std::vector<Member*>& members, Buffers& buffe
     if (lane.rows[row].canvas == 0) member->first_row = row * most, member->apart = most;
     int64_t* to = buffers.score_rows.data() + row * most;
     for (const int32_t position : member->request.positions())
-      *to++ = std::max(position - denoiser_.shift, 0) - rows.first;
+      *to++ = member->request.row_of(position);
   }
   prepare_scores(denoiser_, pass, needs_of(members), buffers);
   if (pass.cached > 0 && !(lane.kept == rows)) {

@@ -4,12 +4,14 @@
 
 namespace dlm {
 
-dlm_pass prepare_pass(const std::vector<Piece>& pieces, int32_t batch, Buffers& buffers) {
+dlm_pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces, int32_t batch,
+                      Buffers& buffers) {
   buffers.input_ids.clear(), buffers.position_ids.clear();
-  for (const auto& [canvas, rows] : pieces) {
+  for (const auto& [canvas, rows, is_draft] : pieces) {
+    const int64_t start = is_draft ? denoiser.max_canvas_length : 0;
     buffers.input_ids.insert(buffers.input_ids.end(), canvas->begin() + rows.first,
                              canvas->begin() + rows.last);
-    for (int32_t i = rows.first; i < rows.last; ++i) buffers.position_ids.push_back(i);
+    for (int32_t i = rows.first; i < rows.last; ++i) buffers.position_ids.push_back(start + i);
   }
   dlm_pass pass{};
   pass.struct_size = sizeof pass;
@@ -86,7 +88,7 @@ void time_passes(const Denoiser& denoiser, const Engine& engine, Context& contex
   const auto prepare = [&](Range range) {
     std::vector<Piece> pieces;
     for (const std::vector<int32_t>& canvas : made_up) pieces.push_back({&canvas, range});
-    return prepare_pass(pieces, batch, buffers);
+    return prepare_pass(denoiser, pieces, batch, buffers);
   };
   if (cached > 0) {
     dlm_pass full = prepare({0, length});

@@ -56,15 +56,17 @@ class Stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-// Positions of one canvas that a pass computes.
+// Positions of one canvas that a pass computes. In a draft pass, they see each other.
 struct Piece {
   const std::vector<int32_t>* canvas;
   Range rows;
+  bool is_draft = false;
 };
 
 // Prepares a pass of batch size `batch` over the pieces. Sets only the inputs of the pass;
 // prepare_scores adds the outputs.
-dlm_pass prepare_pass(const std::vector<Piece>& pieces, int32_t batch, Buffers& buffers);
+dlm_pass prepare_pass(const Denoiser& denoiser, const std::vector<Piece>& pieces, int32_t batch,
+                      Buffers& buffers);
 
 // Prepares the pass to score the rows in buffers.score_rows, which has shape [B, R]. Allocates
 // memory for the candidates, and for the other outputs that `needs` selects.

@@ -19,14 +19,14 @@ bool has_undecided(const std::vector<uint8_t>& undecided, Range range) {
 
 // Finds the blocks that have an undecided position.
 std::vector<Block> find_blocks(const std::vector<uint8_t>& undecided, const Policy& policy,
-                               int32_t visible_block, int32_t steps) {
+                               const Denoiser& denoiser, int32_t steps) {
   std::vector<Block> blocks;
   const auto length = static_cast<int32_t>(undecided.size());
   auto origin =
       static_cast<int32_t>(std::find(undecided.begin(), undecided.end(), 1) - undecided.begin());
   const int32_t block_length =
       policy.block_length > 0 ? policy.block_length : std::max(1, length - origin);
-  if (visible_block > 0) origin -= origin % block_length;
+  if (denoiser.visible_block > 0 && denoiser.draft_block == 0) origin -= origin % block_length;
   const auto count =
       static_cast<int32_t>((int64_t{length} - origin + block_length - 1) / block_length);
   if (steps > 0 && steps < count)
@@ -45,8 +45,8 @@ std::vector<Block> find_blocks(const std::vector<uint8_t>& undecided, const Poli
   return blocks;
 }
 
-std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& policy,
-                             int32_t length) {
+std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& policy, int32_t length,
+                             int32_t shift) {
   std::vector<Stage> plan;
   const Range whole{0, length};
   const Block* before = nullptr;
@@ -58,7 +58,7 @@ std::vector<Stage> plan_full(const std::vector<Block>& blocks, const Policy& pol
                                         : CacheUse::none;
       const Range awaited = is_repeated ? block.range : Range{};
       plan.push_back({rows, cached, use, is_stored ? PassKind::prefill : PassKind::denoise,
-                      block.range, awaited, block.steps, block.range, is_repeated});
+                      block.range, awaited, block.steps, block.range, is_repeated, false, shift});
     };
     const int32_t start = block.range.first,
                   last = policy.cache == Cache::prefix ? length : block.range.last;
@@ -87,8 +87,10 @@ int32_t tokens_at_once(const Engine& engine, int32_t tokens, int32_t cached, int
 
 std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
                                      const std::vector<uint8_t>& undecided, const Policy& policy,
-                                     int32_t visible_block, int32_t shift, const Engine& engine) {
+                                     const Denoiser& denoiser, const Engine& engine) {
   std::vector<Stage> plan;
+  const bool has_drafts = denoiser.draft_block > 0;
+  const int32_t shift = causal_shift(denoiser);
   const Range whole{0, static_cast<int32_t>(undecided.size())};
   const bool has_cache = policy.cache != Cache::none,
              has_parts = policy.cache == Cache::block_dual && policy.sub_block_length > 0;
@@ -109,13 +111,15 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
     const bool is_opened = policy.store == Store::open && has_undecided(undecided, opened);
     const auto add = [&](Range rows, int32_t cached, CacheUse use, PassKind kind, Range decided,
                          Range awaited, int32_t steps, bool is_last = false) {
-      plan.push_back({rows, cached, use, kind, decided, awaited, steps, block.range, is_last});
+      const bool is_draft = has_drafts && kind == PassKind::denoise;
+      plan.push_back({rows, cached, use, kind, decided, awaited, steps, block.range, is_last,
+                      is_draft, is_draft ? denoiser.shift : shift});
     };
     const Range once{};
     while (has_cache && stored < start) {
       const int32_t wanted = is_opened ? end : start;
       const int32_t at_once =
-          stored + tokens_at_once(engine, wanted - stored, stored, visible_block);
+          stored + tokens_at_once(engine, wanted - stored, stored, denoiser.visible_block);
       if (is_opened && at_once == end) {
         // This pass also stores the rows of the block itself. Later passes over the block overwrite
         // these rows.
@@ -157,10 +161,68 @@ std::vector<Stage> plan_block_causal(const std::vector<Block>& blocks,
   return plan;
 }
 
+// Plans the passes that store the prompt and decide the first position, for the commit rule
+// `verify`.
+std::vector<Stage> plan_prompt(const std::vector<uint8_t>& undecided, const Denoiser& denoiser,
+                               int32_t steps, const Engine& engine) {
+  std::vector<Stage> plan;
+  const auto length = static_cast<int32_t>(undecided.size());
+  const auto start =
+      static_cast<int32_t>(std::find(undecided.begin(), undecided.end(), 1) - undecided.begin());
+  if (start == length) return plan;
+  if (steps > 0)
+    fail(
+        DLM_INVALID_ARGUMENT,
+        "steps = %d, but with commit = \"verify\" the text decides the number of passes: use steps "
+        "= 0, or set max_steps",
+        steps);
+  if (start == 0)
+    fail(DLM_UNSUPPORTED,
+         "policy: commit = \"verify\" needs a prompt of at least one token, because each token is "
+         "predicted from the tokens before it");
+  if (std::find(undecided.begin() + start, undecided.end(), 0) != undecided.end())
+    fail(
+        DLM_UNSUPPORTED,
+        "policy: commit = \"verify\" generates from left to right, but position %d is to be filled "
+        "before tokens that are given: use another rule, such as \"threshold\"",
+        start);
+  const Range first{start, start + 1};
+  for (int32_t stored = 0; stored < start;) {
+    const int32_t end = stored + tokens_at_once(engine, start - stored, stored, 1);
+    plan.push_back({{stored, end},
+                    stored,
+                    CacheUse::append,
+                    PassKind::prefill,
+                    {start, end == start ? start + 1 : start},
+                    {},
+                    1,
+                    first,
+                    end == start,
+                    false,
+                    causal_shift(denoiser)});
+    stored = end;
+  }
+  return plan;
+}
+
 }  // namespace
 
-Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift) {
+Policy suit_policy(Policy policy, const Denoiser& denoiser) {
   const char* const cache = kCacheNames[static_cast<size_t>(policy.cache)];
+  const int32_t visible_block = denoiser.visible_block, shift = causal_shift(denoiser);
+  if (denoiser.draft_block > 0) {
+    if (policy.cache != Cache::block)
+      fail(DLM_UNSUPPORTED,
+           "policy: cache = \"%s\" does not suit this denoiser, which has draft passes and causal "
+           "passes: use cache = \"block\"",
+           cache);
+    if (policy.block_length == 0) policy.block_length = denoiser.draft_block;
+  } else if (policy.commit == Commit::verify) {
+    fail(DLM_UNSUPPORTED,
+         "policy: commit = \"verify\" needs draft passes, and this denoiser has no draft passes: "
+         "use "
+         "another rule, such as \"threshold\"");
+  }
   if (visible_block == 0) {
     if (policy.cache == Cache::block || policy.cache == Cache::block_dual)
       fail(DLM_UNSUPPORTED,
@@ -217,13 +279,34 @@ Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift) {
 }
 
 std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Policy& policy,
-                               int32_t visible_block, int32_t shift, int32_t steps,
-                               const Engine& engine) {
+                               const Denoiser& denoiser, int32_t steps, const Engine& engine) {
   const auto length = static_cast<int32_t>(undecided.size());
-  const std::vector<Block> blocks = find_blocks(undecided, policy, visible_block, steps);
-  return visible_block == 0
-             ? plan_full(blocks, policy, length)
-             : plan_block_causal(blocks, undecided, policy, visible_block, shift, engine);
+  if (policy.commit == Commit::verify) return plan_prompt(undecided, denoiser, steps, engine);
+  const std::vector<Block> blocks = find_blocks(undecided, policy, denoiser, steps);
+  return denoiser.visible_block == 0
+             ? plan_full(blocks, policy, length, denoiser.shift)
+             : plan_block_causal(blocks, undecided, policy, denoiser, engine);
+}
+
+void plan_verified(std::vector<Stage>& plan, const Policy& policy, int32_t start, int32_t length) {
+  const auto end =
+      static_cast<int32_t>(std::min<int64_t>(int64_t{start} + policy.block_length, length));
+  // The last position of the block is not drafted, because the last row predicts it.
+  const Range rows{start - 1, end - 1}, block{start, end}, once{};
+  if (end - start > 1)
+    plan.push_back({rows,
+                    rows.first,
+                    CacheUse::read,
+                    PassKind::denoise,
+                    {start, end - 1},
+                    once,
+                    1,
+                    block,
+                    false,
+                    true,
+                    0});
+  plan.push_back({rows, rows.first, CacheUse::append, PassKind::verify, block, once, 1, block, true,
+                  false, 1});
 }
 
 }  // namespace dlm

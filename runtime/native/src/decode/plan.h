@@ -21,6 +21,11 @@
 //     it.
 // exporter/dlm_export/network/passes.py implements the same plan.
 //
+// With the commit rule `verify` (self-speculation), the plan depends on the tokens. plan_passes
+// plans the pass that stores the prompt. After the passes of a block, plan_verified plans the next
+// block: a draft pass, and a causal pass over the same rows that verifies the draft. A block starts
+// at the first undecided position. Its rows start one position earlier.
+//
 // A stage is one or more passes over the same range of positions. Requests and pass makers
 // (decode/pass_maker.h) rely on these invariants:
 //   - Blocks come in order, and the stages of a block follow each other.
@@ -48,8 +53,9 @@ struct Range {
 };
 
 // The kinds of passes that dlm_stats counts. A `prefill` pass stores or recomputes cached rows for
-// a block. A `denoise` pass predicts tokens. A `store` pass stores the rows of a finished block.
-enum class PassKind { prefill, denoise, store };
+// a block. A `denoise` pass predicts tokens. A `store` pass stores the rows of a finished block. A
+// `verify` pass stores the rows of a drafted block, and verifies the drafted tokens.
+enum class PassKind { prefill, denoise, store, verify };
 
 // One or more passes of the same kind over the same range of positions.
 struct Stage {
@@ -63,25 +69,35 @@ struct Stage {
   Range awaited;
   // Number of passes in which the policy's schedule decides all positions in `decided`.
   int32_t steps;
-  Range block;   // block that the stage belongs to
-  bool is_last;  // true for the last stage of the block
+  Range block;    // block that the stage belongs to
+  bool is_last;   // true for the last stage of the block
+  bool is_draft;  // the rows see each other; only for denoisers with draft passes
+  int32_t shift;  // the row that predicts a position is `shift` positions earlier
 
   bool is_repeated() const { return awaited.tokens() > 0; }
 };
 
 // Checks that the policy suits the denoiser. Returns a copy of the policy with the block length
-// that the denoiser requires. `visible_block` is described in dlm_runtime.h. `shift` is 1 for a
-// denoiser that predicts each position in the row before it. Throws Error(DLM_INVALID_ARGUMENT,
-// DLM_UNSUPPORTED) if the policy does not suit the denoiser.
-Policy suit_policy(Policy policy, int32_t visible_block, int32_t shift);
+// that the denoiser requires. Throws Error(DLM_INVALID_ARGUMENT, DLM_UNSUPPORTED) if the policy
+// does not suit the denoiser.
+Policy suit_policy(Policy policy, const Denoiser& denoiser);
+
+// Returns the distance from the row that predicts a position to the position, in passes that are
+// not draft passes.
+inline int32_t causal_shift(const Denoiser& denoiser) {
+  return denoiser.draft_block > 0 ? 1 : denoiser.shift;
+}
 
 // Plans the passes that decide the undecided positions of a canvas, block by block. `policy` must
 // come from suit_policy. The first block starts at the first undecided position, or at position 0
-// with block-causal attention. If `steps` is above 0, `steps` is the number of passes planned for
-// all blocks together. The plan stores the cache rows of the prompt before the first block in as
-// few passes as the engine allows. Throws Error(DLM_INVALID_ARGUMENT).
+// with block-causal attention without draft passes. If `steps` is above 0, `steps` is the number of
+// passes planned for all blocks together. The plan stores the cache rows of the prompt before the
+// first block in as few passes as the engine allows. Throws Error(DLM_INVALID_ARGUMENT).
 std::vector<Stage> plan_passes(const std::vector<uint8_t>& undecided, const Policy& policy,
-                               int32_t visible_block, int32_t shift, int32_t steps,
-                               const Engine& engine);
+                               const Denoiser& denoiser, int32_t steps, const Engine& engine);
+
+// Appends the stages of the next block to a plan of the commit rule `verify`. The block starts at
+// `start`, which is above 0. `length` is the length of the canvas.
+void plan_verified(std::vector<Stage>& plan, const Policy& policy, int32_t start, int32_t length);
 
 }  // namespace dlm

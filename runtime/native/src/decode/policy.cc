@@ -44,6 +44,26 @@ void check(const char* name, Number given, Number& value, double lowest, double 
   value = given;
 }
 
+// Checks the fields of a policy that verifies drafts. The tokens must be those that the denoiser
+// would predict one at a time, so no other field may change them.
+void check_verify(const Policy& policy) {
+  const auto refuse = [](const char* field, const char* use) {
+    fail(DLM_INVALID_ARGUMENT,
+         "policy: commit = \"verify\" generates the most likely tokens from left to right, and "
+         "cannot be combined with %s: use %s",
+         field, use);
+  };
+  if (policy.cache != Cache::block) refuse("this cache", "cache = \"block\"");
+  if (policy.select != Select::argmax) refuse("sampling", "select = \"argmax\"");
+  if (policy.score != Score::confidence) refuse("this score", "score = \"confidence\"");
+  if (policy.remask != Remask::none) refuse("edits", "remask = \"none\"");
+  if (policy.store != Store::pass) refuse("this store", "store = \"pass\"");
+  if (policy.reserve != Reserve::none) refuse("a reserved end", "reserve = \"none\"");
+  if (policy.cfg_scale > 0) refuse("guidance", "cfg_scale = 0");
+  if (policy.sub_block_length > 0) refuse("sub-blocks", "sub_block_length = 0");
+  if (policy.steps_per_block > 0) refuse("a number of steps", "steps_per_block = 0");
+}
+
 }  // namespace
 
 dlm_policy default_policy() {
@@ -95,6 +115,7 @@ Policy check_policy(const dlm_policy& given) {
          "policy: commit = \"%s\" needs scores in 0..1, and entropies are not: use score = "
          "\"confidence\"",
          policy.commit);
+  if (out.commit == Commit::verify) check_verify(out);
   // The commit rule "entropy_bound" compares entropies, so the scores must be entropies.
   if (out.commit == Commit::entropy_bound) out.score = Score::entropy;
   return out;
@@ -143,7 +164,7 @@ int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t 
   const auto size = static_cast<int32_t>(scores.size());
   order.resize(scores.size());
   std::iota(order.begin(), order.end(), 0);
-  if (policy.commit != Commit::sequential)
+  if (policy.commit != Commit::sequential && policy.commit != Commit::verify)
     std::stable_sort(order.begin(), order.end(),
                      [&](int32_t a, int32_t b) { return scores[a] > scores[b]; });
   const auto ranked = [&](int32_t rank) { return scores[order[static_cast<size_t>(rank)]]; };
@@ -160,6 +181,7 @@ int32_t choose(const Policy& policy, const std::vector<double>& scores, int32_t 
     case Commit::statically:
     case Commit::timestep:
     case Commit::sequential:
+    case Commit::verify:  // Request decides how many of the planned rows commit
       taken = planned;
       break;
     case Commit::threshold:

@@ -30,9 +30,19 @@ enum class Select { argmax, sample };
 inline constexpr const char* kSelectNames[] = {"argmax", "sample", nullptr};
 enum class Score { confidence, margin, entropy, random };
 inline constexpr const char* kScoreNames[] = {"confidence", "margin", "entropy", "random", nullptr};
-enum class Commit { statically, threshold, dynamic, factor, entropy_bound, timestep, sequential };
-inline constexpr const char* kCommitNames[] = {"static",        "threshold", "dynamic",    "factor",
-                                               "entropy_bound", "timestep",  "sequential", nullptr};
+enum class Commit {
+  statically,
+  threshold,
+  dynamic,
+  factor,
+  entropy_bound,
+  timestep,
+  sequential,
+  verify
+};
+inline constexpr const char* kCommitNames[] = {"static",     "threshold",     "dynamic",
+                                               "factor",     "entropy_bound", "timestep",
+                                               "sequential", "verify",        nullptr};
 enum class Compare { at_least, above };
 inline constexpr const char* kCompareNames[] = {">=", ">", nullptr};
 enum class Remask { none, edit };

@@ -30,7 +30,7 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
                  std::vector<int32_t> canvas, std::vector<uint8_t> undecided, int32_t steps,
                  std::unique_ptr<Proposer> proposer, int32_t top_log_probs)
     : denoiser_(denoiser),
-      policy_(suit_policy(policy, denoiser.visible_block, denoiser.shift)),
+      policy_(suit_policy(policy, denoiser)),
       canvas_(std::move(canvas)),
       undecided_(std::move(undecided)),
       is_constrained_(proposer != nullptr),
@@ -38,6 +38,10 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
       top_count_(static_cast<size_t>(top_log_probs)) {
   if (policy_.cache != Cache::none && !denoiser_.has_cache)
     fail(DLM_UNSUPPORTED, "policy: this denoiser has no key/value cache: use cache = \"none\"");
+  if (verifies() && is_constrained_)
+    fail(DLM_UNSUPPORTED,
+         "policy: commit = \"verify\" generates the most likely tokens, and cannot follow a "
+         "constraint or a question: use another rule, such as \"threshold\"");
   reserve();
   for (const uint8_t is_undecided : undecided_) is_given_.push_back(is_undecided == 0);
   if (guidance() > 0) {
@@ -50,7 +54,7 @@ Request::Request(const Denoiser& denoiser, const Engine& engine, const Policy& p
     for (size_t at = 0; at < canvas_.size(); ++at)
       if (is_given_[at]) unconditional_[at] = denoiser_.mask_token_id;
   }
-  plan_ = plan_passes(undecided_, policy_, denoiser_.visible_block, denoiser_.shift, steps, engine);
+  plan_ = plan_passes(undecided_, policy_, denoiser_, steps, engine);
   check_limits(engine);
   guess_.assign(canvas_.size(), -1);
   score_.assign(canvas_.size(), 0.0f);
@@ -82,7 +86,12 @@ int32_t Request::count_undecided(Range range) const {
 void Request::check_limits(const Engine& engine) const {
   const auto length = static_cast<int32_t>(canvas_.size());
   const bool is_prefix = policy_.cache == Cache::prefix, is_full = dlm::is_full(policy_.cache);
-  for (const Stage& stage : plan_) {
+  std::vector<Stage> plan = plan_;
+  // The blocks that verify() will plan need no larger passes than the last block of full length.
+  if (verifies() && !plan.empty() && plan.back().block.last < length)
+    plan_verified(plan, policy_, std::max(plan.back().block.last, length - policy_.block_length),
+                  length);
+  for (const Stage& stage : plan) {
     const int32_t tokens = stage.rows.tokens();
     const bool is_opening = is_full && !stage.is_repeated();
     int32_t rows = count_undecided(stage.decided);
@@ -119,6 +128,8 @@ bool Request::fits(const Request& other) const {
   // would store different rows for the faster request. Then its result would depend on the slower
   // request.
   if (policy_.store == Store::reuse || other.policy_.store == Store::reuse) return false;
+  // The passes that follow depend on the tokens of the request.
+  if (verifies() || other.verifies()) return false;
   return std::equal(plan_.begin(), plan_.end(), other.plan_.begin(), other.plan_.end(), same);
 }
 
@@ -129,7 +140,7 @@ int32_t Request::reusable() const {
     return policy_.reuse_prompt != 0 ? std::max(0, plan_.front().block.first - policy_.refresh) : 0;
   // A shifted denoiser predicts the first position of a block in the row just before the block. So
   // a pass must compute this row.
-  return std::max(0, plan_.front().block.first - denoiser_.shift);
+  return std::max(0, plan_.front().block.first - causal_shift(denoiser_));
 }
 
 void Request::skip_stored(int32_t rows) {
@@ -203,7 +214,7 @@ PassLoad Request::load_of(const Stage& stage, size_t rows) const {
 PassLoad Request::usual_load(const PassCost& cost) const {
   PassLoad most;
   for (size_t number = stage_; number < plan_.size(); ++number) {
-    if (!plan_[number].is_repeated()) continue;
+    if (!plan_[number].is_repeated() && !verifies()) continue;
     const PassLoad load = load_of(plan_[number], plan_[number].decided.tokens());
     if (cost.share(load) > cost.share(most)) most = load;
   }
@@ -226,7 +237,14 @@ void Request::step(const Predictions& predictions, Proposals& proposals) {
   std::fill(score_.begin(), score_.end(), 0.0f);
   if (!positions_.empty()) {
     propose(predictions, proposals);
-    is_editing_ ? edit(predictions, proposals) : commit(predictions, proposals);
+    if (is_editing_)
+      edit(predictions, proposals);
+    else if (!verifies())
+      commit(predictions, proposals);
+    else if (stage().is_draft)
+      draft(proposals);
+    else
+      verify(predictions, proposals);
   }
   ++nfe_;
   is_made_ = true;
@@ -291,11 +309,41 @@ int32_t Request::planned() const {
 void Request::commit(const Predictions& predictions, const Proposals& proposals) {
   order_.resize(static_cast<size_t>(choose(policy_, proposals.scores, planned(), order_)));
   limit(proposals, order_);
+  note_guesses(proposals);
+  take(predictions, proposals, order_);
+}
+
+void Request::note_guesses(const Proposals& proposals) {
   for (size_t row = 0; row < positions_.size(); ++row) {
     guess_[positions_[row]] = proposals.tokens[row];
     score_[positions_[row]] = static_cast<float>(proposals.scores[row]);
   }
+}
+
+// Writes the drafted tokens to the canvas. Their positions stay undecided until verify().
+void Request::draft(const Proposals& proposals) {
+  note_guesses(proposals);
+  for (size_t row = 0; row < positions_.size(); ++row)
+    canvas_[positions_[row]] = proposals.tokens[row];
+}
+
+// Decides positions from left to right, up to and including the first position whose drafted token
+// differs from the proposed token, or the first end token if the policy stops there. Then plans the
+// next block. The last position of a block contains the mask token, which is never proposed.
+void Request::verify(const Predictions& predictions, const Proposals& proposals) {
+  note_guesses(proposals);
+  order_.clear();
+  for (size_t row = 0; row < positions_.size(); ++row) {
+    const int32_t token = proposals.tokens[row];
+    order_.push_back(static_cast<int32_t>(row));
+    if (canvas_[positions_[row]] != token) break;
+    if (policy_.stop == Stop::eos && denoiser_.is_end(token)) break;
+  }
+  for (const int32_t position : positions_) canvas_[position] = denoiser_.mask_token_id;
   take(predictions, proposals, order_);
+  const int32_t next = positions_[order_.size() - 1] + 1;
+  const auto length = static_cast<int32_t>(canvas_.size());
+  if (next < length) plan_verified(plan_, policy_, next, length);
 }
 
 // Replaces decided tokens for which another token is clearly more likely (as in LLaDA2.1).

@@ -8,6 +8,7 @@
 // which writes a token to the canvas and notifies the proposer.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -84,6 +85,7 @@ class Request {
   // Returns true if later passes may replace decided tokens.
   bool edits() const { return policy_.remask == Remask::edit; }
   int32_t nfe() const { return nfe_; }
+  int32_t committed() const { return committed_; }  // positions that the last pass decided
   // Returns the number of passes so far, counted as if no pass had been skipped or split.
   int32_t planned_nfe() const { return nfe_ + skipped_; }
   dlm_step view() const;
@@ -99,6 +101,10 @@ class Request {
   size_t find_positions();
   // The positions that find_positions found, in ascending order.
   const std::vector<int32_t>& positions() const { return positions_; }
+  // Returns the row of the pass that predicts a position.
+  int32_t row_of(int32_t position) const {
+    return std::max(position - stage().shift, 0) - stage().rows.first;
+  }
   // Returns the outputs that the next pass must return. If the pass scores no rows, it needs none.
   Needs needs() const;
 
@@ -136,6 +142,10 @@ class Request {
   int32_t planned() const;  // returns how many positions the schedule commits in the next pass
   void commit(const Predictions& predictions, const Proposals& proposals);
   void edit(const Predictions& predictions, const Proposals& proposals);
+  void draft(const Proposals& proposals);
+  void verify(const Predictions& predictions, const Proposals& proposals);
+  bool verifies() const { return policy_.commit == Commit::verify; }
+  void note_guesses(const Proposals& proposals);
   void limit(const Proposals& proposals, std::vector<int32_t>& chosen) const;
   void take(const Predictions& predictions, const Proposals& proposals,
             const std::vector<int32_t>& chosen);

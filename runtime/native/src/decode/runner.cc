@@ -350,10 +350,12 @@ void Runner::commit(const std::vector<std::shared_ptr<Job>>& chosen, const dlm_p
     dlm_stats& stats = job->stats_;
     const Member& member = *job->member_;
     const PassKind kind = job->request_.stage().kind;
-    ++(kind == PassKind::denoise ? stats.denoise_passes
-       : kind == PassKind::store ? stats.store_passes
-                                 : stats.prefill_passes);
-    (kind == PassKind::denoise ? stats.passes_s : stats.prefill_s) += seconds.engine / sharers;
+    const bool decides = kind == PassKind::denoise || kind == PassKind::verify;
+    ++(kind == PassKind::denoise  ? stats.denoise_passes
+       : kind == PassKind::verify ? stats.verify_passes
+       : kind == PassKind::store  ? stats.store_passes
+                                  : stats.prefill_passes);
+    (decides ? stats.passes_s : stats.prefill_s) += seconds.engine / sharers;
     stats.cache_s += seconds.cache / sharers;
     stats.cache_bytes = std::max(stats.cache_bytes, member.cache_bytes);
     const Stopwatch timer(stats.selection_s);
@@ -361,6 +363,7 @@ void Runner::commit(const std::vector<std::shared_ptr<Job>>& chosen, const dlm_p
       const Predictions found =
           predictions_of(denoiser_, job->request_, made, member.first_row, member.apart, buffers_);
       job->request_.step(found, buffers_.proposals);
+      if (kind == PassKind::verify) stats.verified_tokens += job->request_.committed();
     });
   }
 }

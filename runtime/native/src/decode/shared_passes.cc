@@ -107,10 +107,9 @@ class SharedPasses final : public PassMaker {
       member.first_row = buffers.score_rows.size();
       member.apart = request.positions().size();
       for (size_t number = 0; number < request.canvases(); ++number) {
-        pieces.push_back({&request.canvas(number), stage.rows});
+        pieces.push_back({&request.canvas(number), stage.rows, stage.is_draft});
         for (const int32_t position : request.positions())
-          buffers.score_rows.push_back(first + std::max(position - denoiser_.shift, 0) -
-                                       stage.rows.first);
+          buffers.score_rows.push_back(first + request.row_of(position));
         parts.push_back({member.places[number], stage.rows.first, stage.rows.tokens(), stage.cached,
                          stage.use});
         first += stage.rows.tokens();
@@ -118,7 +117,7 @@ class SharedPasses final : public PassMaker {
     }
     // A pass scores at least one row, even if no request reads this row.
     if (buffers.score_rows.empty()) buffers.score_rows.push_back(0);
-    dlm_pass pass = prepare_pass(pieces, 1, buffers);
+    dlm_pass pass = prepare_pass(denoiser_, pieces, 1, buffers);
     prepare_scores(denoiser_, pass, needs_of(members), buffers);
     {
       const Stopwatch timer(seconds.engine);

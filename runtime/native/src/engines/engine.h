@@ -49,6 +49,9 @@ struct Denoiser {
   std::vector<int32_t> eos_token_ids;
   int32_t visible_block = 0;     // block length of block-causal attention; 0: full attention
   int32_t max_new_tokens = 128;  // default limit for the new tokens of a request
+  // The number of tokens of a draft pass; 0: the denoiser has no draft passes. The rows of a draft
+  // pass see each other. All other passes of a denoiser with draft passes are causal.
+  int32_t draft_block = 0;
 
   bool is_end(int32_t token) const {
     return std::find(eos_token_ids.begin(), eos_token_ids.end(), token) != eos_token_ids.end();

@@ -21,7 +21,8 @@ inline void norm_and_turn(const dlm::CachedAttention& a, const float* x, const f
     x = normed;
   }
   const int64_t half = a.rotary_size / 2;
-  const float *const cos = a.cos + position * half, *const sin = a.sin + position * half;
+  const int64_t row = a.table_row(position) * half;
+  const float *const cos = a.cos + row, *const sin = a.sin + row;
   int64_t d = 0;
   for (; d + kLanes <= half; d += kLanes) {
     const F c = simd::load(cos + d), s = simd::load(sin + d), first = simd::load(x + d),

@@ -144,6 +144,7 @@ struct Node {
   int64_t heads = 0, kv_heads = 0;  // CachedAttention
   int64_t visible_block = 0;        // BlockCachedAttention
   int64_t window = 0;               // WindowCachedAttention
+  bool has_drafts = false;          // DraftCachedAttention
   float epsilon = 0;                // AddNorm and NormedCachedAttention
 };
 

@@ -32,6 +32,12 @@ void read_window(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
     fail(DLM_BAD_BUNDLE, "a window of %" PRId64 " tokens is invalid", node.window);
 }
 
+void read_draft(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
+  read_heads(api, info, node);
+  node.visible_block = 1;
+  node.has_drafts = true;
+}
+
 void read_epsilon(const ort::Api& api, const OrtKernelInfo* info, Node& node) {
   ask<ort::KernelInfoGetAttributeFloat>(api, info, "epsilon", &node.epsilon);
   if (!(node.epsilon >= 0)) fail(DLM_BAD_BUNDLE, "the epsilon %g is invalid", double{node.epsilon});
@@ -65,10 +71,11 @@ void attend(const Kernels& kernels, const Node& node, Call& call) {
   pass.table_rows = cos.dims[0];
   pass.visible_block = node.visible_block;
   pass.window = node.window;
+  pass.has_drafts = node.has_drafts;
   const int64_t B = pass.batch, T = pass.tokens, S = pass.cached, H = pass.heads, G = pass.kv_heads,
                 D = pass.head_size;
   const int64_t width = kCache == CacheType::int8 ? D + kRowScaleBytes : D;
-  if (cos.rank != 2 || !sin.is({pass.table_rows, cos.dims[1]}) || pass.table_rows > INT32_MAX ||
+  if (cos.rank != 2 || !sin.is({pass.table_rows, cos.dims[1]}) || pass.table_rows > INT32_MAX / 2 ||
       pass.rotary_size < 2 || pass.rotary_size > D || D > kLargestHeadSize ||
       !q.is({B, T, H * D}) || !k.is({B, T, G * D}) || !v.is({B, T, G * D}) ||
       !past_keys.is({B, G, S, width}) || !past_values.is({B, G, S, width}) ||
@@ -175,6 +182,9 @@ std::vector<Definition> attention_operators() {
       attention("BlockCachedAttention", F, read_block, kFp32),
       attention("Fp16BlockCachedAttention", H, read_block, kFp16),
       attention("Int8BlockCachedAttention", I, read_block, kInt8),
+      attention("DraftCachedAttention", F, read_draft, kFp32),
+      attention("Fp16DraftCachedAttention", H, read_draft, kFp16),
+      attention("Int8DraftCachedAttention", I, read_draft, kInt8),
       attention("WindowCachedAttention", F, read_window, kFp32),
       attention("Fp16WindowCachedAttention", H, read_window, kFp16),
       attention("Int8WindowCachedAttention", I, read_window, kInt8),

@@ -1,0 +1,60 @@
+"""The family Nemotron-Labs-Diffusion of NVIDIA: draft passes and causal passes in one network.
+
+The layers are those of Ministral 3 in transformers: the layers of Llama, with YaRN and with queries
+that are scaled on long canvases. In a draft pass, the tokens of a block see each other. In all other
+passes, attention is causal. The rows of a draft pass predict their own positions, and the rows of a
+causal pass predict the next positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dlm_export.checkpoints.folder import Checkpoint
+from dlm_export.families.base import Family, Overrides
+from dlm_export.families.reading import block_length
+from dlm_export.families.trunks import TRUNK, trunk_network
+from dlm_export.network.spec import NetworkSpec
+
+OF_TRAINING = ("ar_loss_weight", "dlm_loss_weight", "dp_varying_mask_ratio")
+"""Config keys that are used in training only."""
+
+
+def read_network(checkpoint: Checkpoint, overrides: Overrides) -> NetworkSpec:
+    """Read the network from a released config.json. Raises CheckpointError."""
+    config = checkpoint.config
+    config.require("attention_bias", False)
+    config.require("sliding_window", None)
+    config.require("dlm_paradigm", "bidirectional")
+    # With dlm_type "dream", the rows of draft passes would predict the next positions.
+    config.require("dlm_type", "llada")
+    for key in OF_TRAINING:
+        config.get(key)
+    config.get("attn_implementation")  # chooses between equivalent attention kernels
+    return trunk_network(
+        checkpoint,
+        overrides,
+        "nemotron-labs-diffusion",
+        qkv_bias=False,
+        qk_norm=False,
+        block_length=block_length(checkpoint, "block_size", overrides),
+        has_drafts=True,
+    )
+
+
+LAYOUT = replace(
+    TRUNK,
+    embed="encoder.embed_tokens",
+    layer="encoder.layers.{i}.",
+    final_norm="encoder.norm",
+    head="diffusion_head",
+)
+
+FAMILY = Family(
+    "nemotron-labs-diffusion",
+    ("NemotronLabsDiffusionModel",),
+    "Nemotron-Labs-Diffusion 3B, 8B and 14B",
+    "self-speculation",
+    read_network,
+    LAYOUT.origins,
+)

@@ -1,0 +1,392 @@
+"""Nemotron-Labs-Diffusion: parity with transformers' Ministral 3, draft passes, and self-speculation
+in the reference loop and in the native loop.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import nemotron_config, nemotron_shapes, write_checkpoint
+from click.testing import CliRunner
+from denoisers import ArithmeticDenoiser, under_native_loop
+from safetensors.torch import load_file
+from test_deciding import ENDS, MASK, VOCAB, compile_parts
+
+import dlm_runtime
+from dlm_export import families
+from dlm_export.build import BuildOptions, build
+from dlm_export.checkpoints.folder import Checkpoint, CheckpointError
+from dlm_export.cli import main
+from dlm_export.families.base import Overrides
+from dlm_export.network import reference
+from dlm_export.network.denoiser import Denoiser
+from dlm_export.network.turns import Canvas, start_canvas
+from dlm_runtime import Bundle, DenoiserInfo, DlmError, Policy, from_callback
+from dlm_runtime.presets import PRESETS
+
+transformers = pytest.importorskip("transformers")
+
+
+def denoiser_of(folder: Path, config: dict[str, Any], seed: int = 0, **overrides: int) -> Denoiser:
+    """Write a random checkpoint and read it."""
+    checkpoint = Checkpoint(write_checkpoint(folder, config, seed=seed))
+    network = families.read_network(checkpoint, Overrides(**overrides))
+    return families.load(families.open_weights(checkpoint, network), network)
+
+
+def ministral(folder: Path, config: dict[str, Any]) -> torch.nn.Module:
+    """Transformers' Ministral 3 with the same weights."""
+    own = ("architectures", "model_type", "attn_implementation", "block_size", "mask_token_id")
+    settings = {name: value for name, value in config.items() if name not in own}
+    model = transformers.Ministral3ForCausalLM(
+        transformers.Ministral3Config(**settings, attn_implementation="eager")
+    )
+    model.load_state_dict(
+        {
+            name.replace("encoder.", "model.").replace("diffusion_head.", "lm_head."): tensor
+            for name, tensor in load_file(folder / "model.safetensors").items()
+        },
+        strict=not config["tie_word_embeddings"],
+    )
+    return model.eval()
+
+
+def random_config(seed: int) -> dict[str, Any]:
+    """A random config, with an original length that the canvases of the tests exceed."""
+    draw = random.Random(seed)
+    kv_heads, tied = draw.choice((1, 2)), draw.random() < 0.3
+    rope = nemotron_config()["rope_parameters"] | {
+        "factor": draw.choice((1.0, 4.0, 16.0)),
+        "original_max_position_embeddings": draw.choice((8, 24, 100)),
+        "llama_4_scaling_beta": draw.choice((0.1, 0.5)),
+        "mscale": draw.choice((1.0, 0.7)),
+        "rope_theta": draw.choice((1e4, 1e6)),
+    }
+    return nemotron_config(
+        num_hidden_layers=draw.choice((1, 3)),
+        num_key_value_heads=kv_heads,
+        num_attention_heads=kv_heads * draw.choice((1, 2, 4)),
+        head_dim=draw.choice((8, 16, 32)),
+        hidden_size=draw.choice((32, 64)),
+        tie_word_embeddings=tied,
+        rope_parameters=rope,
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_causal_and_draft_logits_equal_those_of_ministral_3(tmp_path: Path, seed: int) -> None:
+    config = random_config(seed)
+    ours, theirs = denoiser_of(tmp_path, config, seed), ministral(tmp_path, config)
+    ids = torch.randint(0, 150, (2, 130), generator=torch.Generator().manual_seed(seed))
+    longest = ours.network.max_canvas_length
+    positions = torch.arange(130).expand_as(ids)
+    with torch.no_grad():
+        causal, presents = ours.hidden(ids, positions)
+        found = [ours.project(causal)]
+        wanted = [theirs(ids).logits]
+        # A draft pass over the last 30 tokens, after the cached rows of the first 100 tokens.
+        past = [(keys[:, :, :100], values[:, :, :100]) for keys, values in presents]
+        drafted, _ = ours.hidden(ids[:, 100:], positions[:, 100:] + longest, past)
+        found.append(ours.project(drafted))
+        mask = torch.ones(130, 130).tril().bool()
+        mask[100:, 100:] = True
+        additive = torch.where(mask, 0.0, torch.finfo(torch.float32).min)[None, None]
+        wanted.append(theirs(ids, attention_mask=additive.expand(2, 1, -1, -1)).logits[:, 100:])
+    for own, other in zip(found, wanted, strict=True):
+        assert (own - other).abs().max() <= 2e-4 * (other.max() - other.min())
+
+
+def greedy(denoiser: Denoiser, tokens: list[int], new_tokens: int) -> list[int]:
+    """Greedy autoregressive decoding, with a full causal pass for each token."""
+    network, canvas = denoiser.network, list(tokens)
+    for _ in range(new_tokens):
+        with torch.no_grad():
+            logits = denoiser(torch.tensor([canvas]))[0, -1]
+        logits[network.mask_token_id] = -torch.inf
+        canvas.append(int(logits.argmax()))
+        if canvas[-1] in network.eos_token_ids:
+            break
+    return canvas + [network.eos_token_ids[0]] * (len(tokens) + new_tokens - len(canvas))
+
+
+@pytest.fixture(scope="module")
+def denoiser(tmp_path_factory: pytest.TempPathFactory) -> Denoiser:
+    return denoiser_of(tmp_path_factory.mktemp("nemotron"), nemotron_config())
+
+
+def test_the_reference_loop_generates_the_greedy_text(denoiser: Denoiser) -> None:
+    policy = PRESETS["self-speculation"]
+    for number in range(20):
+        draw = random.Random(number)
+        tokens = [draw.randrange(150) for _ in range(draw.randint(1, 40))]
+        wanted = greedy(denoiser, tokens, 30)
+        for block_length in (1, 2, 5, 0):
+            changed = policy.with_fields({"block_length": block_length})
+            assert reference.generate(denoiser, tokens, changed, 30).tokens == wanted
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), nemotron_config())
+
+
+@pytest.fixture(scope="module")
+def bundle(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
+    path = tmp_path_factory.mktemp("bundle") / "bundle"
+    report = build(checkpoint, path)
+    assert report.parity is not None
+    assert report.parity.misses == []
+    with dlm_runtime.open(path, threads=1) as opened:
+        yield opened
+
+
+def random_prompts(count: int) -> list[list[int]]:
+    draw = random.Random(5)
+    return [[draw.randrange(150) for _ in range(draw.randint(1, 40))] for _ in range(count)]
+
+
+def test_self_speculation_equals_greedy_decoding(bundle: Bundle, denoiser: Denoiser) -> None:
+    """200 prompts. Every pass of the native loop has the kind that the rule says."""
+    for number, tokens in enumerate(random_prompts(200)):
+        wanted = greedy(denoiser, tokens, 24)
+        block_length = (0, 1, 3, 8, 30)[number % 5]
+        out = bundle.generate(tokens=tokens, max_new_tokens=24, block_length=block_length)
+        assert out.tokens == wanted
+        made, new = out.passes, out.completion_tokens + (out.finish == "stop")
+        verified = made.get("verify", 0)
+        assert (made["prefill"], made["store"]) == (1, 0)
+        # A block of one position needs no draft pass.
+        assert made["denoise"] <= verified
+        assert (made["denoise"] == 0) == (block_length == 1 or new <= 1)
+        assert out.nfe == sum(made.values())
+        if verified:  # the first token comes from the prefill pass
+            assert out.acceptance_length == (new - 1) / verified
+        else:
+            assert out.acceptance_length is None
+
+
+@pytest.mark.parametrize("preset", ["self-speculation", "autoregressive", "nemotron-diffusion"])
+@pytest.mark.parametrize("changes", [{}, {"stop": "none"}, {"block_length": 5}], ids=str)
+def test_the_native_loop_equals_the_reference(
+    bundle: Bundle, denoiser: Denoiser, preset: str, changes: dict[str, Any]
+) -> None:
+    policy = PRESETS[preset].with_fields(changes)
+    for tokens in random_prompts(12):
+        seen: list[Canvas] = []
+        wanted = reference.generate(denoiser, tokens, policy, 20, on_step=seen.append)
+        events = list(bundle.stream(tokens=tokens, max_new_tokens=20, **policy.as_dict()))
+        assert events[-1].result is not None
+        assert (events[-1].result.tokens, events[-1].nfe) == (wanted.tokens, wanted.nfe)
+        for event, canvas in zip(events[:-1], seen, strict=False):
+            assert (event.canvas, event.undecided) == (
+                canvas.tokens.tolist(),
+                canvas.undecided.tolist(),
+            )
+
+
+def test_requests_that_share_passes_get_the_same_texts(bundle: Bundle) -> None:
+    """Requests of different presets share passes, and requests with one prompt share its rows."""
+    prompts = random_prompts(6)
+    prompts += [prompts[0] * 3, prompts[0] * 3]
+    for preset in ("self-speculation", "nemotron-diffusion"):
+        alone = [bundle.generate(tokens=p, preset=preset, max_new_tokens=20) for p in prompts]
+        together = bundle.generate_batch(tokens=prompts, preset=preset, max_new_tokens=20)
+        assert [out.tokens for out in together] == [out.tokens for out in alone]
+    with bundle.scheduler(max_running=4) as scheduler:
+        jobs = [
+            scheduler.submit(tokens=p, preset=preset, max_new_tokens=20)
+            for p in prompts
+            for preset in ("self-speculation", "autoregressive")
+        ]
+        for job, tokens in zip(jobs, [p for p in prompts for _ in range(2)], strict=True):
+            wanted = bundle.generate(tokens=tokens, preset="autoregressive", max_new_tokens=20)
+            assert job.result().tokens == wanted.tokens
+
+
+def test_engines_that_take_one_shape_a_pass_verify_too(denoiser: Denoiser) -> None:
+    policy = PRESETS["self-speculation"]
+    with under_native_loop(denoiser) as native:
+        for tokens in random_prompts(8):
+            out = native.generate(tokens=tokens, max_new_tokens=16, **policy.as_dict())
+            assert out.tokens == greedy(denoiser, tokens, 16)
+
+
+def test_a_request_that_ends_early_keeps_the_drafted_tokens(
+    bundle: Bundle, denoiser: Denoiser
+) -> None:
+    policy, tokens = PRESETS["self-speculation"], random_prompts(3)[2]
+    for steps in (1, 2, 3):
+        canvas = start_canvas(tokens, 20, denoiser.network.mask_token_id)
+        wanted = reference.fill(denoiser, canvas, policy, max_steps=steps)
+        out = bundle.generate(tokens=tokens, max_new_tokens=20, max_steps=steps)
+        assert (out.tokens, out.nfe, out.finish) == (wanted.tokens, steps, "steps")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "sampling": ({"temperature": 0.5}, 'cannot be combined with sampling: use select = "argmax"'),
+    "margins": ({"score": "margin"}, 'this score: use score = "confidence"'),
+    "edits": ({"remask": "edit"}, 'edits: use remask = "none"'),
+    "no cache": ({"cache": "none"}, 'this cache: use cache = "block"'),
+    "an open store": ({"store": "open"}, 'this store: use store = "pass"'),
+    "a reserved end": ({"reserve": "end"}, 'a reserved end: use reserve = "none"'),
+    "guidance": ({"cfg_scale": 1.0}, "guidance: use cfg_scale = 0"),
+    "sub-blocks": ({"sub_block_length": 2}, "sub-blocks: use sub_block_length = 0"),
+    "planned passes": ({"steps_per_block": 2}, "a number of steps: use steps_per_block = 0"),
+    "steps": ({"steps": 4}, "steps = 4, but with commit"),
+}
+
+
+@pytest.mark.parametrize("changes", REFUSED, ids=str)
+def test_what_cannot_be_verified_is_refused(bundle: Bundle, changes: str) -> None:
+    fields, sentence = REFUSED[changes]
+    with pytest.raises(DlmError) as caught:
+        bundle.generate(tokens=[1, 2, 3], max_new_tokens=8, **fields)
+    assert sentence in str(caught.value)
+
+
+def test_canvases_that_cannot_be_generated_from_left_to_right_are_refused(bundle: Bundle) -> None:
+    with pytest.raises(DlmError, match="needs a prompt of at least one token"):
+        bundle.generate(tokens=[], max_new_tokens=8)
+    with pytest.raises(DlmError, match="position 1 is to be filled before tokens that are given"):
+        bundle.generate(tokens=[3, 150, 4], max_new_tokens=8)
+    with pytest.raises(DlmError, match="has draft passes and causal passes: use cache"):
+        bundle.generate(tokens=[3], max_new_tokens=8, **Policy().as_dict())
+
+
+def test_constraints_cannot_be_verified() -> None:
+    info = DenoiserInfo(VOCAB, MASK, 64, ENDS, has_cache=True, visible_block=1, draft_block=8)
+    policy = PRESETS["self-speculation"].as_dict()
+    with (
+        from_callback(info, lambda _: None) as native,
+        pytest.raises(DlmError, match="cannot follow a constraint or a question"),
+    ):
+        native.generate(
+            tokens=[0], max_new_tokens=4, constraint=compile_parts([["a", "b"]]), **policy
+        )
+
+
+def test_other_denoisers_refuse_to_verify() -> None:
+    policy = PRESETS["self-speculation"].as_dict()
+    with pytest.raises(DlmError, match="this denoiser has no draft passes"):
+        ArithmeticDenoiser(visible_block=1).bundle.generate(tokens=[3], max_new_tokens=4, **policy)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"shift": 1}, {"visible_block": 4}, {"has_cache": False}], ids=str
+)
+def test_draft_passes_need_causal_attention_and_a_cache(changes: dict[str, Any]) -> None:
+    fields = {"visible_block": 1, "has_cache": True, "draft_block": 8} | changes
+    info = DenoiserInfo(vocab_size=8, mask_token_id=7, max_canvas_length=64, **fields)
+    with pytest.raises(
+        DlmError, match="draft_block needs visible_block 1, shift 0 and has_cache 1"
+    ):
+        from_callback(info, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"sliding_window": 64}, "sliding_window = 64 is not supported"),
+        ({"dlm_paradigm": "autoregressive"}, 'dlm_paradigm = "autoregressive" is not supported'),
+        ({"dlm_type": "dream"}, 'dlm_type = "dream" is not supported'),
+        ({"attention_bias": True}, "attention_bias = true is not supported"),
+        ({"block_size": None}, "block_size is missing"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "llama_4_scaling_beta is missing"),
+    ],
+    ids=str,
+)
+def test_a_config_that_we_do_not_compute_is_refused(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    path = write_checkpoint(tmp_path, nemotron_config())
+    (path / "config.json").write_text(json.dumps(nemotron_config(**changes)))
+    with pytest.raises(CheckpointError) as caught:
+        families.read_network(Checkpoint(path), Overrides())
+    assert sentence in str(caught.value)
+
+
+def test_the_adapter_of_a_release_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, nemotron_config())
+    (path / "linear_spec_lora").mkdir()
+    (path / "linear_spec_lora" / "adapter_config.json").write_text("{}")
+    opened = Checkpoint(path)
+    network = families.read_network(opened, Overrides())
+    (note,) = families.check_tensors(opened, network).notes
+    assert "the adapter linear_spec_lora is not applied" in note
+
+
+def test_attention_of_both_kinds_is_fused(bundle: Bundle) -> None:
+    calls = bundle.manifest["kernels"]["calls"]
+    assert calls["DraftCachedAttention"] == nemotron_config()["num_hidden_layers"]
+
+
+def test_an_int8_bundle_is_built_and_verifies(checkpoint: Path, tmp_path: Path) -> None:
+    report = build(checkpoint, tmp_path / "bundle", BuildOptions(precision="int8"))
+    assert any("was not measured" in warning for warning in report.warnings)
+    with dlm_runtime.open(tmp_path / "bundle", threads=1) as opened:
+        for tokens in random_prompts(10):
+            one = opened.generate(tokens=tokens, max_new_tokens=16)
+            other = opened.generate(tokens=tokens, max_new_tokens=16, preset="autoregressive")
+            assert one.tokens == other.tokens
+            assert one.nfe >= 2
+
+
+RELEASES = {
+    # size: hidden size, layers, MLP size, parameters. The sizes of 14B are those of Ministral 3 14B.
+    "3B": (3072, 26, 9216, 3_831_659_520),
+    "8B": (4096, 34, 14336, 8_489_553_920),
+    "14B": (5120, 40, 16384, 13_506_073_600),
+}
+
+
+@pytest.mark.parametrize("size", RELEASES)
+def test_releases_are_inspected_and_planned_from_their_headers(tmp_path: Path, size: str) -> None:
+    """The weights are a hole in the file, so nothing but the header is there to read."""
+    hidden, layers, mlp, parameters = RELEASES[size]
+    config = nemotron_config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=mlp,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=131072,
+        mask_token_id=100,
+        eos_token_id=11,
+        block_size=32,
+        max_position_embeddings=262144,
+        rope_parameters=nemotron_config()["rope_parameters"]
+        | {"factor": 16.0, "original_max_position_embeddings": 16384},
+    )
+    header, end = {}, 0
+    for name, shape in nemotron_shapes(config).items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    packed = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(packed).to_bytes(8, "little") + packed)
+        file.truncate(8 + len(packed) + end)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = json.loads(_invoke("inspect", tmp_path, "--json"))
+    assert told["parameters"] == parameters
+    attention = told["network"]["layers"][0]["attention"]
+    assert (attention["visibility"], attention["block_length"]) == ("draft", 32)
+    assert attention["rope"]["query_scale"] == {"beta": 0.1, "original_length": 16384}
+    assert "draft of 32" in _invoke("inspect", tmp_path)
+    for preset in ("self-speculation", "nemotron-diffusion"):
+        assert json.loads(
+            _invoke("plan", tmp_path, "--targets", "h100", "--preset", preset, "--json")
+        )
+
+
+def _invoke(*arguments: object) -> str:
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout
