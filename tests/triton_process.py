@@ -134,6 +134,7 @@ def triton(repository: Path, folder: Path, *models: str) -> Iterator[Triton]:
             _wait(made)
             yield made
         finally:
+            made.client.close()  # tritonserver waits for open connections
             process.send_signal(signal.SIGTERM)
             try:
                 process.wait(STOP_S)

@@ -142,7 +142,7 @@ class TritonPythonModel:
                     if not event.done:
                         sent = event.text or ""
                         start = text_start(asked, job.prompt_tokens)
-                        send(sender, outputs, step_tensors(event, start))
+                        send(sender, outputs, step_tensors(event, start, job.prompt_tokens))
             made = await job
         finally:
             watching.cancel()
@@ -246,7 +246,7 @@ def text_start(asked: Asked, prompt_tokens: int) -> int:
     return 0 if asked.options.get("max_new_tokens") == 0 else prompt_tokens
 
 
-def step_tensors(event: dlm_runtime.Event, start: int) -> dict[str, Any]:
+def step_tensors(event: dlm_runtime.Event, start: int, prompt_tokens: int) -> dict[str, Any]:
     """Return the output tensors of a response before the last one."""
     ids = np.where(event.undecided, -1, event.canvas)[start:]
     return {
@@ -254,7 +254,7 @@ def step_tensors(event: dlm_runtime.Event, start: int) -> dict[str, Any]:
         "OUTPUT_IDS": ids.astype(np.int32),
         "NFE": np.array([event.nfe], dtype=np.int32),
         "FINISH": np.array([b""], dtype=object),
-        "PROMPT_TOKENS": np.array([start], dtype=np.int32),
+        "PROMPT_TOKENS": np.array([prompt_tokens], dtype=np.int32),
         "COMPLETION_TOKENS": np.array([int((ids >= 0).sum())], dtype=np.int32),
     }
 
