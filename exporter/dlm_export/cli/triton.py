@@ -62,20 +62,15 @@ def triton(
 
     Example: dlm-export triton build/demo -o build/repository
     """
-    import dlm_runtime
-    from dlm_export.triton.repository import Model, check_name, write
+    from dlm_export.triton.repository import Model, write
 
-    name = bundle.resolve().name if name is None else name
-    check_name(name)
-    dlm_runtime.open(bundle, engine="none").close()
-    how = opening(values)
     model = Model(
-        name=name,
+        name=bundle.resolve().name if name is None else name,
         version=values["model_version"],
         backend=values["backend"],
         streams=values["streams"],
         links=values["links"],
-        opening=how,
+        opening=opening(values),
         max_running=values["max_running"],
         max_waiting=values["max_waiting"],
     )
@@ -85,8 +80,8 @@ def triton(
     if as_json:
         print_json(
             {
-                "model": name,
-                "version": values["model_version"],
+                "model": model.name,
+                "version": model.version,
                 "folder": str(written.version),
                 "config": str(written.config),
                 "is_config_kept": written.is_config_kept,

@@ -44,8 +44,8 @@ CANCEL_CHECK_S = 0.02
 METRICS = {
     "dlm_requests_running": ("GAUGE", "Requests that run"),
     "dlm_requests_waiting": ("GAUGE", "Requests that wait for the scheduler"),
-    "dlm_passes": ("GAUGE", "Passes so far"),
-    "dlm_tokens": ("GAUGE", "Generated tokens so far"),
+    "dlm_passes_total": ("COUNTER", "Passes"),
+    "dlm_tokens_total": ("COUNTER", "Generated tokens"),
 }
 
 
@@ -82,7 +82,7 @@ class TritonPythonModel:
             max_waiting=int(settings.get("max_waiting", 1024)),
         )
         self._compiling = ThreadPoolExecutor(COMPILE_THREADS, "dlm-compile")
-        self._tokens = 0
+        self._passes = 0  # passes that the metrics contain
         labels = {"model": args["model_name"], "version": args["model_version"]}
         self._families = {
             name: pb_utils.MetricFamily(
@@ -148,7 +148,9 @@ class TritonPythonModel:
             watching.cancel()
         self._report(made.completion_tokens)
         if made.finish == "cancelled":
-            error = pb_utils.TritonError("the request was cancelled", pb_utils.TritonError.CANCELLED)
+            error = pb_utils.TritonError(
+                "the request was cancelled", pb_utils.TritonError.CANCELLED
+            )
             final = pb_utils.InferenceResponse(error=error)
             sender.send(final, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
             return
@@ -159,11 +161,12 @@ class TritonPythonModel:
         return self._bundle.constraint(**constraint, limits=COMPILE_LIMITS, cache_dir=None)
 
     def _report(self, tokens: int) -> None:
-        self._tokens += tokens
         stats = self._scheduler.stats
-        values = (stats.running, stats.waiting, stats.passes, self._tokens)
-        for metric, value in zip(self._metrics.values(), values, strict=True):
-            metric.set(value)
+        self._metrics["dlm_requests_running"].set(stats.running)
+        self._metrics["dlm_requests_waiting"].set(stats.waiting)
+        self._metrics["dlm_passes_total"].increment(stats.passes - self._passes)
+        self._metrics["dlm_tokens_total"].increment(tokens)
+        self._passes = stats.passes
 
 
 async def cancel_with(job: dlm_runtime.Job, sender: Any) -> None:
@@ -198,7 +201,10 @@ def read(request: Any) -> Asked:
         else:
             known = ", ".join([*TYPES, *POLICY_FIELDS])
             raise RequestError(f"parameter {key} is unknown; known parameters are {known}")
-    constraint = {key: options.pop(key) for key in CONSTRAINTS if options.get(key)}
+    options = {
+        key: value for key, value in options.items() if (key, value) != ("json_object", False)
+    }
+    constraint = {key: options.pop(key) for key in CONSTRAINTS if key in options}
     streams = options.pop("stream", False)
     return Asked(canvas(name, array), options, constraint, streams)
 

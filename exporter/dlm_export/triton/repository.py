@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import dlm_runtime
 from dlm_export.opening import Opening
 from dlm_export.outputs import TakenError, check_outside, claimed, replaced
 from dlm_runtime import embedding
@@ -112,24 +115,20 @@ class Written:
     size: int
 
 
-def check_name(name: str) -> None:
-    """Raise RequestError if ``name`` cannot be the name of a model."""
-    if not _NAME.fullmatch(name):
-        raise RequestError(
-            f"{name!r} cannot name a model: give --name, with letters, digits and . _ - only"
-        )
-
-
 def write(bundle: Path, repository: Path, model: Model, *, force: bool) -> Written:
     """Write a bundle as a version of a model. The repository may contain other models and versions.
 
     An existing config.pbtxt is kept, unless ``force`` is True. ``force`` also replaces an existing
-    version. The caller must have checked the bundle.
+    version.
 
-    Raises RequestError, EngineError, and the errors of ``outputs.claimed``.
+    Raises RequestError, BundleError, EngineError, and the errors of ``outputs.claimed``.
     """
-    check_name(model.name)
-    files = _files(model)
+    if not _NAME.fullmatch(model.name):
+        raise RequestError(
+            f"{model.name!r} cannot name a model: give --name, with letters, digits and . _ - only"
+        )
+    with dlm_runtime.open(bundle, engine="none") as opened:
+        files = _files(model, opened.manifest)
     folder = repository / model.name
     version, config = folder / str(model.version), folder / CONFIG
     check_outside(version, bundle)
@@ -153,7 +152,7 @@ def write(bundle: Path, repository: Path, model: Model, *, force: bool) -> Writt
     return Written(version, config, is_kept, _size(version))
 
 
-def _files(model: Model) -> dict[str, Path]:
+def _files(model: Model, manifest: Mapping[str, Any]) -> dict[str, Path]:
     """Return the files that the version needs beside the bundle. Raises EngineError."""
     if model.backend == "python":
         return {"model.py": Path(__file__).with_name("model.py")}
@@ -164,8 +163,9 @@ def _files(model: Model) -> dict[str, Path]:
             f"lib/{LIBRARY} is not in {', '.join(map(str, folders))}: reinstall dlm-export, or pass --backend python"
         )
     files = {LIBRARY: found[0]}
-    is_on_cpu = model.opening.provider == "cpu" and model.opening.engine != "tensorrt"
-    if is_on_cpu and (engine := embedding.engine_library()) is not None:
+    is_for_gpus = model.opening.engine == "auto" and "device_file" in manifest["loop"]["graph"]
+    is_on_gpu = is_for_gpus or model.opening.engine == "tensorrt" or model.opening.provider != "cpu"
+    if not is_on_gpu and (engine := embedding.engine_library()) is not None:
         files[ENGINE_LIBRARY] = Path(engine)
     return files
 
