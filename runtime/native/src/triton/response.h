@@ -19,7 +19,7 @@ void log_error(TRITONSERVER_Error* error);
 // Makes an error of Triton. The statuses of wrong requests become INVALID_ARG.
 TRITONSERVER_Error* error_of(const Failure& failure);
 
-// Which output tensors the client asked for.
+// The output tensors that the client asked for.
 struct Outputs {
   bool text = true, output_ids = true, nfe = true, finish = true, prompt_tokens = true,
        completion_tokens = true;
@@ -35,7 +35,7 @@ struct Tensors {
   int32_t completion_tokens = 0;
 };
 
-// These functions throw no exceptions, because the client can be told about an error only once.
+// These functions throw no exceptions, because a request has only one last response.
 void send_tensors(TRITONBACKEND_ResponseFactory* factory, const Outputs& outputs,
                   const Tensors& tensors, bool is_last) noexcept;
 void send_failure(TRITONBACKEND_ResponseFactory* factory, const Failure& failure) noexcept;
