@@ -30,7 +30,7 @@ NAMES = ("preset", "effort")
 FLAGS = ("stream", "special_tokens", "json_object")
 JSON_TEXTS = ("stop_strings", "enum")
 CONSTRAINTS = ("schema", "regex", "grammar", "enum", "json_object")
-TYPES = {
+TYPES: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(NUMBERS, (int, "a whole number")),
     **dict.fromkeys((*NAMES, "schema", "regex", "grammar"), (str, "a string")),
     **dict.fromkeys(FLAGS, (bool, "true or false")),

@@ -29,7 +29,7 @@ struct Asked {
   int32_t constraint_kind = -1;  // DLM_CONSTRAINT_..., or -1 without a constraint
   std::string constraint;
   dlm_policy policy;            // only the fields in `changed` are set
-  std::vector<size_t> changed;  // indexes of dlm_policy_field_at
+  std::vector<size_t> changed;  // indexes of policy fields
 
   Outputs outputs;
 };
