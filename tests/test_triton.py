@@ -25,13 +25,15 @@ import dlm_runtime
 from dlm_export.cli import main
 from dlm_runtime.errors import ExitCode
 
+pytestmark = pytest.mark.xdist_group("triton")
+
 HELD_OUT = Path(__file__).parent.parent / "examples" / "demo" / "heldout.jsonl"
 PROMPTS = [json.loads(line)["prompt"] for line in HELD_OUT.read_text().splitlines()]
 SOME = PROMPTS[::10]
 PROMPT = "turn on the kitchen lights"
 BACKENDS = ("cpp", "python")
 MANY_PASSES = {"commit": "sequential", "cache": "none"}  # a pass per token
-CLIENTS = 8
+CLIENTS = 4
 WAIT_S = 30
 
 
@@ -413,7 +415,7 @@ class Load:
 
         with httpx.Client(base_url=f"http://{self._server.http}", timeout=WAIT_S) as client:
             while not self._is_over.is_set():
-                body = {"TEXT": PROMPT, "max_new_tokens": 32, **MANY_PASSES}
+                body = {"TEXT": PROMPT, "max_new_tokens": 16, **MANY_PASSES}
                 response = client.post(f"/v2/models/{self._model}/generate", json=body)
                 if response.status_code == 200:
                     self.versions.append(response.json()["model_version"])
