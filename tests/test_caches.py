@@ -284,8 +284,10 @@ def test_kernels_attend_as_the_functions_say(
     visible_block: int | None,
     part: int,
 ) -> None:
-    """Kernels and functions give the same results: with block-causal and full attention, if only a
-    ``part`` of a head is rotated, and with several requests in one row.
+    """Each native kernel gives the same results as the ONNX function that it replaces.
+
+    This is tested with block-causal and full attention, with rotation of a ``part`` of each head,
+    and with several requests in one row.
     """
     B, T, S, G, group, D = shape
     rotary_size = max(2, D // part // 2 * 2) if part > 1 else 0

@@ -18,9 +18,8 @@ QUANTISED = (MICROSOFT_DOMAIN, "MatMulNBits")
 A group consists of 16 to 128 inputs.
 """
 
-# Operators of opset 23 that have kernels for fp16, bf16 and fp32. Some of these operators are used
-# with integers only. TopK and Log have no bf16 kernels, but graphs apply TopK and Log to fp32
-# values only.
+# Operators of opset 23 whose CUDA kernels support all types that our graphs use. TopK and Log have
+# no bf16 kernels, but graphs apply TopK and Log to fp32 values only.
 KERNELS = frozenset(
     [
         "Add",

@@ -78,7 +78,7 @@ class _Copies:
     def of_values(self, values: Iterable[ir.Value]) -> list[ir.Value]:
         """Copy inputs or initialisers.
 
-        Each value of a block is copied once for every layer of the block's kind.
+        A value inside a traced layer is copied once for every layer of the same kind.
         """
         return [self._copy(value, layer) for value, layer in _placed(values, self.layers)]
 

@@ -102,7 +102,8 @@ class Folded:
         fold = readers[0].fold
         assert fold is not None, of
         shared = scales
-        # Inputs that depend on the same elements of a parameter must share one scale.
+        # With grouped-query attention, several inputs of the output matrix come from the same value
+        # head. These inputs must have the same scale (see ``Fold``).
         if scales.ndim == 1:
             runs = scales.reshape(-1, fold.repeats, fold.run).max(1)
             shared, scales = runs.reshape(-1), np.repeat(runs, fold.repeats, 0).reshape(-1)

@@ -8,7 +8,9 @@ graph. The formats come from two sources:
   multiplication can be traced back to the operand's dequantisation.
 - The report of the engine inspector, on a device only.
 
-The result maps module paths to format names of recipes.
+Both sources give a table from the module path of each layer to the name of its format. Quantised
+layers have the names of recipes (``FORMATS``). Other layers have the name of their type, such as
+float16.
 """
 
 from __future__ import annotations

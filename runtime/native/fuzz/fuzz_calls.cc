@@ -146,7 +146,8 @@ class World {
     return made;
   }
 
-  // Fills the array of given tokens. A few tokens are outside the vocabulary.
+  // Fills `tokens_` with up to 19 random tokens of a prompt, and returns their number. In rare
+  // cases, the first token is outside the vocabulary.
   size_t fill() {
     const size_t count = input_.byte() % 20;
     tokens_.resize(count);

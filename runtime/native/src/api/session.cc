@@ -131,7 +131,8 @@ void share_passes(dlm_session& session, int64_t rows) {
 void start(dlm_session& session, const dlm_request* request) {
   drop(session);
   dlm::Wanted wanted = dlm::read_request(session.bundle, request);
-  // A single request needs shared passes only if the rows of its prompt may be stored already.
+  // Only the PassMaker for shared passes can reuse stored cache rows. So a single request uses it
+  // only if rows of its prompt may be stored.
   const bool has_stored = session.prefix_cache_bytes > 0 || !session.bundle.prompt_caches.empty();
   const dlm::Denoiser& denoiser = session.bundle.manifest.denoiser;
   if (has_stored && wanted.request.reusable() > 0)

@@ -361,7 +361,7 @@ Looks::Rest Looks::rest_from_endless(Piece piece, const Rest& rest) {
   return made;
 }
 
-// ---- Texts of one piece, for given classes of the characters before and after it ----
+// ---- The texts that a piece matches between two characters of given classes ----
 
 Node Looks::texts(Piece piece, size_t before, size_t after) {
   if (piece.item == 0) return piece.node;

@@ -46,7 +46,8 @@ struct Automaton {
   // The next arrays are only for decisions (compile/decisions.h). For other constraints, they are
   // empty. The options of all questions are numbered consecutively: question q has the options
   // question_starts[q] to question_starts[q + 1] - 1. For each state, `tags` lists the options that
-  // a text completes when the text arrives in the state. Files do not contain these arrays.
+  // a text completes when the text arrives in the state. These arrays are not
+  // stored in the automaton's file.
   std::vector<int32_t> question_starts, tag_starts, tags;
 
   struct Edge {

@@ -59,8 +59,8 @@ struct RoundedWeight {
 };
 
 // The exact total weight of a set of texts: exp(sum * slope + rest), where slope is 1 /
-// temperature. An avoided token is a ruled-out or cut token. Only the texts of the set with the
-// fewest avoided tokens count.
+// temperature. Of the texts in the set, only those with the fewest ruled-out tokens count, and among
+// these, only those with the fewest cut tokens.
 struct ExactTexts {
   ExactWeight logits = ExactWeight::never();
   // The logarithm of the number of texts that are about as likely as the most likely text. This

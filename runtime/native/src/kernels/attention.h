@@ -426,7 +426,8 @@ inline void keep_new_rows(const dlm::CachedAttention& a, const Part& part) {
     store_rows<Int8Rows>(keys, values, T, D, stored_keys, stored_values);
 }
 
-// Adds the cached keys and values of one segment and one head to the results of the queries.
+// Adds cached keys and values to the attention of the queries: the rows of one segment, which is a
+// range of the request's cached rows, for one key/value head.
 template <class Attending>
 void add_past(const dlm::CachedAttention& a, const Part& part, const dlm::Segment& of,
               Attending& softmax) {

@@ -316,9 +316,10 @@ std::optional<size_t> Writer::next_choice(const Case& found, uint8_t type,
 }
 
 // A case may require that some property violates patternProperties or additionalProperties. This
-// function replaces the requirement by a choice with one alternative for each property in `names`,
-// and returns true. Returns false if the case contains no such requirement, or if the case contains
-// a list of its values.
+// function moves such a case to `open`, with a choice between the properties in `names` instead of
+// the requirement. If none of the properties can violate the keywords, it drops the case. Returns
+// true in both situations. Returns false if there is no such requirement, or if the case lists all
+// values that are valid, as with enum.
 bool Writer::expand_violation(Case& found, const std::vector<std::string>& names,
                               std::vector<Case>& open) {
   const auto at = std::find_if(found.atoms.begin(), found.atoms.end(), [&](Formula part) {

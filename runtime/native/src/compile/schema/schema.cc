@@ -31,8 +31,8 @@ constexpr Extent kExtents[] = {{3, 3, kUnbounded}, {3, 3, 2048}, {3, 3, 1024}, {
 // By default, the estimated number of states should be at most 1 / kComfort of the limit for
 // states.
 constexpr double kComfort = 4;
-// The code uses smaller limits only if they reduce the estimate to at most this fraction of the
-// first estimate.
+// Smaller limits are used only if the number of states that is estimated for the smallest limits is
+// at most this fraction of the number for the largest limits.
 constexpr double kWorthwhile = 0.9;
 
 WriterOptions writer_options(const Options& options, const Extent& extent) {
