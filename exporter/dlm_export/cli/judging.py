@@ -242,8 +242,8 @@ def report(
     """Write a page that compares bundles of one checkpoint.
 
     The page shows the size, accuracy and speed of BUNDLES. The command does not measure accuracy,
-    because each bundle's build has recorded the accuracy in the bundle. All builds must have judged
-    their bundles on the same data.
+    because each bundle's build has recorded the accuracy in the bundle. All builds must have
+    measured accuracy on the same data.
 
     Example: dlm-export report build/demo build/demo-int8 build/demo-int4 --speed -o
     build/compare.html

@@ -231,7 +231,7 @@ cpu_opening_group = group(
 The default engine is onnxruntime, which runs bundles on the CPU.
 """
 
-# ---- Judging ----
+# ---- Measuring accuracy ----
 
 _SAMPLE_OPTIONS = (
     number("--judged", "Samples to judge on.  [default: at most 32]", most=100000),

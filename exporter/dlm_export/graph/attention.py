@@ -125,8 +125,9 @@ def _own(
     """
     op, ints = body.op, body.ints
     tokens, cached = body.size(positions, 1), body.size(past_key, 2)
-    # Prepend a segment that covers all tokens. If the caller passes no segments, this segment is
-    # the only segment, and also covers all cached rows.
+    # A segment is a request's range of tokens and of cached rows. Prepend a segment that covers all
+    # tokens. If the caller passes no segments, this segment is the only segment, and also covers
+    # all cached rows.
     zero, one = body.constant(np.int64(0)), body.constant(np.int64(1))
     is_alone = body.cast(op("Equal", body.size(segments, 0), ints(0)), ir.DataType.INT64)
     rows = op("Mul", cached, is_alone)

@@ -125,8 +125,8 @@ def rotate(x: Tensor, turn: Turn, is_plain: bool) -> Tensor:
     cos, sin, position_ids = turn
     size = 2 * cos.shape[-1]
     if torch.compiler.is_exporting() and not is_plain:
-        # Use this operator only for export, because it has no gradient. It becomes a single
-        # RotaryEmbedding node. The code below would become nine nodes.
+        # Use torch.onnx's operator only for export, because it has no gradient. In the graph, it
+        # becomes a single RotaryEmbedding node, and the code below would become nine nodes.
         partly = 0 if size == x.shape[-1] else size
         rotated: Tensor = torch.onnx.ops.rotary_embedding(
             x, cos, sin, position_ids, rotary_embedding_dim=partly
@@ -230,7 +230,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer. A norm that is missing in the layer's description is an identity."""
+    """One transformer layer. The identity replaces each norm that the description lacks."""
 
     def __init__(self, spec: LayerSpec, hidden_size: int, is_plain: bool) -> None:
         super().__init__()

@@ -180,7 +180,7 @@ def generate(
         policy: The rules of scoring, committing and caching.
         max_new_tokens: Number of positions to generate after ``tokens``.
         steps: Number of passes planned for the whole generation. The passes are divided evenly
-            among the blocks. If ``steps`` is 0, the policy's number is used.
+            among the blocks. If ``steps`` is 0, the number of passes in the policy is used.
         on_step: A function that is called with the canvas after each step.
         cache_dtype: Type of stored keys and values, as the manifest names it.
         proposer: The object that chooses tokens. If ``None``, the policy's default proposer is

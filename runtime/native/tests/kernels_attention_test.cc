@@ -1,5 +1,5 @@
 // Tests of attention with a cache, and of the formats of cached rows. The results of attention must
-// be right within a tolerance.
+// equal those of plain loops within a tolerance.
 #include <array>
 #include <numeric>
 
@@ -53,7 +53,8 @@ std::vector<double> read_rows(CacheType cache, const Bytes& stored, int64_t D) {
 }
 
 // Returns the values of rows [rows, D] after they were stored in a cache. fp16 rounds each number.
-// INT8 stores codes. Their scale is the smallest 8-bit scale that is at least amax / 127.
+// INT8 stores codes. The scale of the codes is the smallest 8-bit scale that is at least amax /
+// 127, where amax is the largest magnitude in the row.
 std::vector<double> round_rows(CacheType cache, const Floats& x, int64_t D) {
   std::vector<double> all(x.begin(), x.end());
   for (size_t from = 0; from < x.size() && cache != CacheType::fp32;
@@ -113,14 +114,15 @@ Bytes store_rows(CacheType cache, const Floats& x, int64_t D) {
 constexpr float kEpsilon = 1e-5f;
 
 struct Attention {
-  int64_t B, T, S, H, G, D;  // G: number of key/value heads
+  int64_t B, T, S, H, G, D;  // sizes; G is the number of key/value heads
   CacheType cache = CacheType::fp32;
   int64_t rotary_size = D, table_rows = 50, visible_block = 0, window = 0;
   Floats q, k, v, past_keys, past_values, cos, sin;  // past rows are multiples of 2 ^ -5 below 4
   Floats q_norm, k_norm;                             // empty: heads are not normalised
   std::vector<int64_t> positions;
   std::vector<dlm::Segment> segments;
-  std::vector<int64_t> first_segments;  // belongs to `segments`; set by pass()
+  // The result of first_segments() for `segments`; set by pass().
+  std::vector<int64_t> first_segments;
   Floats y, new_keys, new_values;
   Bytes stored_keys, stored_values, present_keys, present_values;
 
@@ -185,7 +187,7 @@ struct Attention {
   void run(const dlm::Kernels& kernels, dlm::Parallel& parallel) {
     kernels.attention(pass(), parallel);
   }
-  // Like run, but the past rows may be any fp32 numbers.
+  // Like run(), but the past rows may be any fp32 numbers.
   void run_exactly(const dlm::Kernels& kernels, dlm::Parallel& parallel) {
     dlm::CachedAttention a = pass();
     a.past_keys = past_keys.data(), a.past_values = past_values.data();
@@ -232,7 +234,7 @@ struct Attention {
     return visible_block == 0 || position(j) / visible_block <= position(t) / visible_block;
   }
 
-  // Returns the pass that runs only this segment.
+  // Returns a pass that computes only this segment.
   Attention alone(const dlm::Segment& part) const {
     Attention one = *this;
     one.segments.clear();
@@ -287,8 +289,8 @@ struct Attention {
   }
 };
 
-// Scores of D products have an error of about sqrt(D) * 2^-24 of their size, which is at most 100
-// here. The softmax weights have the same error. All other errors are smaller.
+// Attention scores are sums of D products. Their error is about sqrt(D) * 2^-24 times their size,
+// which is at most 100 here. The softmax weights have the same error. All other errors are smaller.
 constexpr double kAttentionTolerance = 5e-5;
 
 void test_shapes(Tally& tally, const dlm::Kernels& kernels) {
@@ -355,8 +357,8 @@ void test_queries_see_a_window(Tally& tally, const dlm::Kernels& kernels) {
 }
 
 // A prompt gives the same bits in one pass and in several passes that read the rows of earlier
-// passes. The cached rows may be anywhere in the cache. This holds if each pass has more queries
-// per key/value head than a vector has lanes.
+// passes. The cached rows may be anywhere in the cache. The bits are equal if each pass has more
+// queries per key/value head than a vector has lanes.
 void test_prompts_give_the_same_bits_in_several_passes(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(11);
   InOrder in_order;
@@ -404,9 +406,9 @@ void test_prompts_give_the_same_bits_in_several_passes(Tally& tally, const dlm::
   }
 }
 
-// Tests blocks of any length. The positions are in order from any start, or in any order with some
-// missing. Only a part of each head is rotated. The results for a block must be bit-identical,
-// whatever follows the block.
+// Tests blocks of any length. The positions are consecutive from any start, or in any order with
+// some positions missing. The rotation applies only to a part of each head. The results for a block
+// must be bit-identical, whatever follows the block.
 void test_queries_see_blocks_up_to_their_own(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(15);
   InOrder in_order;
@@ -503,7 +505,8 @@ void test_nan_stays_where_it_belongs(Tally& tally, const dlm::Kernels& kernels) 
   for (const CacheType cache : kCaches)
     for (const int64_t T : {1, 3, 40}) {
       const int64_t B = 2, S = 70, H = 4, G = 2, D = 12;
-      const bool by_rows = cache == CacheType::int8;  // one NaN makes the whole row NaN
+      // In an INT8 cache, one NaN makes the whole row NaN.
+      const bool by_rows = cache == CacheType::int8;
       tally.about = std::string(kernels.name) + ", " + std::to_string(T) + " tokens";
       const auto check = [&](Attention& attention, auto is_bad) {
         attention.cache = cache;
@@ -533,7 +536,8 @@ void test_nan_stays_where_it_belongs(Tally& tally, const dlm::Kernels& kernels) 
     }
 }
 
-// Several requests in one pass, with cached rows anywhere, give the same bits as separate passes.
+// A pass over several requests, whose cached rows may be anywhere, gives the same bits as separate
+// passes.
 void test_segments_are_passes_of_their_own(Tally& tally, const dlm::Kernels& kernels) {
   Numbers numbers(16);
   InOrder in_order;
@@ -541,7 +545,8 @@ void test_segments_are_passes_of_their_own(Tally& tally, const dlm::Kernels& ker
       {{0, 0, 0, 33}, {0, 0, 33, 1}, {0, 0, 34, 7}},
       {{60, 11, 0, 4}, {3, 40, 4, 32}, {0, 0, 36, 5}},
       {{0, 71, 0, 41}},
-      {{0, 20, 0, 1}, {20, 20, 1, 1}, {10, 30, 2, 39}},  // two segments may share rows
+      // Two segments may refer to the same cached rows.
+      {{0, 20, 0, 1}, {20, 20, 1, 1}, {10, 30, 2, 39}},
   };
   for (const CacheType cache : kCaches)
     for (const int64_t visible_block : {0, 5})

@@ -43,7 +43,7 @@ VERIFY_SECONDS = 60.0  # time limit of the default effort in seconds, outside of
 
 @dataclass(frozen=True)
 class JudgingOptions:
-    """Options for judging a finished bundle. ``opening`` describes how the bundle is opened."""
+    """Options for measuring a bundle's accuracy. ``opening`` describes how the bundle is opened."""
 
     data: CalibrationOptions = field(default_factory=CalibrationOptions)
     effort: Effort = field(default_factory=lambda: Effort(seconds=VERIFY_SECONDS))
@@ -63,8 +63,8 @@ def judge_source(
 ) -> Judgement:
     """Compare the accuracy of a bundle with its source, which runs in torch in fp32.
 
-    If the source is small, it is judged in bf16 too. The accuracy difference between bf16 and fp32
-    is the noise floor.
+    If the source is small, the source in bf16 is also compared with the source in fp32. The
+    difference between their accuracies is the noise floor.
 
     If the effort is "full", the whole source is loaded into memory, because the source generates
     text. Otherwise, the source's layers are loaded one at a time, with the memory and device of
@@ -140,7 +140,7 @@ def judge_bundle(
 ) -> Judgement:
     """Compare a finished bundle's accuracy with its source's accuracy.
 
-    The comparison does not use the calibration data. Raises DlmError.
+    The comparison uses no sample that calibrated the bundle. Raises DlmError.
     """
     with options.opening.open(folder) as bundle:
         samples = _samples(source.network, source.path, bundle, options, progress, warn)
@@ -159,7 +159,8 @@ def compare_bundles(
 ) -> Judgement:
     """Compare the accuracy of two bundles of the same denoiser.
 
-    Raises JudgeError if the denoisers differ. Also raises further kinds of DlmError.
+    Raises JudgeError if the denoisers differ. Raises other kinds of DlmError if a bundle cannot be
+    opened or run.
     """
     with (
         options.opening.open(reference) as first,
@@ -187,7 +188,7 @@ def _samples(
     progress: Progress,
     warn: Callable[[str], None],
 ) -> list[Sample]:
-    """Load the samples to judge on, and start the stage of ``progress``.
+    """Load the samples for a comparison, and start the stage "judge" of ``progress``.
 
     Calls ``warn`` if the data is not ideal, for example if there are few samples.
     """

@@ -54,7 +54,7 @@ class Budgets:
     def check(self, samples: Sequence[Sample]) -> None:
         """Raise JudgeError if a limit needs right answers, but ``samples`` contain none.
 
-        Call this method before judging.
+        Call this method before the denoisers are compared.
         """
         if self.min_task is not None and all(sample.answer is None for sample in samples):
             raise JudgeError(
@@ -66,7 +66,7 @@ class Budgets:
 class Judgement:
     """A candidate's loss of accuracy. Each field is a section of accuracy.json.
 
-    - ``effort``: why judging stopped (see ``rounds``), and which denoiser provided the canvases of
+    - ``effort``: why the comparison stopped (see ``rounds``), and which denoiser generated the
       decoding runs (see ``evidence``).
     - ``layers``: one entry ``{"layer", "format", "kl", "frontier_kl"}`` per quantised layer.
     - ``layers_method``: the method that measured ``layers``, which is ``fisher`` or ``exact``.

@@ -1,7 +1,7 @@
 """Compares a bundle's logits and generated text with the results of our denoiser in torch.
 
-First, the torch denoiser computes all expected results. It is freed before the bundle is opened, so
-that memory never contains both the torch denoiser and the bundle.
+First, the torch denoiser computes all expected results. The torch denoiser is then freed before the
+bundle is opened, so that they are never in memory at the same time.
 """
 
 from __future__ import annotations

@@ -214,8 +214,8 @@ class _Beside:
             module.register_forward_hook(functools.partial(self._after_experts, path, shown))
         for layer in layers:
             if self.done.formats[layer] != HIGH:
-                # ``simulate`` has added a hook that quantises the input. The new hook must get the
-                # unquantised input, so ``prepend`` makes the new hook run first.
+                # ``calibrate.simulate`` has added a hook that quantises the layer's input. The new
+                # hook must get the unquantised input, so ``prepend`` makes the new hook run first.
                 modules[layer].register_forward_pre_hook(
                     functools.partial(self._before, layer, shown), prepend=True
                 )

@@ -54,11 +54,11 @@ TOLERANCES = {
     "bf16": Tolerance(1.6e-1, 0.5),
 }
 # In a rounded cache, a key or value halfway between two codes may get either code. If two logits
-# are nearly equal, the bundle may therefore choose a different token than torch. This is the
+# are nearly equal, the bundle may therefore choose a different token than torch. This number is the
 # smallest allowed share of identical canvases with a rounded cache.
 ROUNDED_CACHE_AGREEMENT = 0.8
-# Tolerances for a single layer, and for the operators between two layers. The key is the precision
-# of all unquantised parts.
+# Tolerances for a single layer, and for the operators between two layers. The keys are precisions
+# of the unquantised parts of a bundle.
 PART_TOLERANCES = {
     "fp32": Tolerance(2e-5, 0.0),
     "fp16": Tolerance(5e-3, 0.0),

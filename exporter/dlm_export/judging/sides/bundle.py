@@ -68,8 +68,8 @@ class BundlePredictor:
     def speed(self) -> dict[str, Any] | None:
         """Return the speed of text generation so far, and a description of the machine.
 
-        If the bundle has generated no text, or if a CPU simulates the bundle's number formats, the
-        function returns ``None``.
+        If the bundle has generated no text, the function returns ``None``. It also does so if the
+        CPU only simulates the bundle's number formats, by computing in fp32.
         """
         seconds = sum(done.timings["total"] for done in self._spent)
         passes = sum(done.nfe for done in self._spent)

@@ -8,12 +8,12 @@
 namespace dlm::ops {
 namespace {
 
-// Returns the number of weight matrices of a layer. The first input of the operator is x. Then each
-// matrix has two inputs, the codes and the scales. An NVFP4 layer has one matrix with three inputs.
+// Returns the number of weight matrices of a layer. The first input of the operator is x. After it,
+// there are two inputs for each matrix: the codes and the scales. An NVFP4 layer has one matrix
+// with three inputs, so this function also returns 1 for it.
 size_t weights_of(const Definition& layer) { return (layer.inputs.size() - 1) / 2; }
 
-// The rows of a layer's input x [..., inputs], and the outputs [..., columns] that are allocated
-// for these rows.
+// The rows of a layer's input x [..., inputs], and the layer's outputs [..., columns].
 struct Rows {
   Call& call;
   Tensor<const float> x = call.input<float>(0);
