@@ -50,7 +50,7 @@ ROOMS = (
     {"planning"},
     {"building"},
     {"build"},
-    {"serving"},
+    {"serving", "triton"},
     {"cli"},
 )
 JUDGING = ("report", "sides", "parity", "accuracy", "tuning", "precision_search")

@@ -28,6 +28,7 @@ from dlm_export.cli import (
     planning,
     running,
     serving,
+    triton,
 )
 from dlm_export.cli.printing import one_line, warn
 from dlm_export.signals import dying_by_signal
@@ -43,6 +44,7 @@ SECTIONS = (
             conversing.chat,
             deciding.decide,
             serving.serve,
+            triton.triton,
             caching.cache_prompt,
             running.bench,
             constraining.compile_constraint,

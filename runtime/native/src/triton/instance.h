@@ -1,0 +1,73 @@
+// An instance of a model. It has a scheduler and three kinds of threads:
+//
+// - One thread runs the passes of the scheduler.
+// - One thread sends all responses, and cancels the requests that clients have cancelled.
+// - Two threads compile new constraints, so that other requests do not wait for them.
+//
+// Triton calls start() on its own thread. start() returns before the requests have ended.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "triton/metrics.h"
+#include "triton/model.h"
+
+namespace dlm::triton {
+
+class Instance {
+ public:
+  // Starts the threads. The model must outlive the instance. Throws an Error.
+  Instance(TRITONBACKEND_ModelInstance* instance, Model& model);
+
+  // Cancels the requests that have not ended, sends their responses, and ends the threads.
+  ~Instance();
+  Instance(const Instance&) = delete;
+  Instance& operator=(const Instance&) = delete;
+
+  // Starts a request, and later sends its responses and releases it.
+  void start(TRITONBACKEND_Request* request) noexcept;
+
+ private:
+  struct Answer;
+  struct Step;
+
+  void start_threads();
+  void stop();
+  static int32_t on_step(void* user, const dlm_step* step);
+  void add_step(Answer& answer, const dlm_step& step);
+  void compile_all();
+  void submit(const std::shared_ptr<Answer>& answer) noexcept;
+  void submit_or_throw(const std::shared_ptr<Answer>& answer);
+  void reply();
+  void send_ready();
+  void cancel_abandoned();
+  void send_result(Answer& answer);
+  void end(Answer& answer, bool is_good) noexcept;
+  void wake() const;
+
+  TRITONBACKEND_ModelInstance* const instance_;
+  Model& model_;
+  std::unique_ptr<Metrics> metrics_;
+  std::unique_ptr<dlm_scheduler, Destroy> scheduler_;
+  int ended_ = -1;  // an eventfd; the scheduler and wake() write to it
+
+  std::mutex mutex_;  // protects the fields up to is_last_round_
+  std::condition_variable has_work_;
+  std::deque<std::shared_ptr<Answer>> to_compile_;
+  std::list<std::shared_ptr<Answer>> running_;  // these have a job
+  std::vector<Step> steps_;
+  bool is_closing_ = false;     // the compilers end when no request is left to compile
+  bool is_last_round_ = false;  // the scheduler is about to be destroyed
+
+  std::vector<std::thread> compilers_;
+  std::thread runner_, replier_;
+};
+
+}  // namespace dlm::triton
