@@ -130,7 +130,7 @@ def replicas(url: str) -> set[str]:
     return {httpx.get(f"{url}/ready").headers["x-replica"] for _ in range(30)}
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
